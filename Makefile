@@ -1,0 +1,65 @@
+# Every target makes its own .venv; nothing has to be activated. `make test PYTEST_ARGS="-k fence"`.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST_ARGS ?=
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test check format compat formats campaign-crash campaign-model bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
+	@echo "make test            every test (under 15 minutes on 2 cores)"
+	@echo "make check           ruff, mypy --strict, import contracts, docs"
+	@echo "make format          let ruff rewrite what it can"
+	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
+	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
+	@echo "make campaign-model  search every interleaving of the commit protocol (long)"
+	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
+
+# The pin of torch is repeated on the command line: a range alone would let pip take a newer build.
+$(STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt \
+	    "$$(grep -E '^torch==' constraints-dev.txt)" -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo/run.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_layers.py tests/test_exports.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+compat: $(STAMP)
+	$(BIN)/python -m pytest -m compat tests/compat $(PYTEST_ARGS)
+
+# Rewrites the golden files of tests/formats from the torch versions that make compat pins.
+formats: $(STAMP)
+	$(BIN)/python -m tests.formats.make
+
+campaign-crash: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 tests $(PYTEST_ARGS)
+
+campaign-model: $(STAMP)
+	$(BIN)/python -m tests.model.campaign
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.save_load
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

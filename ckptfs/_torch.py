@@ -1,0 +1,120 @@
+"""Every name of torch that is private or may be absent, one line each with why. Torch stays lazy.
+
+Nothing here imports torch when it is imported: ``import ckptfs`` and every tool that only lists
+checkpoints run without it. Lowest layer but errors; it knows nothing of ckptfs.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+# -- control plane: groups and c10d stores -----------------------------------------------------
+
+
+def has_default_group() -> bool:
+    """True when torch.distributed is initialised; never imports torch to find out."""
+    dist = sys.modules.get("torch.distributed")
+    # A build without distributed has the module and not the function.
+    return bool(dist and dist.is_available() and dist.is_initialized())
+
+
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """(rank, size) of this process in a group (None: the default one); rank -1: not a member."""
+    import torch.distributed as dist
+
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """The global ranks of a group (None: the default one), in order of group rank."""
+    import torch.distributed as dist
+
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+def group_store(group: Any) -> Any:
+    """The c10d store of a group (None: the default one).
+
+    _get_default_store, _get_process_group_store, _world.pg_map: torch has no public way to the
+    store that init_process_group made, and a second store would mean a port opened unasked.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    if group is None:
+        return c10d._get_default_store()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    held = c10d._world.pg_map.get(group)  # noqa: SLF001
+    # A group made by splitting a communicator may be absent from the map: all its members still
+    # share the default store, and every control has a namespace of its own there.
+    return held[1] if held and held[1] is not None else c10d._get_default_store()  # type: ignore[no-untyped-call]  # noqa: SLF001
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Any:
+    """A client of a TCPStore that somebody else hosts (torchrun's agent). Opens no port."""
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=timeout_s)
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+
+
+def clone_store(store: Any) -> Any:
+    """A store for one more thread: a blocked wait blocks every thread of its client."""
+    if hasattr(store, "clone"):  # torch >= 2.8
+        return store.clone()
+    return reconnect_store(store)
+
+
+def reconnect_store(store: Any) -> Any:
+    """What clone() does, for torch 2.6 and 2.7; the prefixes of PrefixStores are dropped.
+
+    Dropped on every rank alike, and a control's keys are unique by their nonce without them.
+    underlying_store: the only way from a PrefixStore to the client below it.
+    """
+    from torch.distributed import FileStore, PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return connect_store(store.host, store.port, store.timeout.total_seconds())
+    if isinstance(store, FileStore):
+        return FileStore(store.path, -1)
+    return store  # HashStore: threads of one process, its waits block nobody
+
+
+# -- dcp -------------------------------------------------------------------------------------
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Where one item lies, as stock's writer says it and stock's reader insists on."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, length)
+
+
+def storage_info_type() -> type[Any]:
+    """The class of the values of ``Metadata.storage_data``; stock's reader insists on it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo
+
+
+def mem_format_encoding() -> type[Any]:
+    """The enum inside every pickled TensorProperties: an unpickler must know it by name."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    return _MEM_FORMAT_ENCODING
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """True for FSDP1's ShardedTensor, which DCP treats apart and which has no public home."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    return isinstance(value, ShardedTensor)
+
+
+def is_wrapper_subclass(value: object) -> bool:
+    """True for tensor subclasses without memory of their own (quantised, nested, functional)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return bool(is_traceable_wrapper_subclass(value))

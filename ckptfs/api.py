@@ -1,0 +1,283 @@
+"""Everything but tensors: objects, directories, runs, and what is there.
+
+    save_object  load_object       local: any process, inside or outside a group, no collective
+    latest  list_checkpoints       local, read-only
+    ensure_dir  checkpoint_dir     collective
+    prepare_run                    collective
+
+``save`` and ``load`` of state dicts live in ``ckptfs.dcp.api``. Collective calls are made by every
+rank of ``process_group`` (default: all) and end on each with the same value or the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from ckptfs.commit.advisory import with_log
+from ckptfs.commit.artifact import collected_files
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.catalog import Checkpoint, list_unlogged, logged, read_view
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import latest as latest_live
+from ckptfs.commit.run import Mode, Run, Takeover, claim
+from ckptfs.commit.spec import SaveSpec
+from ckptfs.errors import IntegrityError, NotFoundError, StateError
+from ckptfs.storage.registry import open_storage
+from ckptfs.topology.directory import ensure_dir as ensure_dir_at
+from ckptfs.uri import Uri, options_of
+
+__all__ = [
+    "checkpoint_dir",
+    "ensure_dir",
+    "latest",
+    "list_checkpoints",
+    "load_object",
+    "prepare_run",
+    "save_object",
+]
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["auto", "shared", "node"]
+
+_TRIES = 8  # a directory that another process renames under us is found at the next look
+
+
+def save_object(obj: object, uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Uri:
+    """Save one object with ``torch.save``, whole or not at all; durable on return.
+
+    Local: any process may call it, outside any process group too, also into a step directory that
+    other processes are creating or have not created yet; its parents are made as needed. Files that
+    lie in a step directory this way stay there when the step is committed, replaced or deleted.
+    An existing object is replaced atomically. After a crash the old object or the new one is there.
+    NoSpaceError, AccessError, ...: the old object is untouched.
+    """
+    import torch
+
+    target = Uri.parse(uri)
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    options = {**options_of(uri), **(storage_options or {})}
+    storage = open_storage(target.parent, options)
+    try:
+        for left in reversed(range(_TRIES)):
+            try:
+                storage.make_dir("")
+                with storage.open_write(target.name, size_hint_bytes=buffer.tell()) as writer:
+                    writer.write(buffer.getbuffer())
+                storage.sync("")
+            except NotFoundError:
+                # The step directory was replaced by its committed one between two calls.
+                if not left:
+                    raise
+            else:
+                return target
+        raise AssertionError("unreachable")
+    finally:
+        storage.close()
+
+
+def load_object(
+    uri: Any,
+    *,
+    trusted: bool = False,
+    map_location: Any = "cpu",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load what ``save_object`` saved. Local.
+
+    trusted=False loads tensors, numbers, strings and containers only: unpickling anything else can
+    run code, so an object of your own class needs trusted=True. NotFoundError; IntegrityError.
+    """
+    import torch
+
+    target = Uri.parse(uri)
+    options = {**options_of(uri), **(storage_options or {})}
+    storage = open_storage(target.parent, options)
+    try:
+        storage.refresh("")
+        data = io.BytesIO(storage.read(target.name))
+    finally:
+        storage.close()
+    try:
+        return torch.load(data, map_location=map_location, weights_only=not trusted)
+    except Exception as error:
+        raise IntegrityError(
+            f"not loadable: {type(error).__name__}: {error}",
+            uri=target,
+            hint="trusted=True loads objects of any class; do that only with files you wrote",
+        ) from error
+
+
+def list_checkpoints(
+    run_uri: Any, *, storage_options: Mapping[str, Any] | None = None
+) -> list[Checkpoint]:
+    """The committed checkpoints of a run, oldest commit first. Local, read-only.
+
+    Checkpoints that lie there without a log (copied, or written by stock torch) come first. On
+    node-local storage this node's log answers; a save whose outcome it does not record is left out.
+    An empty or missing run gives an empty list.
+    """
+    return _look(run_uri, storage_options)[0]
+
+
+def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
+    """The last committed checkpoint, by commit order and never by the largest step. Local.
+
+    None when there is none. Saves of kind "checkpoint" only, not those of a failing run. Where no
+    log tells, the checkpoint with the largest step among those that have a manifest or `.metadata`.
+    """
+    checkpoints, views = _look(run_uri, storage_options)
+    live = latest_live(views, Kind.CHECKPOINT)
+    if live is not None:
+        return next(c for c in checkpoints if c.save_id == live.seal.save_id)
+    loose = [c for c in checkpoints if c.generation is None or c.save_id not in _known(views)]
+    return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
+
+
+def _known(views: Mapping[str, LogState]) -> frozenset[str]:
+    return frozenset(save_id for view in views.values() for save_id in view.saves)
+
+
+def _look(
+    run_uri: Any, storage_options: Mapping[str, Any] | None
+) -> tuple[list[Checkpoint], dict[str, LogState]]:
+    root = Uri.parse(run_uri)
+    options = {**options_of(run_uri), **(storage_options or {})}
+    plain = open_storage(root, options)
+    try:
+        storage = with_log(plain, plain.capabilities, write=False)
+        view = drive(read_view(), storage)
+        views = dict([view]) if view is not None else {}
+        loose = drive(list_unlogged(views, root), storage)
+    finally:
+        plain.close()
+    return [*loose, *logged(views, root)], views
+
+
+def ensure_dir(
+    uri: Any,
+    *,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> Uri:
+    """Collective. Make a directory once per domain; every rank can use it when this returns.
+
+    Returns its absolute URI, equal on all ranks. Existing is success. The owner of each domain makes
+    it, then one process per node confirms through its own path that it is the same one. Needs no
+    process group under torchrun. Errors reach all ranks.
+    """
+    place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    with control_for(process_group, timeout_s) as control:
+        target = agree_uri(control, uri)
+        with open_seat(target.parent, control, place, write=True) as seat:
+            ensure_dir_at(control, seat.storage, seat.placement, target.name)
+    return target
+
+
+def prepare_run(
+    run_uri: Any,
+    mode: Literal["resume", "overwrite", "fail"] = "resume",
+    takeover: Literal["auto", "never", "force"] = "auto",
+    *,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> Run:
+    """Collective. Claim a run: older writers are fenced, interrupted saves recovered.
+
+    mode: "resume" goes on with what is there; "overwrite" takes it out of the catalog now and
+    deletes it after the first commit, moving nothing before; "fail" is CommitConflictError if there
+    is anything. takeover: "auto" takes a run from the same job, from a dead process of this node, or
+    from an owner whose lease stood still for 20 s; "never" does not wait; "force" does not ask.
+    RunBusyError names the living owner. Leave the returned Run with ``with`` or ``release()``.
+    """
+    place = Place({**options_of(run_uri), **(storage_options or {})}, scope, domain)
+    modes, takeovers = Mode(mode), Takeover(takeover)
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(control_for(process_group, timeout_s))
+        root = agree_uri(control, run_uri)
+        seat = stack.enter_context(open_seat(root, control, place, write=True))
+        run = claim(seat, modes, takeovers)
+        run.closing = stack.pop_all()
+        return run
+
+
+@contextlib.contextmanager
+def checkpoint_dir(
+    uri: Any,
+    *,
+    step: int | None = None,
+    run: Run | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> Iterator[str]:
+    """Collective. A local directory to write any files into, committed as one when all ranks leave.
+
+    Yields a path for plain ``open``: on a mounted filesystem the attempt's own directory, shared by
+    the ranks of a domain; elsewhere a directory of this rank whose files are uploaded on leaving.
+    An exception inside, on any rank, commits nothing and is raised on all ranks. A name that is
+    committed already is CommitConflictError: files with fixed names never overwrite a step. Nothing
+    may go on writing there after the block.
+    """
+    place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    with contextlib.ExitStack() as stack:
+        if run is None:
+            control = stack.enter_context(control_for(process_group, timeout_s))
+            target = agree_uri(control, uri)
+            seat = stack.enter_context(open_seat(target.parent, control, place, write=True))
+        else:
+            seat = run.seat
+            target = agree_uri(seat.control, uri)
+            run.check(target)
+        spec = SaveSpec(
+            target.name,
+            step_of(target.name, step),
+            artifact=Kind.DIRECTORY,
+            run=None if run is None else run.generation,
+        )
+        attempt = Attempt(seat, spec)
+        with _abandoning(attempt):
+            attempt.begin()
+            with collected_files(attempt) as collector:
+                try:
+                    yield collector.path
+                except BaseException as error:
+                    with contextlib.suppress(Exception):
+                        seat.control.step("leave", _raiser(error))
+                    raise
+                # Nobody digests before everybody has stopped writing.
+                seat.control.step("leave", lambda: None)
+                attempt.commit(collector.write, collector.finish)
+
+
+@contextlib.contextmanager
+def _abandoning(attempt: Attempt) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+def _raiser(error: BaseException) -> Any:
+    def leave() -> Any:
+        # The others wait at the end of their blocks: this is how they hear of it.
+        raise StateError(f"left its checkpoint_dir by {type(error).__name__}: {error}") from error
+
+    return leave

@@ -1,0 +1,1 @@
+"""The commit protocol: generators that yield storage operations, and who runs them. No torch."""

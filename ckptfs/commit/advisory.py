@@ -1,0 +1,173 @@
+"""The run log where nobody can win: stores without an exclusive create.
+
+Some places can only write, not create (many fsspec protocols, mounts without hard links). There an
+entry is not ``00000042`` but ``00000042.<write_id>``: two writers of one number both get their
+entry in, none overwrites the other, and nothing acknowledged is lost. Readers sort all of them by
+number and write id and count them through, so the programs of ``commit`` see an ordinary log:
+
+    log/00000000.a  log/00000001.c  log/00000001.d      read as entries 0, 1, 2
+
+What is lost is certainty: an entry may slip in below one that was read already, so fences and the
+exclusiveness of names are advice here. The result of every save says so.
+"""
+
+from __future__ import annotations
+
+from ckptfs.commit.layout import HINT, LOG, log_key
+from ckptfs.errors import AlreadyExistsError, NotFoundError
+from ckptfs.storage.base import (
+    Capabilities,
+    DataReader,
+    DataWriter,
+    Entry,
+    Space,
+    Stat,
+    Storage,
+)
+from ckptfs.uri import Uri
+
+__all__ = ["ADVICE", "AdvisoryLog", "with_log"]
+
+ADVICE = (
+    "this storage has no exclusive create: two writers of one run are not kept apart, "
+    "fences and exclusive names are advice"
+)
+
+_PREFIX = f"{LOG}/"
+
+
+def with_log(storage: Storage, caps: Capabilities, *, write: bool) -> Storage:
+    """The storage itself, or one whose run log reads like any other. Readers write nothing."""
+    if write:
+        return storage if caps.exclusive_create else AdvisoryLog(storage)
+    try:
+        storage.stat(log_key(0))
+    except NotFoundError:
+        try:
+            names = [entry.name for entry in storage.list(LOG)]
+        except NotFoundError:
+            return storage
+        return AdvisoryLog(storage) if any("." in name for name in names) else storage
+    return storage
+
+
+class AdvisoryLog(Storage):
+    """A storage whose log entries carry their write id in their names. Everything else passes."""
+
+    def __init__(self, inner: Storage) -> None:
+        self._inner = inner
+        self.root: Uri = inner.root
+        self._names: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The inner storage's: no exclusive create."""
+        return self._inner.capabilities
+
+    def _number(self, key: str) -> int | None:
+        name = key.removeprefix(_PREFIX)
+        return int(name) if key.startswith(_PREFIX) and name.isdigit() else None
+
+    def _listed(self) -> list[str]:
+        try:
+            entries = self._inner.list(LOG)
+        except NotFoundError:
+            return []
+        return sorted(e.name for e in entries if not e.is_dir and e.name[:1].isdigit())
+
+    def read(self, key: str) -> bytes:
+        """An entry by its place in the order; any other key as it is."""
+        if key == HINT:
+            # A snapshot equals what lay below it then; here more may have slipped in since.
+            raise NotFoundError("no hint on an advisory log", uri=self.uri(key))
+        number = self._number(key)
+        if number is None:
+            return self._inner.read(key)
+        if number >= len(self._names):
+            self._names = self._listed()
+        if number >= len(self._names):
+            raise NotFoundError("no such entry yet", uri=self.uri(key))
+        return self._inner.read(_PREFIX + self._names[number])
+
+    def create(self, key: str, data: bytes, *, staging: str) -> None:
+        """Write an entry under its own name, unless the place in the order is taken already."""
+        number = self._number(key)
+        if number is None:
+            # The domain id: the last writer wins, and everybody reads it back.
+            try:
+                self._inner.stat(key)
+            except NotFoundError:
+                self._inner.replace(key, data)
+                return
+            raise AlreadyExistsError("somebody made it first", uri=self.uri(key))
+        self._names = self._listed()
+        if number < len(self._names):
+            raise AlreadyExistsError("the log is longer by now", uri=self.uri(key))
+        write_id = staging.rsplit("/", 1)[1]
+        self._inner.replace(f"{key}.{write_id}", data)
+
+    def refresh(self, key: str) -> None:
+        """Also forgets which entries were seen."""
+        if key == LOG:
+            self._names = []
+        self._inner.refresh(key)
+
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        """As the inner storage."""
+        self._inner.replace(key, data, if_match=if_match)
+
+    def stat(self, key: str) -> Stat:
+        """As the inner storage."""
+        return self._inner.stat(key)
+
+    def list(self, key: str) -> list[Entry]:
+        """As the inner storage."""
+        return self._inner.list(key)
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        """As the inner storage."""
+        return self._inner.open_write(key, size_hint_bytes=size_hint_bytes)
+
+    def open_read(self, key: str) -> DataReader:
+        """As the inner storage."""
+        return self._inner.open_read(key)
+
+    def make_dir(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.make_dir(key)
+
+    def rename(self, source: str, target: str) -> None:
+        """As the inner storage."""
+        self._inner.rename(source, target)
+
+    def remove(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.remove(key)
+
+    def remove_dir(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.remove_dir(key)
+
+    def remove_tree(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.remove_tree(key)
+
+    def sync(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.sync(key)
+
+    def touch(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.touch(key)
+
+    def space(self) -> Space | None:
+        """As the inner storage."""
+        return self._inner.space()
+
+    def local_path(self, key: str) -> str | None:
+        """As the inner storage."""
+        return self._inner.local_path(key)
+
+    def close(self) -> None:
+        """Close the inner storage."""
+        self._inner.close()

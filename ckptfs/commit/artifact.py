@@ -1,0 +1,177 @@
+"""Files with plain names, written by anybody: how ``checkpoint_dir`` makes them a commit.
+
+    mounted filesystem   the attempt's directory itself is handed out; on leaving, the ranks of a
+                         domain sync and digest its files between them
+    anything else        every rank gets a directory of its own and uploads it on leaving
+
+Nobody counted these bytes when they were written, so here, and only here, they are read once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, Protocol
+
+import xxhash
+
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.spec import WrittenPart
+from ckptfs.errors import IncompleteCheckpointError, StateError
+from ckptfs.events import Counters
+from ckptfs.storage.base import Storage
+
+__all__ = ["Collector", "collected_files"]
+
+_CHUNK_BYTES = 4 << 20
+
+
+class Collector(Protocol):
+    """What a rank's directory becomes: ``path`` to write to, then a part of the save."""
+
+    path: str
+
+    def write(self) -> WrittenPart:
+        """Make this rank's files durable and describe them."""
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """On the coordinator: check the parts against each other."""
+
+
+@contextlib.contextmanager
+def collected_files(attempt: Attempt) -> Iterator[Collector]:
+    """The collector for this attempt's storage; call after ``attempt.begin()``."""
+    attempt.storage.make_dir(attempt.directory)
+    mounted = attempt.storage.local_path(attempt.directory)
+    if mounted is not None:
+        yield _Mounted(attempt, mounted)
+        return
+    scratch = tempfile.mkdtemp(prefix="ckptfs-")
+    try:
+        yield _Uploaded(attempt, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _walk(top: str, skip: str | None) -> Iterator[str]:
+    """Relative paths of the files below ``top``, sorted; links to directories are not followed."""
+    for folder, folders, names in os.walk(top):
+        folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
+        for name in sorted(names):
+            yield os.path.relpath(os.path.join(folder, name), top)
+
+
+class _Mounted:
+    def __init__(self, attempt: Attempt, path: str) -> None:
+        self.path = path
+        self._attempt = attempt
+        self._skip = os.path.join(path, attempt.save_id)
+
+    def write(self) -> WrittenPart:
+        """Sync everything that this node may hold dirty; digest this rank's share of the files.
+
+        Only after a barrier: every rank has left the block.
+        """
+        started = time.perf_counter()
+        seat = self._attempt.seat
+        ranks = seat.placement.mine.ranks
+        share = ranks.index(seat.control.rank)
+        records, size = [], 0
+        for at, name in enumerate(_walk(self.path, self._skip)):
+            mine = at % len(ranks) == share
+            if not (mine or seat.placement.is_node_lead):
+                continue
+            with open(os.path.join(self.path, name), "rb") as file:
+                os.fsync(file.fileno())
+                if mine:
+                    digest, length = _digest(file)
+                    size += length
+                    records.append(FileRecord(name, length, seat.placement.mine.id, None, digest))
+        if seat.placement.is_owner:
+            self._sync_folders()
+        counters = Counters(
+            size_bytes=size,
+            payload_bytes=size,
+            files=len(records),
+            items=len(records),
+            sync_s=time.perf_counter() - started,
+        )
+        return WrittenPart(tuple(records), counters)
+
+    def _sync_folders(self) -> None:
+        storage, top = self._attempt.storage, self._attempt.directory
+        for folder, _, _ in os.walk(self.path):
+            below = os.path.relpath(folder, self.path)
+            storage.sync(top if below == "." else f"{top}/{below}")
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """Refuse an empty artifact: somebody wrote it elsewhere."""
+        return _checked(parts)
+
+
+class _Uploaded:
+    def __init__(self, attempt: Attempt, path: str) -> None:
+        self.path = path
+        self._attempt = attempt
+
+    def write(self) -> WrittenPart:
+        """Upload this rank's files under their plain names."""
+        started = time.perf_counter()
+        records = [
+            self._upload(self._attempt.storage, name) for name in _walk(self.path, skip=None)
+        ]
+        size = sum(r.size_bytes for r in records)
+        counters = Counters(
+            size_bytes=size,
+            payload_bytes=size,
+            files=len(records),
+            items=len(records),
+            write_s=time.perf_counter() - started,
+        )
+        return WrittenPart(tuple(records), counters)
+
+    def _upload(self, storage: Storage, name: str) -> FileRecord:
+        key = f"{self._attempt.directory}/{name}"
+        storage.make_dir(key.rsplit("/", 1)[0])
+        digest, size = xxhash.xxh3_128(), 0
+        with open(os.path.join(self.path, name), "rb") as file, storage.open_write(key) as writer:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                writer.write(chunk)
+        return FileRecord(name, size, None, None, digest.hexdigest())
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """Two ranks must not have written different files under one name."""
+        seen: dict[str, tuple[int, str | None]] = {}
+        for rank, part in enumerate(parts):
+            for record in part.files:
+                first, digest = seen.setdefault(record.path, (rank, record.digest))
+                if digest != record.digest:
+                    raise StateError(
+                        f"ranks {first} and {rank} wrote different files {record.path!r}",
+                        hint="put the rank into the file's name",
+                    )
+        return _checked(parts)
+
+
+def _digest(file: BinaryIO) -> tuple[str, int]:
+    digest, size = xxhash.xxh3_128(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def _checked(parts: list[WrittenPart]) -> Mapping[str, bytes]:
+    if not any(part.files for part in parts):
+        raise IncompleteCheckpointError(
+            "no rank wrote a file into its checkpoint_dir",
+            hint="write below the path that the block was given",
+        )
+    return {}

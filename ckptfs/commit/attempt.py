@@ -1,0 +1,330 @@
+"""One save, over all ranks: the collective that turns written files into a commit.
+
+    rank 0 .. n-1   begin()                       owners          coordinator
+      |               survey  ------------------> fold logs ----> name free? base, seq, save_id
+      |               begin   ------------------> make attempts/<id>/<id>/, attempt.json
+      |               confirm   one process per node reads the record through its own path
+      |             (the caller writes files below .prefix, anything it likes)
+      |             commit(write, finish)
+      |               write   ------------------------------------> planned == written? manifest
+      |               prepare ------------------> manifest, .metadata, every name durable
+      |               seal    ------------------> append the seal  -> committed | failed | in doubt
+      |               finish  ------------------> record, project, reclaim
+
+Every line is one ``control.step``: it ends on every rank with the same value or the same error. Up
+to ``prepare`` a failure leaves the old state and ``abandon`` removes what was written; after a seal
+was tried nothing is removed by anybody but recovery. ``finish`` cannot fail the save any more: what
+it leaves undone, the next writer does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ckptfs._version import __version__
+from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.entries import Generation, Seal, Stamp
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import MANIFEST, AttemptKeys
+from ckptfs.commit.manifest import (
+    DomainRecord,
+    FileRecord,
+    Manifest,
+    digest_of,
+    encode_manifest,
+)
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import name_taken, next_seq
+from ckptfs.commit.saving import Means, begin, finish, prepare, survey
+from ckptfs.commit.sealing import seal_everywhere, undo_here
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart, fresh_ids, now_text
+from ckptfs.errors import (
+    CkptfsError,
+    CommitConflictError,
+    CommitInDoubtError,
+    FencedError,
+    StorageError,
+)
+from ckptfs.events import Counters
+from ckptfs.storage.base import Shape
+
+__all__ = ["Attempt"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    save_id: str
+    base: Generation
+    seq: int
+    domains: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What the owners seal; ``files`` is empty on the wire when only the coordinator needs it."""
+
+    digest: str
+    files: Mapping[str, bytes]
+    counters: tuple[Counters, ...]
+
+
+class Attempt:
+    """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
+
+    def __init__(self, seat: Seat, spec: SaveSpec) -> None:
+        self.seat = seat
+        self.spec = spec
+        self.storage = seat.storage
+        caps = seat.caps
+        stamp = Stamp(now_text(), seat.control.world.hostname, os.getpid(), seat.control.rank)
+        self._means = Means(seat.placement.mine.id, caps, fresh_ids(), stamp)
+        self._owner = seat.placement.is_owner
+        self._state: LogState | None = None
+        self._plan: _Plan | None = None
+        self._keys: AttemptKeys | None = None
+        self._seal_tried = False
+        self._began = False
+
+    # -- what the writer of files needs -------------------------------------------------
+
+    @property
+    def save_id(self) -> str:
+        """The unique id of this save, equal on all ranks after begin()."""
+        return self._planned.save_id
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of this save's data files, ending with a slash."""
+        return f"{self._named.data}/"
+
+    @property
+    def directory(self) -> str:
+        """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
+        keys = self._named
+        return keys.attempt if keys.shape is Shape.FILESYSTEM else keys.name
+
+    @property
+    def _planned(self) -> _Plan:
+        if self._plan is None:
+            raise RuntimeError("begin() was not called")
+        return self._plan
+
+    @property
+    def _named(self) -> AttemptKeys:
+        if self._keys is None:
+            raise RuntimeError("begin() was not called")
+        return self._keys
+
+    # -- begin --------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Collective. Decide the save's id and base, make its directories, confirm them.
+
+        CommitConflictError: the name is committed. FencedError: the run has a newer owner. After an
+        error nothing is visible; a record of the attempt may lie in ``.ckptfs/attempts``.
+        """
+        control = self.seat.control
+        self._plan = control.step("survey", self._survey, self._decide)
+        self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
+        self._began = True
+        control.step("begin", self._begin)
+        if self.seat.spans_nodes:
+            control.step("confirm", self._confirm)
+
+    def _survey(self) -> tuple[str, LogState] | None:
+        if not self._owner:
+            return None
+        self._state = drive(survey(), self.storage)
+        return self._means.domain, self._state
+
+    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> _Plan:
+        views = dict(a for a in answers if a is not None)
+        spec = self.spec
+        newest = max(v.generation for v in views.values())
+        if spec.run is not None and newest > spec.run:
+            raise _fenced(newest, views, self.storage.uri(spec.name))
+        # Unfenced: the least of all domains, so that any fence that misses one still fences it.
+        base = spec.run or min(v.generation for v in views.values())
+        if spec.run is None and newest > base:
+            raise FencedError(
+                "the domains of this run were claimed at different times, or some are new",
+                uri=self.storage.uri(spec.name),
+                hint="claim all of them: run = ckptfs.prepare_run(...), then save(..., run=run)",
+            )
+        taken = name_taken(spec.name, views)
+        if taken is not None and spec.if_exists is IfExists.ERROR:
+            raise CommitConflictError(
+                f"{spec.name} is committed already (save {taken.save_id})",
+                uri=self.storage.uri(spec.name),
+                hint='choose another name, or if_exists="replace"',
+            )
+        seq = next_seq(base, views, fenced=spec.run is not None)
+        save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        domains = tuple(d.id for d in self.seat.placement.domains)
+        return _Plan(save_id, base, seq, domains)
+
+    def _begin(self) -> None:
+        if self._owner:
+            drive(begin(self._named, self._planned.base), self.storage)
+
+    def _confirm(self) -> None:
+        """One process per node reads the record by its path: a client may have cached that the
+        directory does not exist, and an existing directory may be somebody else's.
+        """
+        if self.seat.placement.is_node_lead and not self._owner:
+            record = self._named.record
+            self.storage.refresh(record.rsplit("/", 2)[0])
+            self.storage.refresh(record.rsplit("/", 1)[0])
+            self.storage.read(record)
+
+    # -- commit -------------------------------------------------------------------------
+
+    def commit(
+        self,
+        write: Callable[[], WrittenPart],
+        finish: Callable[[list[WrittenPart]], Mapping[str, bytes]],
+    ) -> Committed:
+        """Collective. Write, then seal what all ranks wrote; committed when this returns.
+
+        write: makes this rank's files, each durable when it returns; its error reaches all ranks.
+        finish: runs on the coordinator with every rank's part, checks that what was planned was written, and returns the further small files (such as
+        ``.metadata``) that go beside the manifest. Errors before the seal: the old state stays,
+        call abandon(). CommitInDoubtError: the next begin or prepare_run settles it.
+        """
+        control = self.seat.control
+        kept: dict[str, bytes] = {}
+        gathered = control.step("write", write, lambda parts: self._gather(parts, finish, kept))
+        started = time.perf_counter()
+        files = kept or gathered.files
+        control.step("prepare", lambda: self._prepare(files))
+        seal = self._seal(gathered.digest)
+        self._seal_tried = True
+        self._state = seal_everywhere(
+            self.seat,
+            self._named,
+            seal,
+            self._means,
+            self._state,
+            replace=self.spec.if_exists is IfExists.REPLACE,
+        )
+        warnings = self._finish(seal)
+        if not self._means.caps.exclusive_create:
+            warnings = (ADVICE, *warnings)
+        commit_s = time.perf_counter() - started
+        return Committed(seal.save_id, gathered.counters, commit_s, warnings)
+
+    def _gather(
+        self,
+        parts: list[WrittenPart],
+        finish: Callable[[list[WrittenPart]], Mapping[str, bytes]],
+        kept: dict[str, bytes],
+    ) -> _Gathered:
+        files = dict(finish(parts))
+        manifest = self._manifest([f for part in parts for f in part.files], files)
+        files[MANIFEST] = encode_manifest(manifest)
+        counters = tuple(part.counters for part in parts)
+        digest = digest_of(files[MANIFEST])
+        if len(self._planned.domains) == 1 and self._owner:
+            kept.update(files)  # the coordinator is the only owner: nothing large on the wire
+            return _Gathered(digest, {}, counters)
+        return _Gathered(digest, files, counters)
+
+    def _manifest(self, files: list[FileRecord], extra: Mapping[str, bytes]) -> Manifest:
+        plan, spec, placement = self._planned, self.spec, self.seat.placement
+        small = [
+            FileRecord(f"{plan.save_id}/{name}", len(data), digest=digest_of(data))
+            for name, data in extra.items()
+        ]
+        return Manifest(
+            save_id=plan.save_id,
+            name=spec.name,
+            step=spec.step,
+            # Two ranks may have uploaded one and the same file; it is one file.
+            files=tuple({f.path: f for f in (*files, *small)}.values()),
+            domains=tuple(DomainRecord(d.id, d.ranks, d.nodes) for d in placement.domains),
+            base=plan.base,
+            artifact=spec.artifact,
+            world_size=self.seat.control.size,
+            created_at=now_text(),
+            writer=f"ckptfs {__version__}",
+            references=spec.references,
+            per_rank=spec.per_rank,
+        )
+
+    def _prepare(self, files: Mapping[str, bytes]) -> None:
+        if self._owner:
+            drive(prepare(self._named, files), self.storage)
+
+    def _seal(self, digest: str) -> Seal:
+        plan, spec = self._planned, self.spec
+        return Seal(
+            save_id=plan.save_id,
+            base=plan.base,
+            seq=plan.seq,
+            fenced=spec.run is not None,
+            name=spec.name,
+            step=spec.step,
+            artifact=spec.artifact,
+            domains=plan.domains,
+            digest=digest,
+            references=spec.references,
+            failure=spec.failure,
+        )
+
+    # -- after the commit ---------------------------------------------------------------
+
+    def _finish(self, seal: Seal) -> tuple[str, ...]:
+        """Record and project. The save is committed: a failure here is a warning, not an error."""
+        try:
+            notes = self.seat.control.step("finish", lambda: self._finish_here(seal))
+        except CkptfsError as error:
+            notes = [str(error)]
+        warnings = tuple(dict.fromkeys(note for note in notes if note))
+        for note in warnings:
+            logger.warning("%s is committed; its projection is not complete: %s", seal.name, note)
+        return warnings
+
+    def _finish_here(self, seal: Seal) -> str | None:
+        if not self._owner or self._state is None:
+            return None
+        try:
+            # Of other saves this domain knows only what its own log records: an earlier one that
+            # is sealed here but not elsewhere must not be projected.
+            program = finish(seal, self._means, self._state, holder=self.spec.run)
+            self._state = drive(program, self.storage)
+            self.seat.touch_log_later()
+        except (StorageError, CommitInDoubtError) as error:
+            return str(error)
+        return None
+
+    def abandon(self) -> None:
+        """Local, best effort, after a failed begin, write or commit: abort and remove our bytes.
+
+        Nothing is removed once a seal was tried: recovery judges that.
+        """
+        if not (self._began and self._owner) or self._seal_tried:
+            return
+        try:
+            undo_here(self.seat, self._named, self._planned.base, self._means)
+        except (CkptfsError, OSError) as error:
+            logger.warning(
+                "the abandoned attempt %s stays until the next prepare_run: %s", self.save_id, error
+            )
+
+
+def _fenced(newest: Generation, views: Mapping[str, LogState], where: object) -> FencedError:
+    fence = next(v.fence for v in views.values() if v.generation == newest)
+    return FencedError(
+        f"the run was taken over by generation {newest.number} ({fence.host} pid {fence.pid})",
+        uri=where,
+        hint="this process must stop; nothing of this save was committed",
+    )

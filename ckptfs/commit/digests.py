@@ -1,0 +1,241 @@
+"""Block digests: the binary sidecar that lies beside every data file. Pure; no torch.
+
+    __0_0.distcp   |<-- item 0 -->|<----------------- item 1 ----------------->|
+                                  |<- head ->|<------ payload ------>|<- tail ->|
+    blocks                        |  b  | b  | 1 MiB | 1 MiB | b     |    b     |
+    __0_0.xxh3     magic version | items | one xxh3_64 per block | xxh3_64 of all of this
+
+An item is one blob of torch's. Its payload is the raw memory of the tensor inside it, so a reader
+can put that range straight into a tensor. Head, payload and tail are cut into blocks each by
+itself: the blocks of the payload begin with the payload, and a range of a tensor is verified
+without reading anything else of its item. Where the payload is not known (pickled objects) both
+numbers are 0 and the whole item is tail.
+
+Integers are little endian. A decoder accepts exactly what an encoder writes: anything truncated,
+foreign, damaged or of a newer version is a ManifestError, before any number in it is believed.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from ckptfs.errors import ManifestError
+
+__all__ = [
+    "BLOCK_SIZE_BYTES",
+    "Block",
+    "BlockDigester",
+    "FileDigests",
+    "ItemDigests",
+    "decode_digests",
+    "encode_digests",
+    "first_bad_block",
+]
+
+BLOCK_SIZE_BYTES = 1 << 20
+
+_MAGIC = b"ckptfsX3"
+_VERSION = 1
+_HEADER = struct.Struct("<8sHHIQQ")  # magic, version, 0, block size, items, blocks
+_ITEM = struct.Struct("<QQQQ")  # offset, length, payload offset, payload length
+_SEAL = struct.Struct("<Q")  # xxh3_64 of everything before it
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes ``start`` to ``stop`` of an item, and their xxh3_64."""
+
+    start: int
+    stop: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDigests:
+    """One blob of a data file. All numbers are bytes; ``offset`` counts from the file's start,
+    ``payload_offset`` from the blob's. ``blocks`` are the digests in order.
+    """
+
+    offset: int
+    length: int
+    payload_offset: int
+    payload_length: int
+    blocks: Sequence[int]
+
+    @property
+    def regions(self) -> tuple[tuple[int, int], ...]:
+        """Head, payload and tail as (start, stop) within the item; any may be empty."""
+        begin, end = self.payload_offset, self.payload_offset + self.payload_length
+        return ((0, begin), (begin, end), (end, self.length))
+
+    def blocks_of(self, start: int, stop: int) -> Iterator[Block]:
+        """The blocks that hold any of the bytes ``start`` to ``stop`` of the item, in order."""
+        before = 0
+        for low, high in self.regions:
+            count = _blocks_in(high - low)
+            if start < high and stop > low:
+                first = max(start - low, 0) // BLOCK_SIZE_BYTES
+                last = (min(stop, high) - low - 1) // BLOCK_SIZE_BYTES
+                for index in range(first, last + 1):
+                    at = low + index * BLOCK_SIZE_BYTES
+                    yield Block(at, min(at + BLOCK_SIZE_BYTES, high), self.blocks[before + index])
+            before += count
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigests:
+    """Everything one sidecar says: the items of a data file, by rising offset."""
+
+    items: tuple[ItemDigests, ...]
+
+    def by_offset(self) -> dict[int, ItemDigests]:
+        """Items by their offset in the file. Empty items share one with their successor: the
+        longer one is kept, an empty item has no bytes to look up.
+        """
+        return {item.offset: item for item in self.items if item.length}
+
+
+class BlockDigester:
+    """Digests of one item, computed in the pass that writes it.
+
+    ``update`` takes the item's bytes in order, in pieces of any size; ``cut`` ends a region (head,
+    payload); ``finish`` returns the digests of the blocks.
+    """
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_64()
+        self._filled = 0
+        self._blocks = array("Q")
+
+    def update(self, data: bytes | bytearray | memoryview) -> None:
+        """Digest the next bytes; ``data`` must be contiguous and is not kept."""
+        view = memoryview(data).cast("B")
+        at = 0
+        while at < len(view):
+            if self._filled == 0 and len(view) - at >= BLOCK_SIZE_BYTES:
+                # A whole block in one call: no state to carry, and xxhash releases the GIL.
+                self._blocks.append(xxhash.xxh3_64_intdigest(view[at : at + BLOCK_SIZE_BYTES]))
+                at += BLOCK_SIZE_BYTES
+                continue
+            piece = view[at : at + BLOCK_SIZE_BYTES - self._filled]
+            self._state.update(piece)
+            self._filled += len(piece)
+            at += len(piece)
+            if self._filled == BLOCK_SIZE_BYTES:
+                self.cut()
+
+    def cut(self) -> None:
+        """The next byte begins a new block."""
+        if self._filled:
+            self._blocks.append(self._state.intdigest())
+            self._state.reset()
+            self._filled = 0
+
+    def finish(self) -> Sequence[int]:
+        """The digests of all blocks; the digester is spent."""
+        self.cut()
+        return self._blocks
+
+
+def encode_digests(digests: FileDigests) -> bytes:
+    """The sidecar's bytes."""
+    blocks = array("Q")
+    for item in digests.items:
+        blocks.extend(item.blocks)
+    body = b"".join(
+        [
+            _HEADER.pack(_MAGIC, _VERSION, 0, BLOCK_SIZE_BYTES, len(digests.items), len(blocks)),
+            *(
+                _ITEM.pack(i.offset, i.length, i.payload_offset, i.payload_length)
+                for i in digests.items
+            ),
+            _little_endian(blocks).tobytes(),
+        ]
+    )
+    return body + _SEAL.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def decode_digests(data: bytes, where: object) -> FileDigests:
+    """The sidecar in ``data``; ManifestError naming ``where`` when it is not exactly one."""
+    if len(data) < _HEADER.size + _SEAL.size or not data.startswith(_MAGIC):
+        raise _damaged(where, "it is not a sidecar of block digests")
+    _, version, _, block_size, item_count, block_count = _HEADER.unpack_from(data)
+    if version > _VERSION:
+        raise ManifestError(
+            f"the sidecar has format {version}, this reader knows {_VERSION}",
+            uri=where,
+            hint='upgrade ckptfs, or load with verify="off"',
+        )
+    items_end = _HEADER.size + item_count * _ITEM.size
+    blocks_end = items_end + block_count * array("Q").itemsize
+    if len(data) != blocks_end + _SEAL.size:
+        raise _damaged(where, f"it has {len(data)} bytes instead of {blocks_end + _SEAL.size}")
+    if _SEAL.unpack_from(data, blocks_end)[0] != xxhash.xxh3_64_intdigest(data[:blocks_end]):
+        raise _damaged(where, "its own digest does not match")
+    if version != _VERSION or block_size != BLOCK_SIZE_BYTES:
+        raise _damaged(where, f"version {version} with blocks of {block_size} bytes is unknown")
+    blocks = array("Q")
+    blocks.frombytes(data[items_end:blocks_end])
+    return FileDigests(
+        tuple(
+            _items(_ITEM.iter_unpack(data[_HEADER.size : items_end]), _little_endian(blocks), where)
+        )
+    )
+
+
+def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | None:
+    """The first block whose digest differs, None when all are right.
+
+    ``data`` holds whole blocks: the item's bytes from ``start``, which is where a block begins, to
+    where one ends.
+    """
+    for block in item.blocks_of(start, start + len(data)):
+        piece = data[block.start - start : block.stop - start]
+        if xxhash.xxh3_64_intdigest(piece) != block.digest:
+            return block
+    return None
+
+
+def _items(
+    records: Iterable[tuple[int, ...]], blocks: array[int], where: object
+) -> Iterator[ItemDigests]:
+    taken, position = 0, 0
+    for offset, length, payload_offset, payload_length in records:
+        # Items may leave gaps (alignment) but never overlap, or a digest would vouch for nothing.
+        if offset < position or payload_offset + payload_length > length:
+            raise _damaged(where, f"the item at offset {offset} overlaps its neighbours or itself")
+        item = ItemDigests(offset, length, payload_offset, payload_length, ())
+        count = sum(_blocks_in(high - low) for low, high in item.regions)
+        if taken + count > len(blocks):
+            raise _damaged(where, f"it lacks digests from offset {offset} on")
+        yield ItemDigests(
+            offset, length, payload_offset, payload_length, blocks[taken : taken + count]
+        )
+        taken += count
+        position = offset + length
+    if taken != len(blocks):
+        raise _damaged(where, f"{len(blocks) - taken} digests belong to no item")
+
+
+def _blocks_in(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_SIZE_BYTES)
+
+
+def _little_endian(words: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
+
+
+def _damaged(where: object, why: str) -> ManifestError:
+    return ManifestError(
+        f"damaged sidecar of block digests: {why}",
+        uri=where,
+        hint='the data file may be whole: load with verify="off" to read it unverified',
+    )

@@ -1,0 +1,305 @@
+"""The vocabulary of the run log: what an entry can say, and how it looks as bytes.
+
+    seal      this save is whole in this domain
+    abort     this save will never be sealed here
+    decided   what all domains together came to (a record, never the decision)
+    fence     a new owner; older generations cannot append any more
+    release   the owner left in peace
+    delete    this save is deleted; its bytes follow
+    gone      the bytes of a deleted save are gone here: its name is free for plain saves
+    pin       retention must (not) touch this save
+    snapshot  the fold of everything below this number
+
+An entry is one JSON object of a few hundred bytes: the body's fields, ``kind``, the ``id`` of the
+write that made it (a lost answer is proven by it), and ``at``/``by``, which inform people and
+decide nothing. Unknown fields are ignored and unknown kinds are kept as ``Foreign``, so that an
+older reader survives a newer writer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+from ckptfs.errors import ManifestError
+
+__all__ = [
+    "GENESIS",
+    "Abort",
+    "Body",
+    "Decided",
+    "Delete",
+    "Entry",
+    "Fence",
+    "FenceMode",
+    "Foreign",
+    "Generation",
+    "Gone",
+    "Kind",
+    "Outcome",
+    "PartRef",
+    "Pin",
+    "Release",
+    "Seal",
+    "Snapshot",
+    "Stamp",
+    "decode_entry",
+    "encode_entry",
+]
+
+FORMAT = 1
+
+
+class Generation(NamedTuple):
+    """Who owns the run: ordered as a pair, so that two newcomers with one number never tie."""
+
+    number: int
+    nonce: str
+
+
+GENESIS = Generation(0, "")
+
+
+class Kind(StrEnum):
+    """What a save is. Each kind has its own latest."""
+
+    CHECKPOINT = "checkpoint"  # a sharded training state
+    WEIGHTS = "weights"  # weights only, for samplers
+    DIRECTORY = "directory"  # files with plain names, by any writer
+
+
+class Outcome(StrEnum):
+    """What became of a save."""
+
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+class FenceMode(StrEnum):
+    """What a new owner does about older saves."""
+
+    RESUME = "resume"
+    OVERWRITE = "overwrite"  # they leave the catalog; the first later commit deletes them
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Who wrote an entry and when, for people; no decision ever reads it."""
+
+    at: str = ""
+    host: str = ""
+    pid: int = 0
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PartRef:
+    """A part of a save that another group of processes sealed: its name and seal digest."""
+
+    name: str
+    save_id: str
+    digest: str
+    domains: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The save is whole here. The same seal is appended in every listed domain.
+
+    base: the generation that the save began under. seq: its place among the base's saves.
+    fenced: whether its writer held the run. digest: xxh3_128 of the immutable manifest.
+    references: save_ids whose files this one uses. failure: saved by a run that was failing.
+    """
+
+    save_id: str
+    base: Generation
+    seq: int
+    fenced: bool
+    name: str
+    step: int | None
+    artifact: Kind
+    domains: tuple[str, ...]
+    digest: str
+    references: tuple[str, ...] = ()
+    parts: tuple[PartRef, ...] = ()
+    failure: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The save will not be sealed here; void after a seal. ``by``: the generation that aborts."""
+
+    save_id: str
+    by: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A record of what all listed domains came to."""
+
+    save_id: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """A new owner. The rest says who, for RunBusyError and for takeover."""
+
+    generation: Generation
+    mode: FenceMode = FenceMode.RESUME
+    host: str = ""
+    pid: int = 0
+    job: str | None = None
+    node: str = ""
+    started: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The owner of this generation left; the run is free."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """The save is deleted, in whichever listed domain this lies. Bytes go later."""
+
+    save_id: str
+    by: Generation
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The deleted save's bytes were removed in this domain, by the owner of generation ``by``.
+
+    Until then a plain save does not get the name: its projection would run into the deletion.
+    """
+
+    save_id: str
+    by: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Retention leaves a pinned save alone."""
+
+    save_id: str
+    pinned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``state`` equals the fold of all entries below this entry's number (see fold.py)."""
+
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A kind of entry that this version does not know."""
+
+    kind: str
+
+
+Body = Seal | Abort | Decided | Fence | Release | Delete | Gone | Pin | Snapshot | Foreign
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry as it lies in the log."""
+
+    write_id: str
+    body: Body
+    stamp: Stamp = Stamp()
+
+
+_KINDS: dict[str, type] = {
+    "seal": Seal,
+    "abort": Abort,
+    "decided": Decided,
+    "fence": Fence,
+    "release": Release,
+    "delete": Delete,
+    "gone": Gone,
+    "pin": Pin,
+    "snapshot": Snapshot,
+}
+_NAMES = {cls: name for name, cls in _KINDS.items()}
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """The entry's bytes: JSON, sorted keys, one final newline."""
+    if isinstance(entry.body, Foreign):
+        raise TypeError("a foreign entry cannot be written")
+    record: dict[str, Any] = {"v": FORMAT, "kind": _NAMES[type(entry.body)], "id": entry.write_id}
+    record |= body_fields(entry.body)
+    stamp = entry.stamp
+    record["at"] = stamp.at
+    record["by_host"], record["by_pid"], record["by_rank"] = stamp.host, stamp.pid, stamp.rank
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def body_fields(body: Body) -> dict[str, Any]:
+    """A body's fields as JSON values."""
+    return {name: _plain(getattr(body, name)) for name in body.__dataclass_fields__}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, PartRef):
+        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def decode_entry(data: bytes, where: str) -> Entry:
+    """The entry in ``data``; ManifestError that names ``where`` when it is none."""
+    try:
+        record = json.loads(data)
+        kind, write_id = str(record["kind"]), str(record["id"])
+        stamp = Stamp(
+            str(record.get("at", "")),
+            str(record.get("by_host", "")),
+            int(record.get("by_pid", 0)),
+            record.get("by_rank"),
+        )
+        if kind not in _KINDS:
+            return Entry(write_id, Foreign(kind), stamp)
+        return Entry(write_id, body_from(_KINDS[kind], record), stamp)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(
+            f"not a run log entry: {error!r}",
+            uri=where,
+            hint="entries are never rewritten: this file was damaged or placed by hand",
+        ) from error
+
+
+def body_from(cls: type, record: Mapping[str, Any]) -> Any:
+    """A body of type ``cls`` from JSON values; unknown fields are ignored."""
+    known = [f.name for f in fields(cls)]
+    return cls(**{name: _rich(name, record[name]) for name in known if name in record})
+
+
+def _rich(name: str, value: Any) -> Any:
+    match name:
+        case "base" | "by" | "generation":
+            return Generation(int(value[0]), str(value[1]))
+        case "domains" | "references":
+            return tuple(str(item) for item in value)
+        case "parts":
+            return tuple(
+                PartRef(p["name"], p["save_id"], p["digest"], tuple(p.get("domains", ())))
+                for p in value
+            )
+        case "outcome":
+            return Outcome(value)
+        case "mode":
+            return FenceMode(value)
+        case "artifact":
+            return Kind(value)
+    return value

@@ -1,0 +1,191 @@
+"""The fold: what a prefix of one domain's log means. Pure.
+
+    LogState = fold(entry 0, entry 1, ..., entry n-1)
+
+Two rules carry everything else: a seal is void after an abort of the same save, and an abort is
+void after its seal, because the log orders them. All processes that folded the same prefix hold the
+same state; a snapshot entry is that state written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfs.commit.entries import (
+    GENESIS,
+    Abort,
+    Body,
+    Decided,
+    Delete,
+    Fence,
+    FenceMode,
+    Foreign,
+    Generation,
+    Gone,
+    Outcome,
+    Pin,
+    Release,
+    Seal,
+    Snapshot,
+    body_fields,
+    body_from,
+)
+
+__all__ = ["LogState", "Overwrite", "SaveState", "fold_entry", "snapshot_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveState:
+    """What one domain's log says about one save.
+
+    sealed_at: number of the effective seal. aborted: an effective abort stands. deleted: its bytes
+    go; gone: they went.
+    """
+
+    save_id: str
+    seal: Seal | None = None
+    sealed_at: int | None = None
+    aborted: bool = False
+    decided: Outcome | None = None
+    deleted: bool = False
+    gone: bool = False
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite:
+    """A fence that took the older saves out of the catalog, at entry number ``at``."""
+
+    generation: Generation
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogState:
+    """The fold of entries 0 .. next-1 of one domain's log.
+
+    fence: the newest fence; fence_at: its number. released: the newest fence's owner left.
+    foreign: an entry of an unknown kind lies in the prefix (no snapshot may be written then).
+    """
+
+    next: int = 0
+    fence: Fence = Fence(GENESIS)
+    fence_at: int = -1
+    released: bool = False
+    overwrites: tuple[Overwrite, ...] = ()
+    foreign: bool = False
+    snapshot_at: int = -1
+    saves: Mapping[str, SaveState] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> Generation:
+        """The newest generation that this log knows."""
+        return self.fence.generation
+
+    def save(self, save_id: str) -> SaveState:
+        """The state of a save; an empty one if the log never heard of it."""
+        return self.saves.get(save_id) or SaveState(save_id)
+
+
+def fold_entry(state: LogState, body: Body) -> LogState:
+    """The state after entry number ``state.next``, whose body this is."""
+    here = state.next
+    after = replace(state, next=here + 1)
+    match body:
+        case Fence(generation=generation) if generation > state.generation:
+            overwrites = state.overwrites
+            if body.mode is FenceMode.OVERWRITE:
+                overwrites = (*overwrites, Overwrite(generation, here))
+            return replace(after, fence=body, fence_at=here, released=False, overwrites=overwrites)
+        case Release(generation=generation) if generation == state.generation:
+            return replace(after, released=True)
+        case Snapshot():
+            return replace(after, snapshot_at=here)
+        case Foreign():
+            return replace(after, foreign=True)
+        case Seal() | Abort() | Decided() | Delete() | Gone() | Pin():
+            known = state.save(body.save_id)
+            changed = _fold_save(known, body, here)
+            if changed is known:
+                return after
+            return replace(after, saves={**state.saves, body.save_id: changed})
+        case _:
+            return after
+
+
+def _fold_save(
+    save: SaveState, body: Seal | Abort | Decided | Delete | Gone | Pin, here: int
+) -> SaveState:
+    match body:
+        case Seal():
+            if save.aborted or save.seal is not None:
+                return save
+            return replace(save, seal=body, sealed_at=here)
+        case Abort():
+            return save if save.seal is not None else replace(save, aborted=True)
+        case Decided(outcome=outcome):
+            return save if save.decided is not None else replace(save, decided=outcome)
+        case Delete():
+            return replace(save, deleted=True)
+        case Gone():
+            return replace(save, gone=True)
+        case Pin(pinned=pinned):
+            return replace(save, pinned=pinned)
+
+
+def snapshot_of(state: LogState) -> Snapshot:
+    """The snapshot entry to append as number ``state.next``; never with foreign entries below."""
+    if state.foreign:
+        raise ValueError("a version that met a foreign entry must not write a snapshot")
+    return Snapshot(
+        {
+            "fence": body_fields(state.fence),
+            "fence_at": state.fence_at,
+            "released": state.released,
+            "overwrites": [[o.generation, o.at] for o in state.overwrites],
+            "saves": [
+                {
+                    "save_id": s.save_id,
+                    "seal": None if s.seal is None else body_fields(s.seal),
+                    "sealed_at": s.sealed_at,
+                    "aborted": s.aborted,
+                    "decided": s.decided,
+                    "deleted": s.deleted,
+                    "gone": s.gone,
+                    "pinned": s.pinned,
+                }
+                for s in state.saves.values()
+            ],
+        }
+    )
+
+
+def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
+    """The state after a snapshot entry that lies at ``number``, without the entries below it."""
+    raw: Mapping[str, Any] = snapshot.state
+    saves = {
+        s["save_id"]: SaveState(
+            s["save_id"],
+            None if s["seal"] is None else body_from(Seal, s["seal"]),
+            s["sealed_at"],
+            s["aborted"],
+            None if s["decided"] is None else Outcome(s["decided"]),
+            s["deleted"],
+            s["gone"],
+            s["pinned"],
+        )
+        for s in raw["saves"]
+    }
+    return LogState(
+        next=number + 1,
+        fence=body_from(Fence, raw["fence"]),
+        fence_at=raw["fence_at"],
+        released=raw["released"],
+        overwrites=tuple(
+            Overwrite(Generation(int(g[0]), str(g[1])), at) for g, at in raw["overwrites"]
+        ),
+        snapshot_at=number,
+        saves=saves,
+    )

@@ -1,0 +1,103 @@
+"""Where things lie under a run, as keys relative to its root. Pure names, no I/O.
+
+<run>/
+  step_100/                      a projection: what people and stock readers see
+    .metadata  ckptfs.json
+    <save_id>/                   data, attempt.json, immutable .metadata and ckptfs.json
+  .ckptfs/
+    domain  hint  lease
+    log/00000042                 entries, numbered without gaps
+    tmp/<write_id>               entries on their way
+    attempts/<save_id>/          a save on its way (filesystems): what step_100/ will be
+    trash/<generation>/          on its way out
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptfs.storage.base import Shape
+
+__all__ = [
+    "ATTEMPTS",
+    "CONTROL",
+    "DOMAIN",
+    "HINT",
+    "LEASE",
+    "LOG",
+    "MANIFEST",
+    "METADATA",
+    "PARTIAL_PREFIX",
+    "TMP",
+    "TRASH",
+    "AttemptKeys",
+    "log_key",
+    "staging_key",
+]
+
+CONTROL = ".ckptfs"
+DOMAIN = ".ckptfs/domain"
+HINT = ".ckptfs/hint"
+LEASE = ".ckptfs/lease"
+LOG = ".ckptfs/log"
+TMP = ".ckptfs/tmp"
+ATTEMPTS = ".ckptfs/attempts"
+TRASH = ".ckptfs/trash"
+MANIFEST = "ckptfs.json"
+METADATA = ".metadata"
+PARTIAL_PREFIX = ".partial-"  # how backends with directories name a file on its way
+
+
+def log_key(number: int) -> str:
+    """The key of entry ``number``; eight digits sort as text for the first hundred million."""
+    return f"{LOG}/{number:08d}"
+
+
+def staging_key(write_id: str) -> str:
+    """Where an entry lies before its name is linked."""
+    return f"{TMP}/{write_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptKeys:
+    """The keys of one save, before and after its projection.
+
+    On filesystems data is written below ``attempts/`` and moves with one rename; on object stores
+    it is written where it will stay, because there is no rename.
+    """
+
+    shape: Shape
+    name: str
+    save_id: str
+
+    @property
+    def attempt(self) -> str:
+        """The directory that exists only while the save is on its way."""
+        return f"{ATTEMPTS}/{self.save_id}"
+
+    @property
+    def data(self) -> str:
+        """Where ranks write."""
+        if self.shape is Shape.FILESYSTEM:
+            return f"{ATTEMPTS}/{self.save_id}/{self.save_id}"
+        return self.projected_data
+
+    @property
+    def record(self) -> str:
+        """attempt.json: the base generation, for recovery."""
+        if self.shape is Shape.FILESYSTEM:
+            return f"{self.data}/attempt.json"
+        return f"{self.attempt}/attempt.json"
+
+    @property
+    def projected_data(self) -> str:
+        """Where data lies after the projection."""
+        return f"{self.name}/{self.save_id}"
+
+    def homes(self) -> tuple[str, ...]:
+        """Where to look for the data, in the direction of movement: looking the other way round
+        can miss it in both places while it moves.
+        """
+        if self.shape is Shape.FILESYSTEM:
+            return (self.data, self.projected_data)
+        return (self.projected_data,)

@@ -1,0 +1,94 @@
+"""The lease: how a newcomer tells that a run's owner lives, without trusting any clock but its own.
+
+The owner of each domain rewrites ``.ckptfs/lease`` every few seconds; the bytes differ each time.
+A newcomer watches them: while they change, the owner lives; once they stood still for ``still_s`` on
+the newcomer's own clock, it is gone. The lease decides only whether to wait; the fence decides who
+owns the run, so a stalled owner that wakes does no harm.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptfs.commit.entries import Generation
+from ckptfs.commit.layout import CONTROL, LEASE
+from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.storage.base import Storage
+
+__all__ = ["Keeper", "LeaseTimes", "moves"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseTimes:
+    """rewrite_s: how often the owner rewrites; still_s: how long it must stand still to be gone."""
+
+    rewrite_s: float = 5.0
+    still_s: float = 20.0
+
+
+class Keeper:
+    """Rewrites the lease from a daemon thread until stopped; errors are logged, never raised: a
+    lease that stands still costs the run only a newcomer's patience.
+    """
+
+    def __init__(self, storage: Storage, generation: Generation, times: LeaseTimes) -> None:
+        self._storage = storage
+        self._generation = generation
+        self._times = times
+        self._stop = threading.Event()
+        self._count = 0
+        self._thread = threading.Thread(target=self._keep, name="ckptfs-lease", daemon=True)
+
+    def start(self) -> None:
+        """Write the lease once, then keep writing it."""
+        self._write()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop writing; harmless twice."""
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout=self._times.rewrite_s)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(self._times.rewrite_s):
+            self._write()
+
+    def _write(self) -> None:
+        self._count += 1
+        number, nonce = self._generation
+        try:
+            self._storage.replace(LEASE, f"{number} {nonce} {self._count}\n".encode())
+        except StorageError as error:
+            logger.warning("the lease could not be rewritten: %s", error)
+
+
+def moves(
+    storage: Storage,
+    times: LeaseTimes,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Watch the lease: True as soon as it changes, False once it stood still for times.still_s."""
+    seen = _read(storage)
+    until = clock() + times.still_s
+    while clock() < until:
+        wait(min(0.5, times.rewrite_s / 4))
+        if _read(storage) != seen:
+            return True
+    return False
+
+
+def _read(storage: Storage) -> bytes:
+    storage.refresh(CONTROL)
+    try:
+        return storage.read(LEASE)
+    except NotFoundError:
+        return b""

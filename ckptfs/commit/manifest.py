@@ -1,0 +1,190 @@
+"""The manifest, ``ckptfs.json``: what a checkpoint consists of. Pure.
+
+One immutable copy lies in ``<save_id>/`` and is what the seal's digest is of; a second one beside
+``.metadata`` is the projection. Paths are relative to the step directory. Unknown fields are
+ignored; a manifest whose ``min_reader_version`` is newer than this reader is refused by name.
+A checkpoint that was copied elsewhere without its log is valid by its manifest alone.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import xxhash
+
+from ckptfs.commit.entries import GENESIS, Generation, Kind
+from ckptfs.errors import ManifestError
+
+__all__ = [
+    "FORMAT_VERSION",
+    "DomainRecord",
+    "FileRecord",
+    "Manifest",
+    "decode_manifest",
+    "digest_of",
+    "encode_manifest",
+]
+
+FORMAT_VERSION = 1
+READER_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of a checkpoint.
+
+    path: relative to the step directory. size_bytes. domain: the id of the domain that holds it,
+    None for all of them. digests: path of its sidecar of block digests, None where it has none.
+    digest: xxh3_128 of a small file's bytes, None for data files with a sidecar.
+    """
+
+    path: str
+    size_bytes: int
+    domain: str | None = None
+    digests: str | None = None
+    digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DomainRecord:
+    """A domain that holds part of the checkpoint: its id, ranks and the hosts people know."""
+
+    id: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything a reader needs to know before it opens a data file."""
+
+    save_id: str
+    name: str
+    step: int | None
+    files: tuple[FileRecord, ...]
+    domains: tuple[DomainRecord, ...]
+    base: Generation = GENESIS
+    artifact: Kind = Kind.CHECKPOINT
+    world_size: int = 1
+    created_at: str = ""
+    writer: str = ""
+    references: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
+    format_version: int = FORMAT_VERSION
+    min_reader_version: int = READER_VERSION
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all listed files."""
+        return sum(f.size_bytes for f in self.files)
+
+
+def digest_of(data: bytes) -> str:
+    """The digest by which seals name a manifest: xxh3_128, hexadecimal."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's bytes: JSON that a person can read."""
+    record: dict[str, Any] = {
+        "format_version": manifest.format_version,
+        "min_reader_version": manifest.min_reader_version,
+        "save_id": manifest.save_id,
+        "name": manifest.name,
+        "step": manifest.step,
+        "artifact": manifest.artifact,
+        "base": list(manifest.base),
+        "world_size": manifest.world_size,
+        "created_at": manifest.created_at,
+        "writer": manifest.writer,
+        "references": list(manifest.references),
+        "per_rank": list(manifest.per_rank),
+        "domains": [
+            {"id": d.id, "ranks": list(d.ranks), "hosts": list(d.hosts)} for d in manifest.domains
+        ],
+        "files": [
+            {"path": f.path, "size": f.size_bytes}
+            | {k: v for k in ("domain", "digests", "digest") if (v := getattr(f, k)) is not None}
+            for f in manifest.files
+        ],
+    }
+    record |= {k: v for k, v in manifest.extra.items() if k not in record}
+    return json.dumps(record, indent=1).encode() + b"\n"
+
+
+def decode_manifest(data: bytes, where: object) -> Manifest:
+    """The manifest in ``data``; ManifestError that names ``where`` when it is foreign, damaged,
+    escapes its directory, or asks for a newer reader.
+    """
+    try:
+        record = json.loads(data)
+        needs = int(record["min_reader_version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ManifestError(
+            f"not a ckptfs manifest: {error!r}",
+            uri=where,
+            hint="it was damaged or written by another tool; plain DCP checkpoints load without it",
+        ) from error
+    if needs > READER_VERSION:
+        raise ManifestError(
+            f"the manifest needs a reader of format {needs}, this is {READER_VERSION}",
+            uri=where,
+            hint="upgrade ckptfs, or load the step directory with torch.distributed.checkpoint",
+        )
+    try:
+        return _from_record(record)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ManifestError(f"damaged manifest: {error!r}", uri=where) from error
+
+
+def _from_record(record: Mapping[str, Any]) -> Manifest:
+    base = record.get("base", GENESIS)
+    return Manifest(
+        save_id=_name(record["save_id"]),
+        name=_name(record["name"]),
+        step=record.get("step"),
+        files=tuple(
+            FileRecord(
+                _path(f["path"]),
+                int(f["size"]),
+                f.get("domain"),
+                None if f.get("digests") is None else _path(f["digests"]),
+                f.get("digest"),
+            )
+            for f in record["files"]
+        ),
+        domains=tuple(
+            DomainRecord(str(d["id"]), tuple(d["ranks"]), tuple(d.get("hosts", ())))
+            for d in record["domains"]
+        ),
+        base=Generation(int(base[0]), str(base[1])),
+        artifact=Kind(record.get("artifact", "checkpoint")),
+        world_size=int(record.get("world_size", 1)),
+        created_at=str(record.get("created_at", "")),
+        writer=str(record.get("writer", "")),
+        references=tuple(record.get("references", ())),
+        per_rank=tuple(record.get("per_rank", ())),
+        format_version=int(record["format_version"]),
+        min_reader_version=int(record["min_reader_version"]),
+    )
+
+
+def _path(path: str) -> str:
+    """A path below the step directory, or ValueError: a manifest from a bucket is not trusted."""
+    clean = posixpath.normpath(path)
+    if not path or clean != path or path.startswith("/") or path.split("/", maxsplit=1)[0] == "..":
+        raise ValueError(f"path {path!r} leaves the checkpoint")
+    if "\\" in path or "\0" in path or "://" in path:
+        raise ValueError(f"path {path!r} is not a relative path")
+    return path
+
+
+def _name(name: str) -> str:
+    if "/" in name:
+        raise ValueError(f"{name!r} is not one path component")
+    return _path(name)

@@ -1,0 +1,111 @@
+"""Sitting down at a run: from what a user typed to a Seat, the same on every rank.
+
+The URI is agreed first: relative paths become absolute once, on the coordinator, and ranks that
+were given different ones get an error instead of two half checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.commit.advisory import with_log
+from ckptfs.commit.seat import Seat
+from ckptfs.errors import StateError, UriError
+from ckptfs.storage.base import Capabilities, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.topology.control import Control, open_control
+from ckptfs.topology.domain import Placement, Scope, probe_domains
+from ckptfs.uri import Uri
+
+__all__ = ["Place", "agree_uri", "open_seat", "sit_down", "step_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How to reach a run: options for its storage, and what the caller knows about who shares it."""
+
+    storage_options: Mapping[str, Any] | None = None
+    scope: Scope = "auto"
+    domain: str | None = None
+
+
+def agree_uri(control: Control, given: object) -> Uri:
+    """Collective. The one URI that all ranks were given, absolute on the coordinator's terms."""
+
+    def text() -> str:
+        parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+        relative = parsed.protocol == "file" and "://" not in str(given)
+        raw = str(getattr(given, "__fspath__", lambda: given)())
+        return raw if relative and not raw.startswith(("/", "~")) else parsed.full
+
+    def same(texts: Sequence[str]) -> str:
+        if len(set(texts)) > 1:
+            odd = next(rank for rank, t in enumerate(texts) if t != texts[0])
+            raise UriError(
+                f"ranks were given different URIs: {Uri.parse(texts[0])} on rank 0, "
+                f"{Uri.parse(texts[odd])} on rank {odd}",
+                hint="on node-local disks the path is the same and the domains differ by themselves",
+            )
+        return Uri.parse(texts[0]).full
+
+    return Uri.parse(control.step("uri", text, same))
+
+
+@contextlib.contextmanager
+def open_seat(
+    run_uri: Uri,
+    control: Control,
+    place: Place,
+    *,
+    write: bool,
+) -> Iterator[Seat]:
+    """Collective. A seat at a run; its storage is closed on leaving, the control is not."""
+    opened = []
+
+    def open_here() -> None:
+        opened.append(open_storage(run_uri, place.storage_options))
+
+    control.step("open", open_here)
+    storage = opened[0]
+    try:
+        yield sit_down(control, storage, place, write=write)
+    finally:
+        storage.close()
+
+
+def sit_down(control: Control, storage: Storage, place: Place, *, write: bool) -> Seat:
+    """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's."""
+    placement = probe_domains(control, storage, scope=place.scope, name=place.domain, write=write)
+    caps = _agreed_caps(control, storage, placement) if write else storage.capabilities
+    return Seat(control, with_log(storage, caps, write=write), placement, caps)
+
+
+def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Capabilities:
+    """Collective. What each owner's probe found, for all ranks of its domain: two ranks that think
+    differently of one place would write into different directories.
+    """
+
+    def local() -> tuple[str, Capabilities] | None:
+        return (placement.mine.id, storage.capabilities) if placement.is_owner else None
+
+    answers = control.step("capabilities", local)
+    return dict(a for a in answers if a is not None)[placement.mine.id]
+
+
+def step_of(name: str, step: int | None) -> int | None:
+    """The step that was told, else the number that ends the name (``step_100``, ``ckpt-100``)."""
+    if step is not None:
+        if step < 0:
+            raise StateError(f"step is {step}; it counts completed optimizer steps")
+        return step
+    found = re.search(r"(\d+)$", name)
+    return int(found[1]) if found else None
+
+
+def control_for(process_group: Any, timeout_s: float | None) -> Control:
+    """The ranks' control plane for one call."""
+    return open_control(process_group=process_group, timeout_s=timeout_s)

@@ -1,0 +1,263 @@
+"""The projection: what stock readers and ``ls`` see of a committed save, in one domain.
+
+Done by the domain's owner after the commit, and repeated by any later holder: every step may have
+happened already, so every source is consumed once and "not found" means that this piece is done and
+the next is to be looked at. Before a save is projected, the sources of all earlier ones of its name
+are consumed, projected or not.
+
+    filesystem, fresh name     rename(attempts/<id> -> step_N)
+    filesystem, name in use    move <id>/ in, then .metadata and ckptfs.json over the old ones
+    object store               conditional PUT of ckptfs.json and .metadata
+
+Never an exchange, never the old one aside first: with two recoverers both lose data. Our own
+readers follow the log and do not need any of this.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.fold import LogState, SaveState
+from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA, TRASH, AttemptKeys
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import (
+    List,
+    MakeDir,
+    Pause,
+    Program,
+    Read,
+    Remove,
+    RemoveDir,
+    RemoveTree,
+    Rename,
+    Replace,
+    StatOf,
+    Sync,
+)
+from ckptfs.commit.protocol import Standing, Views, commits, standing, successor_here
+from ckptfs.errors import (
+    AlreadyExistsError,
+    AnswerLostError,
+    NotFoundError,
+    TransientError,
+)
+from ckptfs.storage.base import Capabilities, Shape
+
+__all__ = ["discard_source", "names_save", "project", "project_all"]
+
+
+def project(seal: Seal, views: Views, domain: str, caps: Capabilities) -> Program[None]:
+    """Project a committed save, after the sources of every earlier save of its name are consumed.
+
+    Otherwise whoever stalls over an earlier source wakes up and renames it over the newer.
+    """
+    if caps.shape is Shape.FILESYSTEM:
+        for save in _earlier(seal, views[domain]):
+            yield from _retire(save, views, caps)
+    yield from _project_one(seal, caps)
+
+
+def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
+    """Saves of the same name sealed before this one whose bytes may still be here, oldest first."""
+    mine = state.save(seal.save_id).sealed_at
+    return [
+        save
+        for save in sorted(state.saves.values(), key=lambda s: s.sealed_at or 0)
+        if save.seal is not None
+        and save.seal.name == seal.name
+        and save.sealed_at is not None
+        and mine is not None
+        and save.sealed_at < mine
+        and not save.gone
+    ]
+
+
+def _retire(save: SaveState, views: Views, caps: Capabilities) -> Program[None]:
+    """Consume the source of a save that a later commit of its name overtook.
+
+    Its data moves to where it would lie, because readers, pins and references may still want it;
+    its copies of ``.metadata`` and ``ckptfs.json`` go, because nobody may ever project them now.
+    """
+    seal = save.seal
+    if seal is None:
+        return
+    keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+    kept = not save.deleted
+    if kept and seal.artifact is Kind.DIRECTORY:
+        if standing(seal.save_id, views) is Standing.COMMITTED:
+            yield from _project_one(seal, caps)  # its data are the plain names themselves
+        return
+    if kept:
+        yield from _settle_data(keys)
+    yield from discard_source(keys)
+
+
+def _settle_data(keys: AttemptKeys) -> Program[None]:
+    """Move the data of an overtaken save to the step directory; until it is seen there or nowhere."""
+    attempt = 0
+    while True:
+        for key in (keys.projected_data, keys.data):
+            try:
+                yield StatOf(key)
+                break
+            except NotFoundError:
+                continue
+        else:
+            return
+        if key == keys.projected_data:
+            return
+        yield MakeDir(keys.name)
+        try:
+            yield Rename(keys.data, keys.projected_data)
+        except (NotFoundError, AlreadyExistsError):
+            yield Pause(attempt, f"moving {keys.data}")
+            attempt += 1
+
+
+def discard_source(keys: AttemptKeys) -> Program[None]:
+    """Take an attempt's directory away from everybody, by a rename, and unlink it there."""
+    yield MakeDir(TRASH)
+    target = f"{TRASH}/{keys.save_id}.own"
+    try:
+        yield Rename(keys.attempt, target)
+    except NotFoundError:
+        return
+    except AlreadyExistsError:
+        yield RemoveTree(target)  # an earlier try of the same died half-way
+        try:
+            yield Rename(keys.attempt, target)
+        except NotFoundError:
+            return
+    yield RemoveTree(target)
+    yield Sync(ATTEMPTS)
+
+
+def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
+    """Project what was committed and still lies in ``attempts/``; for the holder of a new fence.
+
+    On object stores every name's newest commit is compared, because there nothing is consumed.
+    """
+    newest = {live.seal.name: live.seal for live in commits(views) if domain in live.seal.domains}
+    names = set(newest)
+    if caps.shape is Shape.FILESYSTEM:
+        try:
+            waiting = {entry.name for entry in (yield List(ATTEMPTS))}
+        except NotFoundError:
+            return
+        names = {
+            save.seal.name
+            for save in views[domain].saves.values()
+            if save.seal is not None and save.save_id in waiting
+        }
+    for name, seal in newest.items():
+        if name in names and standing(seal.save_id, views) is Standing.COMMITTED:
+            yield from project(seal, views, domain, caps)
+
+
+def _project_one(seal: Seal, caps: Capabilities) -> Program[None]:
+    keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+    if caps.shape is Shape.OBJECT:
+        yield from _project_object(seal, keys, caps)
+        return
+    try:
+        yield Rename(keys.attempt, keys.name)
+    except NotFoundError:
+        return  # moved already, whole
+    except AlreadyExistsError:
+        yield from _project_pieces(seal, keys)
+    yield Sync("")
+    yield Sync(ATTEMPTS)
+
+
+def _project_pieces(seal: Seal, keys: AttemptKeys) -> Program[None]:
+    """Into a directory that exists: somebody's files, or an older save of the name."""
+    if seal.artifact is Kind.DIRECTORY:
+        # The manifest's two copies last: while the immutable one has not moved, a reader that found
+        # it looks here first and then there; when it has, every plain name has too.
+        last = (keys.save_id, MANIFEST)
+        names = [entry.name for entry in (yield from _names(keys.attempt))]
+        pieces = [*(name for name in names if name not in last), *last]
+    else:
+        # Data first: until `.metadata` is replaced, the old save stays whole for stock readers.
+        pieces = [keys.save_id, METADATA, MANIFEST]
+    for piece in pieces:
+        yield from _move(f"{keys.attempt}/{piece}", f"{keys.name}/{piece}")
+        if piece == keys.save_id:
+            yield Sync(keys.name)
+    yield Sync(keys.name)
+    try:
+        yield RemoveDir(keys.attempt)
+    except AlreadyExistsError:
+        return  # a piece is left; the next holder goes on
+
+
+def _names(key: str) -> Program[list]:  # type: ignore[type-arg]
+    try:
+        names: list = yield List(key)  # type: ignore[type-arg]
+    except NotFoundError:
+        return []
+    return names
+
+
+def _move(source: str, target: str) -> Program[None]:
+    """Move one piece; a directory that both sides have is merged name by name."""
+    try:
+        yield Rename(source, target)
+    except NotFoundError:
+        return  # this piece was moved already: stopping at it would leave a dangling .metadata
+    except AlreadyExistsError:
+        yield MakeDir(target)
+        for entry in (yield from _names(source)):
+            yield from _move(f"{source}/{entry.name}", f"{target}/{entry.name}")
+        try:
+            yield RemoveDir(source)
+        except AlreadyExistsError:
+            return
+
+
+def _project_object(seal: Seal, keys: AttemptKeys, caps: Capabilities) -> Program[None]:
+    pieces = (MANIFEST,) if seal.artifact is Kind.DIRECTORY else (METADATA, MANIFEST)
+    for piece in pieces:
+        data = yield Read(f"{keys.projected_data}/{piece}")
+        yield from _put(seal, f"{keys.name}/{piece}", data, caps)
+    # Its record has done its work; recovery need not look at this save again.
+    yield Remove(keys.record)
+
+
+def _put(seal: Seal, key: str, data: bytes, caps: Capabilities) -> Program[None]:
+    """Put a projected object unless the save is no longer the newest of its name.
+
+    The etag is read before the log is folded: a stalled writer that wakes finds the etag changed.
+    """
+    attempt = 0
+    while True:
+        try:
+            etag = (yield StatOf(key)).etag
+            if (yield Read(key)) == data:
+                return
+        except NotFoundError:
+            etag = ""
+        if not _is_newest(seal, (yield from catch_up())):
+            return
+        try:
+            yield Replace(key, data, etag if caps.conditional_replace else None)
+            return
+        except (AlreadyExistsError, AnswerLostError, TransientError) as error:
+            # A lost answer is never taken for done: look again until the key reads as ours.
+            yield Pause(attempt, f"projecting {key}: {error}")
+            attempt += 1
+
+
+def _is_newest(seal: Seal, state: LogState) -> bool:
+    """Whether the save is still the one to show: neither deleted nor overtaken in this log."""
+    mine = state.save(seal.save_id)
+    return not (mine.deleted or mine.aborted) and successor_here(state, seal) is None
+
+
+def names_save(manifest: bytes) -> str | None:
+    """The save_id that a projected ``ckptfs.json`` names, or None where it is not ours."""
+    try:
+        return str(json.loads(manifest)["save_id"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,363 @@
+"""The decisions of the commit protocol, as functions of folded logs. Pure, no I/O.
+
+    views = {domain id: LogState, ...}            the domains that could be reached
+    standing(save_id, views)                      what became of one save
+    catalog(views)                                all live saves, oldest first
+    may_seal(...)  may_delete(...)  ...           what an append decides, each time it folds
+    recovery(...)                                 what the holder of a new fence does
+
+A save is committed if and only if every domain that it lists holds its seal. A domain out of reach
+makes it in doubt, unless a ``decided`` entry that was reached says what it came to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckptfs.commit.entries import (
+    Abort,
+    Delete,
+    Fence,
+    Generation,
+    Gone,
+    Kind,
+    Outcome,
+    Seal,
+)
+from ckptfs.commit.fold import LogState, Overwrite
+from ckptfs.commit.log import Refused
+
+__all__ = [
+    "Live",
+    "Refusal",
+    "Standing",
+    "Views",
+    "catalog",
+    "commits",
+    "doomed",
+    "may_abort",
+    "may_delete",
+    "may_fence",
+    "may_forget",
+    "may_seal",
+    "name_taken",
+    "next_seq",
+    "order_key",
+    "standing",
+    "successor_here",
+]
+
+Views = Mapping[str, LogState]
+
+
+class Standing(StrEnum):
+    """What became of a save, as far as the reached domains tell."""
+
+    UNKNOWN = "unknown"  # no reached log has heard of it
+    PENDING = "pending"  # some reached domain has not sealed it
+    IN_DOUBT = "in doubt"  # every reached domain sealed it, one is out of reach
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    DELETED = "deleted"
+
+
+class Refusal(StrEnum):
+    """Why an append was not made."""
+
+    FENCED = "fenced"  # a newer owner took the run
+    ABORTED = "aborted"  # the save was aborted by a newer owner
+    CONFLICT = "conflict"  # the name is committed
+    NOTHING = "nothing"  # there is nothing left to say
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One save of the catalog and its place in commit order."""
+
+    seal: Seal
+    key: tuple[Generation, int, bool, int, str]
+
+
+def seal_of(save_id: str, views: Views) -> Seal | None:
+    """The save's seal, the same in every domain that has it."""
+    return next((s.seal for v in views.values() if (s := v.save(save_id)).seal is not None), None)
+
+
+def standing(save_id: str, views: Views) -> Standing:
+    """What became of a save."""
+    states = [view.save(save_id) for view in views.values()]
+    if any(s.deleted for s in states):
+        return Standing.DELETED
+    # A record of the decision is worth as much as the seals that it was made from.
+    if any(s.decided is Outcome.ABORTED or s.aborted for s in states):
+        return Standing.ABORTED
+    if any(s.decided is Outcome.COMMITTED for s in states):
+        return Standing.COMMITTED
+    seal = seal_of(save_id, views)
+    if seal is None:
+        return Standing.UNKNOWN
+    reached = [views[d].save(save_id) for d in seal.domains if d in views]
+    if any(s.seal is None for s in reached):
+        return Standing.PENDING
+    return Standing.COMMITTED if len(reached) == len(seal.domains) else Standing.IN_DOUBT
+
+
+def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str]:
+    """Where a committed save stands among all: by (generation, seq), unfenced ones by position.
+
+    The position is the one in the lowest listed domain id that was reached.
+    """
+    home = min((d for d in seal.domains if d in views), default=None)
+    at = views[home].save(seal.save_id).sealed_at if home is not None else None
+    return (seal.base, seal.seq, not seal.fenced, -1 if at is None else at, seal.save_id)
+
+
+def commits(views: Views) -> list[Live]:
+    """All saves that were ever committed, in commit order, deleted ones included: a replaced save
+    must not come back to life when its successor is deleted."""
+    ids = {save_id: None for view in views.values() for save_id in view.saves}
+    lives = [
+        Live(seal, order_key(seal, views))
+        for save_id in ids
+        if (seal := seal_of(save_id, views)) is not None
+        and standing(save_id, views) in (Standing.COMMITTED, Standing.DELETED)
+    ]
+    return sorted(lives, key=lambda live: live.key)
+
+
+def committed(views: Views) -> list[Live]:
+    """All committed, undeleted saves in commit order, superseded and hidden ones included."""
+    return [live for live in commits(views) if not _deleted(live.seal.save_id, views)]
+
+
+def _deleted(save_id: str, views: Views) -> bool:
+    return any(view.save(save_id).deleted for view in views.values())
+
+
+def hidden(seal: Seal, views: Views, lives: Iterable[Live]) -> bool:
+    """Whether an overwriting fence took the save out of the catalog.
+
+    It does while it is the newest fence, and for good once something was committed under it: a
+    later fence after an overwrite that committed nothing brings the old saves back. ``lives``: all
+    ``commits``.
+    """
+    used = {live.seal.base for live in lives}
+    return any(
+        mark.generation == view.generation or mark.generation in used
+        for view, mark in _marks(seal, views)
+    )
+
+
+def _marks(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
+    """The overwriting fences that came after the save, in the domains that hold it."""
+    for domain in seal.domains:
+        view = views.get(domain)
+        at = None if view is None else view.save(seal.save_id).sealed_at
+        if view is not None and at is not None:
+            yield from ((view, mark) for mark in view.overwrites if mark.at > at)
+
+
+def catalog(views: Views) -> list[Live]:
+    """The live saves in commit order: committed, undeleted, not superseded, not hidden."""
+    lives = commits(views)
+    newest = {live.seal.name: live.seal.save_id for live in lives}
+    return [
+        live
+        for live in lives
+        if newest[live.seal.name] == live.seal.save_id
+        and not _deleted(live.seal.save_id, views)
+        and not hidden(live.seal, views, lives)
+    ]
+
+
+def latest(views: Views, artifact: Kind | None = None) -> Live | None:
+    """The last committed live save (of one kind), saves of failing runs apart; never the largest
+    step: a run restored at 50 and retrained to 70 must not wake up at the rejected 100.
+    """
+    lives = [
+        live
+        for live in catalog(views)
+        if not live.seal.failure and artifact in (None, live.seal.artifact)
+    ]
+    return lives[-1] if lives else None
+
+
+def name_taken(name: str, views: Views) -> Seal | None:
+    """The live or unsettled save that holds a name."""
+    for live in catalog(views):
+        if live.seal.name == name:
+            return live.seal
+    for view in views.values():
+        for save in view.saves.values():
+            if save.seal is None or save.seal.name != name:
+                continue
+            if standing(save.save_id, views) is Standing.IN_DOUBT:
+                return save.seal
+    return None
+
+
+def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
+    """A save's place under its base: after every fenced save that its coordinator saw.
+
+    Unfenced saves share the number of the last fenced one and order by position in the log.
+    """
+    top = max(
+        (
+            save.seal.seq
+            for view in views.values()
+            for save in view.saves.values()
+            if save.seal is not None and save.seal.base == base and save.seal.fenced
+        ),
+        default=0,
+    )
+    return top + 1 if fenced else top
+
+
+# -- what an append decides ---------------------------------------------------------------
+
+
+def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | Refused[Refusal]:
+    """Seal, unless a newer fence stands, the save was aborted, or the name was taken meanwhile."""
+    if state.generation > seal.base:
+        return Refused(Refusal.FENCED, state)
+    known = state.save(seal.save_id)
+    if known.aborted:
+        return Refused(Refusal.ABORTED, state)
+    if known.seal is not None:
+        return Refused(Refusal.NOTHING, state)
+    return Refused(Refusal.CONFLICT, state) if _conflicts(state, seal, replace=replace) else seal
+
+
+def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
+    """Whether the saves of this name that the log holds leave no place for one more."""
+    same = [
+        save
+        for save in state.saves.values()
+        if save.seal is not None
+        and save.seal.name == seal.name
+        and save.decided is not Outcome.ABORTED
+    ]
+    if not same:
+        return False
+    # It would be committed behind one that came while it was being written: dead on arrival.
+    if any(s.seal is not None and _rank(s.seal) > _rank(seal) for s in same):
+        return True
+    # The holder is still removing the bytes: a plain save's projection would run into that.
+    if not seal.fenced and any(save.deleted and not save.gone for save in same):
+        return True
+    newest = max(same, key=lambda save: -1 if save.sealed_at is None else save.sealed_at)
+    return not (replace or newest.deleted or _hidden_here(state, newest.sealed_at))
+
+
+def _rank(seal: Seal) -> tuple[Generation, int, bool]:
+    return (seal.base, seal.seq, not seal.fenced)
+
+
+def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
+    return sealed_at is not None and any(
+        mark.at > sealed_at
+        and (
+            mark.generation == state.generation
+            or any(
+                s.seal is not None and s.seal.base == mark.generation for s in state.saves.values()
+            )
+        )
+        for mark in state.overwrites
+    )
+
+
+def may_fence(state: LogState, fence: Fence) -> Fence | Refused[Refusal]:
+    """Fence, unless a generation as new or newer stands."""
+    return Refused(Refusal.FENCED, state) if state.generation >= fence.generation else fence
+
+
+def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[Refusal]:
+    """Abort a save that this domain has not sealed, as the newest owner."""
+    if state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    known = state.save(save_id)
+    if known.seal is not None or known.aborted:
+        return Refused(Refusal.NOTHING, state)
+    return Abort(save_id, by)
+
+
+def may_delete(
+    state: LogState, save_id: str, by: Generation, reason: str
+) -> Delete | Refused[Refusal]:
+    """Delete a sealed save, as the newest owner."""
+    if state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    known = state.save(save_id)
+    if known.seal is None or known.deleted:
+        return Refused(Refusal.NOTHING, state)
+    return Delete(save_id, by, reason)
+
+
+def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | Refused[Refusal]:
+    """Say that the bytes of a deleted save are gone here, as the newest owner."""
+    if state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    known = state.save(save_id)
+    if not known.deleted or known.gone:
+        return Refused(Refusal.NOTHING, state)
+    return Gone(save_id, by)
+
+
+# -- what may go ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A committed save whose bytes may go, and why."""
+
+    seal: Seal
+    reason: str
+
+
+def doomed(views: Views) -> list[Doomed]:
+    """Saves that the holder deletes without being asked again: replaced ones, one commit after
+    their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
+    hid, once something was committed under it. Pinned and referenced saves stay."""
+    lives = commits(views)
+    used = {live.seal.base for live in lives}
+    kept = _kept(views)
+    out = []
+    for at, live in enumerate(lives):
+        seal = live.seal
+        if seal.save_id in kept or _deleted(seal.save_id, views):
+            continue
+        successor = next((x.seal for x in lives[at + 1 :] if x.seal.name == seal.name), None)
+        if successor is not None:
+            last = lives[-1].seal.save_id
+            if successor.save_id != last or _deleted(successor.save_id, views):
+                out.append(Doomed(seal, "replaced"))
+        elif any(mark.generation in used for _, mark in _marks(seal, views)):
+            out.append(Doomed(seal, "overwritten"))
+    return out
+
+
+def _kept(views: Views) -> set[str]:
+    """Live and pinned saves, and what they refer to."""
+    kept = {live.seal.save_id: live.seal for live in catalog(views)}
+    for live in commits(views):
+        if any(view.save(live.seal.save_id).pinned for view in views.values()):
+            kept[live.seal.save_id] = live.seal
+    return set(kept) | {r for seal in kept.values() for r in seal.references}
+
+
+def successor_here(state: LogState, seal: Seal) -> Seal | None:
+    """The newest undeleted save of the same name that this log sealed after ``seal``, if any."""
+    mine = state.save(seal.save_id).sealed_at
+    later = [
+        (save.sealed_at, save.seal)
+        for save in state.saves.values()
+        if save.seal is not None
+        and save.sealed_at is not None
+        and save.seal.name == seal.name
+        and save.decided is not Outcome.ABORTED
+        and not save.deleted
+        and (mine is None or save.sealed_at > mine)
+    ]
+    return max(later, key=lambda pair: pair[0])[1] if later else None

@@ -1,0 +1,323 @@
+"""Everything that deletes. Entry first, bytes later; always by rename, never by name.
+
+A recursive delete of ``attempts/<id>`` through a stale NFS client emptied the committed step, 20
+times of 20; renaming it first gave "not found". So a save goes in four moves:
+
+    1. an entry says so (delete, abort), appended under the holder's fence
+    2. rename, piece by piece, to fresh unique names in ``trash/<generation>/``; "not found" means
+       that this piece is done
+    3. unlink below those names only
+    4. an entry says that the bytes are gone: from here a plain save may take the name
+
+Only what is ours is renamed: the data directory by its unique name, ``.metadata`` and
+``ckptfs.json`` while they name this very save, the listed plain names of a directory artifact.
+Foreign files are never touched. Between 1 and 4 nobody else projects to the name, so what was read
+in a check still holds at the rename.
+
+``trash/<generation>/`` is made once, after that generation's fence. A newer holder empties and
+removes the older ones before it projects or saves, so a stalled deleter's rename finds no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import (
+    ATTEMPTS,
+    MANIFEST,
+    METADATA,
+    PARTIAL_PREFIX,
+    TRASH,
+    AttemptKeys,
+)
+from ckptfs.commit.log import Appended, Refused, append
+from ckptfs.commit.manifest import decode_manifest
+from ckptfs.commit.ops import (
+    List,
+    MakeDir,
+    Pause,
+    Program,
+    Read,
+    Remove,
+    RemoveDir,
+    RemoveTree,
+    Rename,
+)
+from ckptfs.commit.project import discard_source, names_save, project
+from ckptfs.commit.protocol import (
+    Refusal,
+    Standing,
+    may_delete,
+    may_forget,
+    standing,
+    successor_here,
+)
+from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError
+from ckptfs.storage.base import Capabilities, Entry, Shape
+
+__all__ = [
+    "delete_save",
+    "discard_attempt",
+    "discard_own_attempt",
+    "finish_delete",
+    "remove_empty_attempt",
+    "take_trash",
+    "trash_of",
+    "wipe_leftovers",
+]
+
+TRIES = 6  # a stalled deleter has a handful of renames left, a file open on this node stays open
+
+
+def trash_of(generation: Generation) -> str:
+    """The trash directory of one generation."""
+    return f"{TRASH}/{generation.number}-{generation.nonce}"
+
+
+def take_trash(generation: Generation, caps: Capabilities) -> Program[None]:
+    """Make this generation's trash and take the older ones away from whoever stalls over them.
+
+    Newer ones are left alone: without its trash their holder could delete nothing.
+    """
+    if caps.shape is Shape.OBJECT:
+        return
+    mine = trash_of(generation)
+    yield MakeDir(mine)
+    entries: list[Entry] = yield List(TRASH)
+    for entry in entries:
+        number, _, nonce = entry.name.partition("-")
+        if not number.isdecimal():
+            yield RemoveTree(f"{TRASH}/{entry.name}")  # an own attempt that somebody gave up
+        elif Generation(int(number), nonce) < generation:
+            yield from _take_away(f"{TRASH}/{entry.name}", mine)
+
+
+def _take_away(older: str, mine: str) -> Program[None]:
+    """Empty an older trash and remove it: only then does a stalled deleter's rename fail."""
+    for attempt in range(TRIES):
+        try:
+            entries: list[Entry] = yield List(older)
+        except NotFoundError:
+            return
+        for entry in entries:
+            yield RemoveTree(f"{older}/{entry.name}")
+        try:
+            yield RemoveDir(older)
+        except AlreadyExistsError:
+            # Its deleter put one more thing in: look again, or its next rename still finds a target.
+            yield Pause(attempt, f"emptying {older}")
+        else:
+            return
+    # A file in it is open on this node (NFS keeps those): take the name away instead.
+    try:
+        yield Rename(older, f"{mine}/{older.rsplit('/', 1)[1]}")
+    except NotFoundError:
+        return
+
+
+def delete_save(
+    seal: Seal,
+    views: Mapping[str, LogState],
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+    *,
+    reason: str,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    still: Callable[[LogState], bool] = lambda _: True,
+) -> Program[Appended | Refused[Refusal]]:
+    """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
+
+    views: what is known of all domains. still: asked of this domain's log at every try of the
+    append; what was to be deleted may be pinned, or the newest again, by then.
+    """
+
+    def decide(seen: LogState) -> object:
+        if not still(seen):
+            return Refused(Refusal.NOTHING, seen)
+        return may_delete(seen, seal.save_id, holder, reason)
+
+    outcome: Appended | Refused[Refusal] = yield from append(
+        decide,  # type: ignore[arg-type]
+        write_id=next(ids),
+        stamp=stamp,
+        state=views[domain],
+    )
+    if isinstance(outcome, Refused) and (
+        outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
+    ):
+        return outcome
+    now = {**views, domain: outcome.state}
+    return (yield from finish_delete(seal, now, domain, holder, caps, ids=ids, stamp=stamp))
+
+
+def finish_delete(
+    seal: Seal,
+    views: Mapping[str, LogState],
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+    *,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+) -> Program[Appended | Refused[Refusal]]:
+    """Remove the bytes of a save whose delete lies in this domain's log, and say so there."""
+    erased = yield from _erase(seal, views, domain, holder, caps)
+    if not erased:
+        return Refused(Refusal.NOTHING, views[domain])
+    return (
+        yield from append(
+            lambda seen: may_forget(seen, seal.save_id, holder),
+            write_id=next(ids),
+            stamp=stamp,
+            state=views[domain],
+        )
+    )
+
+
+def _erase(
+    seal: Seal,
+    views: Mapping[str, LogState],
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+) -> Program[bool]:
+    """Whether the bytes are gone; not while a successor in doubt leaves ``.metadata`` to this one."""
+    keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+    trash = trash_of(holder)
+    if caps.shape is Shape.FILESYSTEM:
+        # Its projection source first, or somebody who stalls over it projects a deleted save.
+        yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
+    successor = successor_here(views[domain], seal)
+    if successor is not None:
+        if standing(successor.save_id, views) is not Standing.COMMITTED:
+            return False
+        # From here `.metadata` is the successor's: ours to leave alone.
+        yield from project(successor, views, domain, caps)
+    if caps.shape is Shape.OBJECT:
+        yield from _wipe_objects(keys, projected=successor is None)
+        return True
+    if successor is None:
+        yield from _unproject(keys, seal, trash)
+    yield from _to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
+    if successor is None:
+        try:
+            yield RemoveDir(keys.name)
+        except AlreadyExistsError:
+            return True  # somebody else's files: theirs to remove
+    return True
+
+
+def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
+    """Take `.metadata` first: stock readers see the whole save or nothing."""
+    for piece in (METADATA, MANIFEST):
+        if (yield from _names_it(f"{keys.name}/{piece}", keys.save_id)):
+            yield from _to_trash(f"{keys.name}/{piece}", f"{trash}/{seal.save_id}.{piece}")
+    if seal.artifact is Kind.DIRECTORY:
+        for top in (yield from _plain_names(keys)):
+            yield from _to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
+
+
+def _names_it(key: str, save_id: str) -> Program[bool]:
+    try:
+        data: bytes = yield Read(key)
+    except NotFoundError:
+        return False
+    if key.endswith(MANIFEST):
+        return names_save(data) == save_id
+    return save_id.encode() in data  # its data paths carry the id
+
+
+def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
+    """What a directory artifact put beside its data directory, by its own manifest."""
+    try:
+        raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
+        manifest = decode_manifest(raw, keys.projected_data)
+    except (NotFoundError, ManifestError):
+        return []
+    tops = dict.fromkeys(f.path.split("/", 1)[0] for f in manifest.files)
+    return [top for top in tops if top != keys.save_id]
+
+
+def _to_trash(source: str, target: str) -> Program[None]:
+    try:
+        yield Rename(source, target)
+    except NotFoundError:
+        return  # gone already, or a newer holder took our trash away: not ours any more
+    except AlreadyExistsError:
+        yield RemoveTree(target)  # left by our own earlier try under this generation
+        try:
+            yield Rename(source, target)
+        except NotFoundError:
+            return
+    yield RemoveTree(target)
+
+
+def discard_attempt(
+    save_id: str, name: str, holder: Generation, caps: Capabilities
+) -> Program[None]:
+    """Remove the bytes of an attempt whose abort was folded back as effective.
+
+    It was never committed, hence never projected. name is "" where its record was lost.
+    """
+    keys = AttemptKeys(caps.shape, name, save_id)
+    trash = trash_of(holder)
+    if caps.shape is Shape.OBJECT:
+        yield from _wipe_objects(keys, projected=False)
+        return
+    yield from _to_trash(keys.attempt, f"{trash}/{save_id}.attempt")
+    if name:
+        yield from _to_trash(keys.projected_data, f"{trash}/{save_id}.data")
+
+
+def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[None]:
+    """Remove an attempt that this process began, knows unsealed, and has appended an abort for."""
+    keys = AttemptKeys(caps.shape, name, save_id)
+    if caps.shape is Shape.OBJECT:
+        yield from _wipe_objects(keys, projected=False)
+        return
+    yield from discard_source(keys)
+
+
+def _wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
+    if projected:
+        for piece in (METADATA, MANIFEST):
+            key = f"{keys.name}/{piece}"
+            if (yield from _names_it(key, keys.save_id)):
+                yield Remove(key)
+    if keys.name:
+        yield RemoveTree(keys.projected_data)
+    yield RemoveTree(keys.attempt)  # the record last: by it the next holder finds the rest
+
+
+def wipe_leftovers(seals: list[Seal], caps: Capabilities) -> Program[None]:
+    """Object stores: take away what a delayed PUT wrote after its save was deleted and gone."""
+    if caps.shape is not Shape.OBJECT or not seals:
+        return
+    present = {entry.name for entry in (yield List(""))}
+    for seal in seals:
+        if seal.name in present:
+            keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+            yield from _wipe_objects(keys, projected=True)
+
+
+def remove_empty_attempt(save_id: str) -> Program[None]:
+    """Remove the directories of an attempt that died before its first file was whole."""
+    data = f"{ATTEMPTS}/{save_id}/{save_id}"
+    entries: list[Entry] = []
+    try:
+        entries = yield List(data)
+    except NotFoundError:
+        pass  # it died between the two directories
+    for entry in entries:
+        # Half of a record. The name is unique to its writer: nobody else's file can be meant.
+        if entry.name.startswith(PARTIAL_PREFIX):
+            yield Remove(f"{data}/{entry.name}")
+    for key in (data, f"{ATTEMPTS}/{save_id}"):
+        try:
+            yield RemoveDir(key)
+        except AlreadyExistsError:
+            return

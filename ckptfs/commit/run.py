@@ -1,0 +1,339 @@
+"""Claiming a run: ``prepare_run`` fences every older writer, then recovers what they left.
+
+    survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
+    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free
+    fence     every owner appends fence(generation)  -> a newer one came first: higher, again
+    report    what lies in every domain              -> one plan for all
+    settle    abort, record, project, wipe
+    token     every rank reads the new fence through its own path
+
+From the fence on an older generation cannot append, hence cannot commit or delete. ``overwrite``
+moves nothing: it is a flag in the fence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Release, Seal, Stamp
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import LOG, log_key
+from ckptfs.commit.lease import Keeper, LeaseTimes, moves
+from ckptfs.commit.log import Appended, Refused, append
+from ckptfs.commit.ops import Program, drive
+from ckptfs.commit.owners import alive_here, describe, who_am_i
+from ckptfs.commit.protocol import Refusal, catalog, may_fence
+from ckptfs.commit.recovery import Plan, Report, plan_recovery, report, settle
+from ckptfs.commit.saving import survey
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import fresh_ids, now_text
+from ckptfs.errors import (
+    CkptfsError,
+    CommitConflictError,
+    FencedError,
+    NotFoundError,
+    RunBusyError,
+    StateError,
+    StorageError,
+)
+from ckptfs.uri import Uri
+
+__all__ = ["Mode", "Run", "Takeover", "claim"]
+
+logger = logging.getLogger(__name__)
+
+TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
+
+
+class Mode(Enum):
+    """What to do about the checkpoints that are there."""
+
+    RESUME = "resume"
+    OVERWRITE = "overwrite"  # they leave the catalog now and go after the first commit
+    FAIL = "fail"  # CommitConflictError when there are any
+
+
+class Takeover(Enum):
+    """What to do about an owner that did not release the run."""
+
+    AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still
+    NEVER = "never"
+    FORCE = "force"
+
+
+class _Holder(Enum):
+    FREE = "free"
+    WATCH = "watch"
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    holder: _Holder
+    number: int
+    fence: Fence
+    last: Seal | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One try at the fence: None where every domain took it, else the number that stands."""
+
+    beaten_by: int | None
+
+
+@dataclass
+class Run:
+    """A held run. Pass it to ``save(..., run=run)``; leaving the ``with`` block releases it.
+
+    uri: the run. generation: (number, nonce) of the fence. in_doubt: names of saves whose domains
+    are out of reach. Every rank holds one; release() is local and only owners write.
+    """
+
+    uri: Uri
+    generation: Generation
+    seat: Seat
+    in_doubt: tuple[str, ...] = ()
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    _keeper: Keeper | None = field(default=None, repr=False)
+    _released: bool = field(default=False, repr=False)
+
+    def check(self, target: Uri) -> None:
+        """StateError unless ``target`` lies directly in this run and the run is still held."""
+        if target.parent != self.uri:
+            raise StateError(
+                "the checkpoint is not directly in the run that was passed",
+                uri=target,
+                hint=f"the run is {self.uri}",
+            )
+        if self._released:
+            raise StateError("the run was released", uri=self.uri, hint="prepare it again")
+
+    def release(self) -> None:
+        """Leave in peace, so that the next owner need not wait. Local; harmless twice.
+
+        Without it, after a crash, the next owner waits for the lease to stand still.
+        """
+        if self._released:
+            return
+        self._released = True
+        with self.closing:
+            if self._keeper is not None:
+                self._keeper.stop()
+            if self.seat.placement.is_owner:
+                self._append_release()
+
+    def _append_release(self) -> None:
+        try:
+            drive(_release(self.generation, fresh_ids()), self.seat.storage, deadline_s=10.0)
+        except (StorageError, CkptfsError) as error:
+            logger.warning("the run was not released, the next owner will wait: %s", error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+def _release(generation: Generation, ids: Iterator[str]) -> Program[Appended | Refused[Refusal]]:
+    def decide(state: LogState) -> Release | Refused[Refusal]:
+        if state.generation != generation or state.released:
+            return Refused(Refusal.NOTHING, state)
+        return Release(generation)
+
+    return (yield from append(decide, write_id=next(ids)))
+
+
+def claim(
+    seat: Seat,
+    mode: Mode = Mode.RESUME,
+    takeover: Takeover = Takeover.AUTO,
+    times: LeaseTimes = LeaseTimes(),
+) -> Run:
+    """Collective. Take the run; returns on every rank with the same generation.
+
+    RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
+    was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
+    After a crash in it the next claim does the same again.
+    """
+    claimant = _Claimant(seat, mode, takeover, times)
+    return claimant.claim()
+
+
+class _Claimant:
+    def __init__(self, seat: Seat, mode: Mode, takeover: Takeover, times: LeaseTimes) -> None:
+        self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
+        self._owner = seat.placement.is_owner
+        self._domain = seat.placement.mine.id
+        self._ids = fresh_ids()
+        world = seat.control.world
+        self._stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
+        self._fenced: Appended | None = None
+
+    def claim(self) -> Run:
+        control = self._seat.control
+        for _ in range(TRIES):
+            found = control.step("survey", self._survey, self._judge)
+            if found.holder is _Holder.WATCH:
+                self._watch(found)
+            fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
+            outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
+            if outcome.beaten_by is not None:
+                continue
+            try:
+                return self._recover(fence.generation)
+            except FencedError:
+                # Only a prepare_run that has not returned may fence again, higher.
+                continue
+        raise RunBusyError(
+            f"{TRIES} newcomers took the run one after the other",
+            uri=self._seat.storage.root,
+            hint="several jobs start on one run at once: give each its own, or wait",
+        )
+
+    def _survey(self) -> tuple[str, LogState] | None:
+        return (self._domain, drive(survey(), self._seat.storage)) if self._owner else None
+
+    def _judge(self, answers: Sequence[tuple[str, LogState] | None]) -> _Survey:
+        views = dict(a for a in answers if a is not None)
+        lives = catalog(views)
+        last = lives[-1].seal if lives else None
+        if self._mode is Mode.FAIL and last is not None:
+            raise CommitConflictError(
+                f"the run holds {len(lives)} checkpoints, the last is {last.name}",
+                uri=self._seat.storage.root,
+                hint='mode="resume" goes on with them, mode="overwrite" replaces them',
+            )
+        newest = max(views.values(), key=lambda v: v.generation)
+        held = [v for v in views.values() if v.generation == newest.generation]
+        fence = newest.fence
+        survey = _Survey(_Holder.FREE, fence.generation.number, fence, last)
+        free = fence.generation == GENESIS or all(v.released for v in held)
+        me = who_am_i(self._seat.control.world)
+        same_job = fence.job is not None and fence.job == me.job
+        if free or same_job or self._takeover is Takeover.FORCE:
+            return survey
+        if self._takeover is Takeover.NEVER:
+            raise _busy(survey, self._seat.storage.root)
+        # A process of this very node whose pid is gone needs no waiting for its lease.
+        if fence.node == me.node and not alive_here(fence):
+            return survey
+        return _Survey(_Holder.WATCH, survey.number, fence, last)
+
+    def _watch(self, found: _Survey) -> None:
+        """RunBusyError on every rank while any domain's lease moves."""
+
+        def local() -> bool:
+            return self._owner and moves(self._seat.storage, self._times)
+
+        def decide(moved: Sequence[bool]) -> None:
+            if any(moved):
+                raise _busy(found, self._seat.storage.root)
+
+        self._seat.control.step("watch", local, decide)
+
+    def _new_fence(self, number: int) -> Fence:
+        mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
+        me = who_am_i(self._seat.control.world)
+        generation = Generation(number + 1, secrets.token_hex(4))
+        return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
+
+    def _fence(self, fence: Fence) -> int | None:
+        """Append the fence here; the number that stands instead where a newer one came first."""
+        if not self._owner:
+            return None
+        outcome = drive(
+            append(
+                lambda seen: may_fence(seen, fence),
+                write_id=next(self._ids),
+                stamp=self._stamp,
+            ),
+            self._seat.storage,
+        )
+        if isinstance(outcome, Refused):
+            return outcome.state.generation.number
+        self._fenced = outcome
+        self._seat.touch_log_later()
+        return None
+
+    def _recover(self, generation: Generation) -> Run:
+        seat = self._seat
+        caps = seat.caps
+
+        def local() -> Report | None:
+            if not self._owner:
+                return None
+            return drive(report(self._domain, generation, caps), seat.storage)
+
+        def decide(reports: Sequence[Report | None]) -> Plan:
+            plan = plan_recovery({r.domain: r for r in reports if r is not None}, generation)
+            if any(view.generation > generation for view in plan.views.values()):
+                raise FencedError("a newer owner came while this one took the run")
+            return plan
+
+        plan = seat.control.step("report", local, decide)
+
+        def carry_out() -> None:
+            if self._owner:
+                program = settle(
+                    plan, self._domain, generation, caps, ids=self._ids, stamp=self._stamp
+                )
+                drive(program, seat.storage)
+
+        seat.control.step("settle", carry_out)
+        self._read_token(generation)
+        for seal in plan.in_doubt:
+            logger.warning("%s is in doubt: a domain of it is out of reach", seal.name)
+        keeper = Keeper(seat.storage, generation, self._times) if self._owner else None
+        if keeper is not None:
+            keeper.start()
+        names = tuple(seal.name for seal in plan.in_doubt)
+        return Run(seat.storage.root, generation, seat, names, _keeper=keeper)
+
+    def _read_token(self, generation: Generation) -> None:
+        """Every rank reads this fence through its own path: existence alone is not identity."""
+        seat = self._seat
+        mine = (self._domain, self._fenced.number) if self._fenced is not None else None
+        numbers = dict(
+            pair for pair in seat.control.step("numbers", lambda: mine) if pair is not None
+        )
+
+        def read() -> None:
+            key = log_key(numbers[self._domain])
+            if seat.placement.is_node_lead:
+                seat.storage.refresh(LOG)
+            data = seat.storage.read(key)
+            if generation.nonce.encode() not in data:
+                raise NotFoundError(
+                    "this rank sees another run log than the owner of its domain",
+                    uri=seat.storage.uri(key),
+                    hint="two file servers behind one path? pass scope='node'",
+                )
+
+        seat.control.step("token", read)
+
+
+def _beaten(answers: Sequence[int | None]) -> _Round:
+    return _Round(max((a for a in answers if a is not None), default=None))
+
+
+def _busy(found: _Survey, root: Uri) -> RunBusyError:
+    last = "nothing committed yet" if found.last is None else f"last commit {found.last.name}"
+    return RunBusyError(
+        f"the run is held by {describe(found.fence)}, {last}",
+        uri=root,
+        hint='wait for it to end, give this job another run, or takeover="force"',
+    )

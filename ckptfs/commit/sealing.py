@@ -1,0 +1,178 @@
+"""The moment of commit: every owner appends the seal, and all ranks learn what it came to.
+
+    append here   -> sealed | fenced | conflict | failed | in doubt      (owners)
+    judge         one verdict over all domains                            (coordinator)
+    undo          a sure failure: abort where unsealed, record where sealed
+
+With one domain the append is the commit. With several, the save is committed when every listed
+domain sealed it. A failure that is certain in any domain makes the save fail everywhere, because
+nobody else will ever append its seal there; without certainty nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfs.commit.entries import Generation, Seal
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import AttemptKeys
+from ckptfs.commit.log import Appended
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Refusal
+from ckptfs.commit.saving import Means, record_abort, seal_save, undo
+from ckptfs.commit.seat import Seat
+from ckptfs.errors import (
+    CkptfsError,
+    CollectiveError,
+    CommitConflictError,
+    CommitInDoubtError,
+    ControlPlaneLostError,
+    DeadlineError,
+    Failure,
+    FencedError,
+    StorageError,
+)
+
+__all__ = ["seal_everywhere", "undo_here"]
+
+logger = logging.getLogger(__name__)
+
+
+class _What(Enum):
+    FENCED = "fenced"
+    CONFLICT = "conflict"
+    FAILED = "failed"  # surely not in the log
+    IN_DOUBT = "in doubt"
+    SEALED = "sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    domain: str
+    what: _What
+    message: str = ""
+    failure: Failure | None = None
+
+
+def seal_everywhere(
+    seat: Seat,
+    keys: AttemptKeys,
+    seal: Seal,
+    means: Means,
+    state: LogState | None,
+    *,
+    replace: bool,
+) -> LogState | None:
+    """Collective. Committed when it returns; the owner's log with the seal, None elsewhere.
+
+    FencedError, CommitConflictError, CollectiveError: surely not committed. CommitInDoubtError: an
+    answer or a rank was lost; the next begin or prepare_run settles it.
+    """
+    where = seat.storage.uri(seal.name)
+    after: list[LogState] = []
+
+    def local() -> _Answer | None:
+        if not seat.placement.is_owner:
+            return None
+        return _append(seat, seal, means, state, after, replace=replace)
+
+    try:
+        verdict = seat.control.step("seal", local, _judge)
+    except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
+        raise CommitInDoubtError(
+            f"the ranks lost each other while {seal.name} was being sealed: {error.message}",
+            uri=where,
+            hint="nothing was deleted; latest() and the next save tell whether it committed",
+        ) from error
+    if verdict.what is _What.SEALED:
+        return after[0] if after else None
+    if verdict.what is _What.IN_DOUBT:
+        raise CommitInDoubtError(
+            f"domain {verdict.domain} gave no certain answer: {verdict.message}",
+            uri=where,
+            hint="nothing was deleted; the next save or prepare_run settles it",
+        )
+    sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
+    _undo_everywhere(seat, keys, seal, means, sealed_here=sealed_here)
+    raise _failure(verdict, seal, where)
+
+
+def _append(
+    seat: Seat,
+    seal: Seal,
+    means: Means,
+    state: LogState | None,
+    after: list[LogState],
+    *,
+    replace: bool,
+) -> _Answer:
+    try:
+        outcome = drive(seal_save(seal, means, state, replace=replace), seat.storage)
+    except CommitInDoubtError as error:
+        return _Answer(means.domain, _What.IN_DOUBT, str(error))
+    except StorageError as error:
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        rank, node = seat.control.rank, seat.control.world.node
+        failure = Failure(rank, node, kind, str(error), error.errno)
+        return _Answer(means.domain, _What.FAILED, str(error), failure)
+    after.append(outcome.state)
+    if isinstance(outcome, Appended):
+        return _Answer(means.domain, _What.SEALED)
+    if outcome.reason in (Refusal.FENCED, Refusal.ABORTED):
+        fence = outcome.state.fence
+        text = f"generation {fence.generation.number} (host {fence.host} pid {fence.pid})"
+        return _Answer(means.domain, _What.FENCED, text)
+    return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed meanwhile")
+
+
+def _judge(answers: Sequence[_Answer | None]) -> _Answer:
+    """What the domains came to together: the first in the order of ``_What``."""
+    order = list(_What)
+    return min((a for a in answers if a is not None), key=lambda a: order.index(a.what))
+
+
+def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
+    if verdict.what is _What.FENCED:
+        return FencedError(
+            f"the run was taken over by {verdict.message}",
+            uri=where,
+            hint="this process must stop; nothing of this save was committed",
+        )
+    if verdict.what is _What.CONFLICT:
+        return CommitConflictError(
+            verdict.message, uri=where, hint='choose another name, or if_exists="replace"'
+        )
+    failed = verdict.failure
+    return CollectiveError(
+        f"domain {verdict.domain} could not seal {seal.name}: {verdict.message}",
+        failures={} if failed is None else {failed.rank: failed},
+        uri=where,
+        hint="what was committed before is untouched",
+    )
+
+
+def _undo_everywhere(
+    seat: Seat, keys: AttemptKeys, seal: Seal, means: Means, *, sealed_here: bool
+) -> None:
+    """Abort where the seal is missing; only then record that where it is not."""
+    try:
+        aborted = seat.control.step("undo", lambda: undo_here(seat, keys, seal.base, means), any)
+        if aborted and len(seal.domains) > 1:
+
+            def record() -> None:
+                if seat.placement.is_owner and sealed_here:
+                    drive(record_abort(seal.save_id, means), seat.storage)
+
+            seat.control.step("record", record)
+    except CkptfsError as error:
+        logger.warning("the failed save %s is left to recovery: %s", seal.save_id, error)
+
+
+def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> bool:
+    """Owners: abort the attempt in this domain and remove its bytes; whether it is aborted now."""
+    if not seat.placement.is_owner:
+        return False
+    return drive(undo(keys, base, means), seat.storage)

@@ -1,0 +1,49 @@
+"""A rank's seat at a run: the ranks it talks with, the run's storage, and who shares which disk."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from ckptfs.commit.layout import LOG
+from ckptfs.errors import StorageError
+from ckptfs.storage.base import Capabilities, Storage
+from ckptfs.topology.control import Control
+from ckptfs.topology.domain import Placement
+
+__all__ = ["Seat"]
+
+_TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
+    rank's domain found by its probe, equal on all ranks of the domain.
+    """
+
+    control: Control
+    storage: Storage
+    placement: Placement
+    caps: Capabilities
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether some domain is seen from several nodes; equal on all ranks."""
+        return any(len(domain.nodes) > 1 for domain in self.placement.domains)
+
+    def touch_log_later(self) -> None:
+        """Move the log's timestamp a little after an append, from a thread of its own.
+
+        Of two entries within one tick of the server's clock, an NFSv3 reader that saw the first may
+        never see the second: its cached directory looks unchanged.
+        """
+        timer = threading.Timer(_TOUCH_AFTER_S, self._touch_log)
+        timer.daemon = True
+        timer.start()
+
+    def _touch_log(self) -> None:
+        try:
+            self.storage.touch(LOG)
+        except StorageError:
+            return  # it only makes readers see sooner what is committed already

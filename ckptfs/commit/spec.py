@@ -1,0 +1,71 @@
+"""What a save is asked to do and what it came to: the values that travel with an attempt. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+
+from ckptfs.commit.entries import Generation, Kind
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.events import Counters
+
+__all__ = ["Committed", "IfExists", "SaveSpec", "WrittenPart", "fresh_ids", "now_text"]
+
+
+class IfExists(Enum):
+    """What to do when the name is committed already."""
+
+    ERROR = "error"
+    REPLACE = "replace"  # the old one stays until the new one is committed
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSpec:
+    """What is saved: the name under the run, its step, and under which generation.
+
+    run: the generation of a held run; None is an unfenced save.
+    """
+
+    name: str
+    step: int | None
+    if_exists: IfExists = IfExists.ERROR
+    artifact: Kind = Kind.CHECKPOINT
+    run: Generation | None = None
+    failure: bool = False
+    references: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """What one rank wrote: its files (paths relative to the step directory), how long it took, and
+    an opaque payload for the ``finish`` function on the coordinator.
+    """
+
+    files: tuple[FileRecord, ...]
+    counters: Counters = Counters()
+    payload: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A save that every domain sealed. warnings: what the projection left to the next writer."""
+
+    save_id: str
+    counters: tuple[Counters, ...]
+    commit_s: float
+    warnings: tuple[str, ...] = ()
+
+
+def fresh_ids() -> Iterator[str]:
+    """Unique write ids; the time makes them readable, the randomness unique."""
+    while True:
+        yield f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(8)}"
+
+
+def now_text() -> str:
+    """Return the wall clock, for people; no decision reads it."""
+    return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"

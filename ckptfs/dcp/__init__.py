@@ -1,0 +1,10 @@
+"""The adapter to torch.distributed.checkpoint: plans, data files, metadata, and nothing of retention.
+
+planner.py  load_planner.py    what to save and to load, and every check that needs no data
+leaves.py  per_rank.py         fingerprints and safety of leaves; what each rank keeps for itself
+layout.py  engine.py           data files and their digests, written
+fetch.py                       data files, read and verified, into tensors
+metadata.py                    ``.metadata``, byte for byte torch's, and read without trust
+pipeline.py                    plan, write, describe; plan, read: for ckptfs.save and ckptfs.load
+writer.py  reader.py           the same under torch's own dcp.save and dcp.load
+"""

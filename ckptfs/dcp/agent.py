@@ -1,0 +1,246 @@
+"""The agent: a thread on every rank that makes the commit's collective calls under torch's dcp.save.
+
+    torch's hooks                             agent threads, on a control of their own
+    set_up_storage_writer   every rank   ->   announce (store), wait for orders
+    prepare_global_plan     coordinator  ->   order: size, name  ->  open, probe, begin
+    write_data              every rank   ->   commit: step "write" takes what was written
+    finish                  coordinator  ->     ... decides with the metadata, seals, projects
+
+torch calls two hooks on the coordinator alone, and a hook of all ranks that waits for other ranks
+hangs when one of them raised before it. So hooks never wait for ranks, only for their own agent;
+agents wait for each other in ``control.step``, which ends on all of them. Participants are the
+plans that torch gathered, never the world: dcp.save(no_dist=True) and subgroups look the same.
+
+A save that torch gives up between two hooks tells nobody. Its agents are told by ``Desk.cancel``,
+at the writer's next reset or when it is dropped, at the latest after ``timeout_s``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import pickle
+import threading
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
+from ckptfs.commit.run import claim
+from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart
+from ckptfs.errors import DeadlineError, StateError
+from ckptfs.topology.client import StoreClient, wait_for
+from ckptfs.topology.control import Control, SoloControl
+from ckptfs.topology.store import StoreControl
+from ckptfs.topology.world import World
+from ckptfs.uri import Uri
+
+__all__ = ["Begun", "Desk", "SaveOrder", "Task", "hire", "send_orders"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_HELLO_S = 30.0  # a hello was written before torch gathered the plans: it is there, or never
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOrder:
+    """The coordinator's order: how many ranks take part, and what their control is called."""
+
+    size: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What write_data needs: an attempt that has begun, and the domain that holds its files."""
+
+    attempt: Attempt
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the user asked for; equal on all ranks."""
+
+    uri: str | os.PathLike[str] | Uri
+    place: Place
+    spec: SaveSpec  # its name and step are filled in from the agreed URI
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class Desk:
+    """Where a rank's hooks and its agent hand things over. One save."""
+
+    task: Task
+    rank: int
+    order: Future[SaveOrder] = field(default_factory=Future)
+    begun: Future[Begun] = field(default_factory=Future)
+    part: Future[WrittenPart] = field(default_factory=Future)
+    files: Future[Mapping[str, bytes]] = field(default_factory=Future)
+    done: Future[Committed] = field(default_factory=Future)
+
+    def cancel(self, why: str) -> None:
+        """Tell an agent that still waits for a hook that it will not come. Any time, any thread."""
+        for future in (self.order, self.part, self.files):
+            _fail(future, StateError(f"the save was given up: {why}", rank=self.rank))
+
+    def wait(self, future: Future[T], what: str) -> T:
+        """The result; DeadlineError when the other side did not come within timeout_s."""
+        try:
+            return future.result(self.task.timeout_s)
+        except FutureTimeoutError:
+            if future.done():
+                raise  # it is the result that is a TimeoutError
+            raise DeadlineError(
+                f"waited {self.task.timeout_s:g} s for {what}", rank=self.rank
+            ) from None
+
+
+def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Desk:
+    """Start this rank's agent. Local; all but the coordinator write one key of the store.
+
+    store: a c10d store that the ranks share; None where this process is alone.
+    """
+    desk = Desk(task, rank)
+    if not coordinator:
+        _announce(desk, store)
+    threading.Thread(
+        target=_work, args=(desk, store), name=f"ckptfs-dcp-{rank}", daemon=True
+    ).start()
+    return desk
+
+
+def send_orders(desk: Desk, size: int, store: Any) -> None:
+    """Coordinator only: every rank's agent gets the order of this save, our own the last.
+
+    DeadlineError names ranks that have not announced themselves for this URI.
+    """
+    order = SaveOrder(size, f"dcp-{uuid.uuid4().hex}")
+    if size > 1:
+        client = StoreClient(store, "ckptfs-orders")
+        try:
+            for rank in range(1, size):
+                _send(client, desk.task, rank, order)
+        finally:
+            client.close()
+    _fulfil(desk.order, order)
+
+
+def _send(client: StoreClient, task: Task, rank: int, order: SaveOrder) -> None:
+    hello = _hello_key(task, rank)
+
+    def send(store: Any) -> None:
+        wait_for(store, hello)
+        key = store.get(hello).decode()
+        store.delete_key(hello)
+        store.set(key, pickle.dumps(order))
+
+    try:
+        client.submit(send).result(_HELLO_S)
+    except FutureTimeoutError:
+        raise DeadlineError(
+            f"rank {rank} has not announced itself for {Uri.parse(task.uri)}",
+            silent=(rank,),
+            hint="every rank needs a ckptfs.StorageWriter with the same URI",
+        ) from None
+
+
+def _announce(desk: Desk, store: Any) -> None:
+    """Say where this rank listens, and fulfil the desk's order when it arrives there."""
+    client = StoreClient(store, f"ckptfs-agent-{desk.rank}")
+    key = f"ckptfs/dcp/order/{uuid.uuid4().hex}"
+    hello = _hello_key(desk.task, desk.rank)
+    client.call(lambda s: s.set(hello, key.encode()), desk.task.timeout_s)
+
+    def receive(s: Any) -> SaveOrder | None:
+        wait_for(s, key)
+        order: SaveOrder | None = pickle.loads(s.get(key))  # noqa: S301 - our coordinator's
+        s.delete_key(key)
+        return order
+
+    def deliver(arrived: Future[SaveOrder | None]) -> None:
+        error = arrived.exception()
+        order = None if error is not None else arrived.result()
+        if error is not None:
+            _fail(desk.order, error)
+        elif order is not None:
+            _fulfil(desk.order, order)
+        client.close()
+
+    def release(ended: Future[SaveOrder]) -> None:
+        # Given up: the listener's client is blocked in its wait, so another one writes the key.
+        if ended.exception() is not None and not waiting.done():
+            other = StoreClient(store, "ckptfs-agent-release")
+            other.submit(lambda s: s.set(key, pickle.dumps(None)))
+            other.close()
+
+    waiting = client.submit(receive)
+    waiting.add_done_callback(deliver)
+    desk.order.add_done_callback(release)
+
+
+def _work(desk: Desk, store: Any) -> None:
+    """One save, from order to commit, on the agent's thread; never raises."""
+    try:
+        order = desk.wait(desk.order, "the coordinator's order")
+        with contextlib.ExitStack() as stack:
+            control = stack.enter_context(_open_control(desk, order, store))
+            desk.done.set_result(_save(desk, control, stack))
+    except BaseException as error:  # noqa: BLE001 - handed to the hooks, which raise it
+        logger.debug("agent of rank %d ended: %r", desk.rank, error)
+        _fail(desk.begun, error)
+        _fail(desk.done, error)
+
+
+def _open_control(desk: Desk, order: SaveOrder, store: Any) -> Control:
+    here = World.detect()
+    if order.size == 1:
+        return SoloControl(replace(here, rank=0, size=1))
+    world = replace(here, rank=desk.rank, size=order.size, has_group=True)
+    return StoreControl(world, store, timeout_s=desk.task.timeout_s, name=order.name)
+
+
+def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committed:
+    task = desk.task
+    target = agree_uri(control, task.uri)
+    seat = stack.enter_context(open_seat(target.parent, control, task.place, write=True))
+    spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
+    if spec.if_exists is IfExists.REPLACE and spec.run is None:
+        spec = replace(spec, run=stack.enter_context(claim(seat)).generation)
+    attempt = Attempt(seat, spec)
+    try:
+        attempt.begin()
+        desk.begun.set_result(Begun(attempt, seat.placement.mine.id))
+        return attempt.commit(
+            lambda: desk.wait(desk.part, "write_data"),
+            lambda _: desk.wait(desk.files, "the coordinator's finish"),
+        )
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+def _hello_key(task: Task, rank: int) -> str:
+    # What the user typed, not the absolute path: ranks may have different working directories.
+    # Hashed, because it may hold credentials.
+    typed = hashlib.sha256(str(task.uri).encode()).hexdigest()[:16]
+    return f"ckptfs/dcp/hello/{typed}/{rank}"
+
+
+def _fulfil(future: Future[T], value: T) -> None:
+    with contextlib.suppress(InvalidStateError):  # given up in this very instant
+        future.set_result(value)
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    with contextlib.suppress(InvalidStateError):  # it has its answer already
+        future.set_exception(error)

@@ -1,0 +1,295 @@
+"""``ckptfs.save`` and ``ckptfs.load``: a sharded state by URI, whole on every rank or not at all.
+
+    save   plan (checks, who writes what)  begin  space  write  seal  project     -> SaveResult
+    load   look  find  plan (checks)  read and verify                             -> LoadResult
+
+Both are collective: every rank of the group calls them with its own state dict, in the same order,
+and every rank gets the same outcome. No collective runs on the user's group; a thread of its own may
+call them while the main thread trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.layout import METADATA
+from ckptfs.commit.locate import locate
+from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
+from ckptfs.commit.run import Run, claim
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.dcp.datafile import Source, Verify
+from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.pipeline import (
+    PlannedLoad,
+    finish_save,
+    plan_load,
+    plan_save,
+    read,
+    restore_stateful,
+    unwrap_stateful,
+    write,
+)
+from ckptfs.dcp.space import check_space
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
+from ckptfs.events import Counters, LoadResult, SaveResult
+from ckptfs.storage.base import Storage
+from ckptfs.topology.control import Control
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["load", "save"]
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["auto", "shared", "node"]
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    uri: Any,
+    *,
+    step: int | None = None,
+    if_exists: Literal["error", "replace"] = "error",
+    run: Run | None = None,
+    per_rank: Sequence[str] = (),
+    require_space: bool = False,
+    threads: int = 1,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> SaveResult:
+    """Collective. Save a state dict to ``uri``; committed and durable when it returns.
+
+    state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
+    objects with state_dict() at the top level. uri: run and name, ``s3://bucket/run/step_100``; the
+    run is the parent. step: completed optimizer steps; None takes the number that ends the name.
+    if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
+    one until the new one is committed. run: a held Run fences the save; without it the save is
+    exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of
+    flattened keys whose values differ by rank and are kept for each; unasked a difference is
+    StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
+    a warning. threads: data files written at once by each rank. timeout_s: the longest silence of a
+    rank that is waited out, 600 s unless CKPTFS_TIMEOUT_S says otherwise.
+
+    Before the commit any failure, on any rank, is the same error on every rank, and the old state
+    stands. CommitInDoubtError: the next save or prepare_run settles it. After a crash there is
+    exactly the old or the new checkpoint.
+    """
+    started = time.perf_counter()
+    place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    with (
+        _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
+        _claimed(seat, run, IfExists(if_exists)) as holder,
+    ):
+        spec = SaveSpec(
+            target.name,
+            step_of(target.name, step),
+            IfExists(if_exists),
+            run=None if holder is None else holder.generation,
+            per_rank=tuple(per_rank),
+        )
+        return _save(state_dict, seat, target, spec, started, require_space, threads)
+
+
+def _save(  # noqa: PLR0917 - the call's own arguments
+    state_dict: Mapping[str, Any],
+    seat: Seat,
+    target: Uri,
+    spec: SaveSpec,
+    started: float,
+    require_space: bool,  # noqa: FBT001
+    threads: int,
+) -> SaveResult:
+    control = seat.control
+    planned = plan_save(state_dict, control, per_rank=spec.per_rank)
+    warnings = check_space(seat, planned, threads, required=require_space)
+    attempt = Attempt(seat, spec)
+
+    def write_mine() -> WrittenPart:
+        return write(
+            planned,
+            seat.storage,
+            attempt.prefix,
+            attempt.save_id,
+            domain=seat.placement.mine.id,
+            threads=threads,
+        )
+
+    def finish(parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        return finish_save(planned, parts, save_id=attempt.save_id, checkpoint_id=str(target))
+
+    try:
+        attempt.begin()
+        committed = attempt.commit(write_mine, finish)
+    except BaseException:
+        attempt.abandon()
+        raise
+    per_rank = tuple(c.plus(Counters(commit_s=committed.commit_s)) for c in committed.counters)
+    return SaveResult(
+        uri=str(target),
+        step=spec.step,
+        save_id=committed.save_id,
+        mine=per_rank[control.rank],
+        total=Counters.together(per_rank),
+        per_rank=per_rank,
+        wall_s=time.perf_counter() - started,
+        warnings=(*warnings, *committed.warnings),
+    )
+
+
+def load(
+    state_dict: dict[str, Any],
+    uri: Any,
+    *,
+    strict: bool = True,
+    verify: Literal["read", "off"] = "read",
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> LoadResult:
+    """Collective. Load a checkpoint into ``state_dict``, in place, with any number of ranks.
+
+    Tensors are filled where they are, whatever sharding they have now; objects with
+    load_state_dict() at the top level get theirs. strict: missing and unexpected keys and dtypes
+    that differ are StateErrors before a byte is read; otherwise they are skipped, named in the
+    result, or converted. verify: "read" compares every block that is read with its digest.
+    Checkpoints written by stock torch load too, unverified. Reads only; repairs nothing.
+
+    NotFoundError, IncompleteCheckpointError, IntegrityError, ManifestError name URI, file and rank.
+    After an error tensors are undefined.
+    """
+    started = time.perf_counter()
+    place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    checking = Verify(verify)
+    with _control(process_group, timeout_s) as control:
+        target = agree_uri(control, uri)
+        with open_seat(target.parent, control, place, write=False) as seat:
+            found = locate(seat, target.name)
+            manifest = found.manifest
+            held: list[Metadata] = []
+            control.step("metadata", lambda: held.append(_read_metadata(seat.storage, found)))
+            metadata = held[0]
+            flat = unwrap_stateful(state_dict)
+            planned = plan_load(
+                flat,
+                metadata,
+                control,
+                strict=strict,
+                saved_world=None if manifest is None else manifest.world_size,
+            )
+            source = _source(seat, found, checking)
+            per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
+    restore_stateful(state_dict, flat)
+    return LoadResult(
+        uri=str(target),
+        step=step_of(target.name, None) if manifest is None else manifest.step,
+        save_id=None if manifest is None else manifest.save_id,
+        mine=per_rank[control.rank],
+        total=Counters.together(per_rank),
+        per_rank=per_rank,
+        wall_s=time.perf_counter() - started,
+        verified=checking is Verify.READ and manifest is not None,
+        missing_keys=planned.missing_keys,
+        unexpected_keys=planned.unexpected_keys,
+    )
+
+
+def _read_metadata(storage: Storage, found: Found) -> Metadata:
+    """The checkpoint's ``.metadata``, as sealed where it was sealed."""
+    raw, where = storage.read(found.metadata), storage.uri(found.metadata)
+    manifest = found.manifest
+    if manifest is not None:
+        path = f"{manifest.save_id}/{METADATA}"
+        record = next((f for f in manifest.files if f.path == path), None)
+        if record is not None and record.digest not in (None, digest_of(raw)):
+            raise IntegrityError(
+                "the metadata is not what was saved",
+                uri=where,
+                hint="the file was changed after the commit; load another checkpoint",
+            )
+    return decode_metadata(raw, where)
+
+
+def _source(seat: Seat, found: Found, verify: Verify) -> Source:
+    files = () if found.manifest is None else found.manifest.files
+    sidecars = {f.path: f.digests for f in files if f.digests is not None}
+    return Source(seat.storage, found.home, sidecars, verify, seat.control.rank)
+
+
+def _read(planned: PlannedLoad, source: Source, found: Found) -> Counters:
+    try:
+        return read(planned, source)
+    except IncompleteCheckpointError as error:
+        error.hint = _who_holds(error.uri or "", found) or error.hint
+        raise
+
+
+def _who_holds(uri: str, found: Found) -> str | None:
+    """Which nodes hold a file that this one does not see."""
+    if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
+        return None
+    record = next((f for f in found.manifest.files if uri.endswith(f.path)), None)
+    domain = next((d for d in found.manifest.domains if record and d.id == record.domain), None)
+    if domain is None:
+        return None
+    ranks = ", ".join(str(rank) for rank in domain.ranks)
+    return (
+        f"domain {domain.id} holds it, written by ranks {ranks} on {', '.join(domain.hosts)}: "
+        "start these ranks there again, or copy the shards together first"
+    )
+
+
+@contextlib.contextmanager
+def _control(process_group: Any, timeout_s: float | None) -> Iterator[Control]:
+    with control_for(process_group, timeout_s) as control:
+        _need_group(control)
+        yield control
+
+
+def _need_group(control: Control) -> None:
+    if control.size > 1 and not control.world.has_group:
+        raise StateError(
+            f"WORLD_SIZE is {control.size}, but torch.distributed is not initialised",
+            rank=control.rank,
+            hint="call torch.distributed.init_process_group() before saving or loading tensors",
+        )
+
+
+@contextlib.contextmanager
+def _seat_for(
+    uri: Any, run: Run | None, process_group: Any, timeout_s: float | None, place: Place
+) -> Iterator[tuple[Seat, Uri]]:
+    """The held run's seat, or a new one for this call."""
+    if run is not None:
+        _need_group(run.seat.control)
+        target = agree_uri(run.seat.control, uri)
+        run.check(target)
+        yield run.seat, target
+        return
+    with _control(process_group, timeout_s) as control:
+        target = agree_uri(control, uri)
+        with open_seat(target.parent, control, place, write=True) as seat:
+            yield seat, target
+
+
+@contextlib.contextmanager
+def _claimed(seat: Seat, run: Run | None, if_exists: IfExists) -> Iterator[Run | None]:
+    """The held run; a run claimed for this call where replacing needs one; else None."""
+    if run is not None or if_exists is IfExists.ERROR:
+        yield run
+        return
+    with claim(seat) as claimed:
+        yield claimed

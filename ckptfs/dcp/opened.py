@@ -1,0 +1,56 @@
+"""A checkpoint that was found, as the readers need it: its metadata, and where its files lie."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.layout import METADATA
+from ckptfs.commit.manifest import digest_of
+from ckptfs.dcp.datafile import Source, Verify
+from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.errors import IntegrityError
+from ckptfs.storage.base import Storage
+
+__all__ = ["read_metadata", "source_of", "who_holds"]
+
+
+def read_metadata(storage: Storage, found: Found) -> Metadata:
+    """The checkpoint's ``.metadata``, as sealed where it was sealed. Executes nothing.
+
+    IntegrityError: it was changed after the commit. ManifestError: it is no DCP metadata.
+    """
+    raw, where = storage.read(found.metadata), storage.uri(found.metadata)
+    manifest = found.manifest
+    if manifest is not None:
+        path = f"{manifest.save_id}/{METADATA}"
+        record = next((f for f in manifest.files if f.path == path), None)
+        if record is not None and record.digest not in (None, digest_of(raw)):
+            raise IntegrityError(
+                "the metadata is not what was saved",
+                uri=where,
+                hint="the file was changed after the commit; load another checkpoint",
+            )
+    return decode_metadata(raw, where)
+
+
+def source_of(storage: Storage, found: Found, verify: Verify, rank: int) -> Source:
+    """Where this rank reads data files and their digests."""
+    files = () if found.manifest is None else found.manifest.files
+    sidecars = {f.path: f.digests for f in files if f.digests is not None}
+    return Source(storage, found.home, sidecars, verify, rank)
+
+
+def who_holds(uri: str, found: Found) -> str | None:
+    """Which ranks and nodes hold a file that this one does not see; None on shared storage."""
+    if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
+        return None
+    record = next((f for f in found.manifest.files if uri.endswith(f.path)), None)
+    domain = next((d for d in found.manifest.domains if record and d.id == record.domain), None)
+    if domain is None:
+        return None
+    ranks = ", ".join(str(rank) for rank in domain.ranks)
+    return (
+        f"domain {domain.id} holds it, written by ranks {ranks} on {', '.join(domain.hosts)}: "
+        "start these ranks there again, or copy the shards together first"
+    )

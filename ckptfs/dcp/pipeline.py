@@ -1,0 +1,350 @@
+"""Save and load as a handful of functions, each local or one collective step.
+
+    save   plan_save (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
+    load   plan_load (step)  ->  read (local)
+
+All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
+rank sends its plan. Downwards goes one small verdict for all: per rank a bitmap of which of its
+items it writes (DCP's deduplication gives every replicated item to one rank); ranks keep their own
+plans, so no plan is sent back. What a rank wrote returns as three numbers per item.
+
+``ckptfs.save`` puts these between ``Attempt.begin`` and ``Attempt.commit``; torch's own
+``dcp.save`` drives the same parts through ``ckptfs.dcp.writer``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.spec import WrittenPart
+from ckptfs.dcp.datafile import Source
+from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.fetch import fetch
+from ckptfs.dcp.layout import WriteEngine, Written, sidecar_name, write_files
+from ckptfs.dcp.load_planner import LoadPlanner, unexpected_keys
+from ckptfs.dcp.metadata import describe, encode_metadata
+from ckptfs.dcp.per_rank import listed, original_item, rename_plan, view_for
+from ckptfs.dcp.planner import SavePlanner, gc_paused
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
+from ckptfs.events import Counters
+from ckptfs.storage.base import Storage
+from ckptfs.topology.control import Control
+
+__all__ = [
+    "PlannedLoad",
+    "PlannedSave",
+    "decode_placed",
+    "encode_placed",
+    "finish_save",
+    "plan_load",
+    "plan_save",
+    "read",
+    "restore_stateful",
+    "storage_data_of",
+    "unwrap_stateful",
+    "write",
+    "written_part",
+]
+
+METADATA = ".metadata"
+_PLACED = struct.Struct("<IQQ")  # file number, offset, length
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """A save that all ranks agreed on.
+
+    items: what this rank writes, in order. size_bytes: of their tensors. On the coordinator also
+    ``metadata`` (without places) and ``indexes``, the items of every rank in order.
+    """
+
+    rank: int
+    items: tuple[WriteItem, ...]
+    planner: SavePlanner
+    plan_s: float
+    metadata: Metadata | None = None
+    indexes: tuple[tuple[MetadataIndex, ...], ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that this rank writes; objects count when they are written."""
+        return sum(_item_bytes(item) for item in self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """A load that all ranks agreed on; nothing was read but metadata."""
+
+    plan: LoadPlan
+    planner: LoadPlanner
+    metadata: Metadata
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    plan_s: float
+
+
+# -- save ------------------------------------------------------------------------------------
+
+
+def plan_save(
+    state_dict: Mapping[str, Any],
+    control: Control,
+    *,
+    per_rank: Sequence[str] = (),
+    planner: SavePlanner | None = None,
+) -> PlannedSave:
+    """Collective. Who writes what, with every check that needs no file. Nothing is written.
+
+    state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
+    level. per_rank: fnmatch patterns of flattened keys that every rank keeps for itself. On every
+    rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
+    """
+    started = time.perf_counter()
+    planner = planner or SavePlanner(compare_ranks=control.size > 1)
+    held: list[SavePlan] = []
+    known: dict[str, Any] = {}
+
+    def local() -> bytes:
+        plan = local_plan(planner, state_dict, control.rank, per_rank)
+        held.append(plan)
+        with gc_paused():
+            return pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def decide(blobs: list[bytes]) -> list[bytes]:
+        with gc_paused():
+            plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
+            chosen, metadata = planner.create_global_plan(plans)
+            known["metadata"] = metadata
+            known["indexes"] = tuple(tuple(i.index for i in plan.items) for plan in chosen)
+            return [_bitmap(plan, kept) for plan, kept in zip(plans, chosen, strict=True)]
+
+    bitmaps = control.step("plan the save", local, decide)
+    mine = held[0]
+    keep = np.unpackbits(np.frombuffer(bitmaps[control.rank], np.uint8), count=len(mine.items))
+    items = tuple(item for item, kept in zip(mine.items, keep, strict=True) if kept)
+    planner.finish_plan(dataclasses.replace(mine, items=list(items)))
+    return PlannedSave(
+        rank=control.rank,
+        items=items,
+        planner=planner,
+        plan_s=time.perf_counter() - started,
+        metadata=known.get("metadata"),
+        indexes=known.get("indexes", ()),
+    )
+
+
+def local_plan(
+    planner: SavePlanner, state_dict: Mapping[str, Any], rank: int, per_rank: Sequence[str]
+) -> SavePlan:
+    """One rank's plan: flattened, checked, its own keys renamed. Local."""
+    planner.set_up_planner(unwrap_stateful(state_dict), None, is_coordinator=rank == 0)
+    return rename_plan(planner.create_local_plan(), per_rank, rank)
+
+
+def write(
+    planned: PlannedSave,
+    storage: Storage,
+    prefix: str,
+    save_id: str,
+    *,
+    domain: str | None = None,
+    threads: int = 1,
+    engine: WriteEngine = buffered_engine,
+) -> WrittenPart:
+    """Local. Write this rank's items below ``prefix``; durable on return, names too.
+
+    prefix: ``Attempt.prefix``. domain: the id of the domain that holds the files. Errors are the
+    storage's; of several threads all are told.
+    """
+    written = write_files(
+        storage,
+        prefix,
+        planned.rank,
+        planned.items,
+        lambda item: planned.planner.resolve_data(original_item(item, planned.rank)),
+        engine=engine,
+        threads=threads,
+    )
+    part = written_part(written, save_id, domain)
+    counters = dataclasses.replace(part.counters, plan_s=planned.plan_s)
+    return dataclasses.replace(part, counters=counters)
+
+
+def written_part(written: Written, save_id: str, domain: str | None) -> WrittenPart:
+    """What a rank tells the coordinator: its files for the manifest, its items for .metadata."""
+    files = []
+    for name, size, sidecar_size in zip(
+        written.names, written.sizes_bytes, written.sidecar_sizes_bytes, strict=True
+    ):
+        path = f"{save_id}/{name}"
+        sidecar = sidecar_name(path)
+        files.append(FileRecord(path, size, domain, sidecar))
+        files.append(FileRecord(sidecar, sidecar_size, domain))
+    return WrittenPart(tuple(files), written.counters, encode_placed(written))
+
+
+def finish_save(
+    planned: PlannedSave, parts: Sequence[WrittenPart], *, save_id: str, checkpoint_id: str
+) -> dict[str, bytes]:
+    """Coordinator only. The extra files of the commit: ``.metadata``. Pure.
+
+    checkpoint_id: the step's URI, bare. IncompleteCheckpointError when what was written is not
+    what was planned: such a save must not be committed.
+    """
+    if planned.metadata is None:
+        raise RuntimeError("finish_save belongs to the coordinator")
+    metadata = describe(
+        planned.metadata,
+        storage_data_of(planned.indexes, parts),
+        checkpoint_id=checkpoint_id,
+        save_id=save_id,
+    )
+    return {METADATA: encode_metadata(metadata)}
+
+
+def storage_data_of(
+    indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
+) -> dict[MetadataIndex, tuple[str, int, int]]:
+    """Item -> (path, offset, length); IncompleteCheckpointError unless planned == written."""
+    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    if len(indexes) != len(parts):
+        raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, {len(parts)} wrote")
+    for rank, (planned, part) in enumerate(zip(indexes, parts, strict=True)):
+        data_files = [record for record in part.files if record.digests is not None]
+        placed = decode_placed(part.payload)
+        if len(placed) != len(planned):
+            raise IncompleteCheckpointError(
+                f"rank {rank} planned {len(planned)} items and wrote {len(placed)}",
+                rank=rank,
+                hint="nothing was committed; this is a bug of the write engine",
+            )
+        for index, (number, offset, length) in zip(planned, placed, strict=True):
+            if number >= len(data_files) or offset + length > data_files[number].size_bytes:
+                raise IntegrityError(
+                    f"rank {rank} says that {index.fqn!r} lies outside its files", rank=rank
+                )
+            places[index] = (data_files[number].path, offset, length)
+    return places
+
+
+def encode_placed(written: Written) -> bytes:
+    """File number, offset and length of every item, in the order of the rank's plan."""
+    flat = sorted(
+        (place.position, number, place.offset, place.length)
+        for number, places in enumerate(written.placed)
+        for place in places
+    )
+    return b"".join(_PLACED.pack(*rest) for _, *rest in flat)
+
+
+def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
+    """What ``encode_placed`` wrote."""
+    return [(n, offset, length) for n, offset, length in _PLACED.iter_unpack(payload)]
+
+
+# -- load ------------------------------------------------------------------------------------
+
+
+def plan_load(
+    state_dict: dict[str, Any],
+    metadata: Metadata,
+    control: Control,
+    *,
+    strict: bool = True,
+    saved_world: int | None = None,
+    weights_only: bool = True,
+) -> PlannedLoad:
+    """Collective. Who reads what, with every check that needs no data. No tensor is changed
+    (but those on the meta device get memory).
+
+    state_dict: already ``unwrap_stateful``. saved_world: ranks that saved it (the manifest's
+    world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
+    nobody asks for (strict).
+    """
+    started = time.perf_counter()
+    planner = LoadPlanner(strict=strict, weights_only=weights_only)
+    held: list[tuple[LoadPlan, Metadata]] = []
+
+    def local() -> tuple[list[str], tuple[str, ...]]:
+        planner.set_up_planner(state_dict, metadata, is_coordinator=control.rank == 0)
+        with gc_paused():
+            view = view_for(
+                metadata, control.rank, control.size, saved_world, planner.state_dict.keys()
+            )
+        planner.metadata = view
+        held.append((planner.create_local_plan(), view))
+        return sorted(planner.state_dict), planner.missing
+
+    def decide(answers: list[tuple[list[str], tuple[str, ...]]]) -> tuple[str, ...]:
+        unexpected = unexpected_keys(metadata, {key for keys, _ in answers for key in keys})
+        if unexpected and strict:
+            raise StateError(
+                f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
+                hint="strict=False skips them",
+            )
+        return unexpected
+
+    unexpected = control.step("plan the load", local, decide)
+    plan, view = held[0]
+    return PlannedLoad(
+        plan, planner, view, planner.missing, unexpected, time.perf_counter() - started
+    )
+
+
+def read(planned: PlannedLoad, source: Source) -> Counters:
+    """Local. Read this rank's part into its tensors, verified as ``source.verify`` says.
+
+    IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
+    undefined.
+    """
+    plan = planned.planner.finish_plan(planned.plan)
+    counters = fetch(source, plan, planned.planner, planned.metadata)
+    return dataclasses.replace(counters, plan_s=planned.plan_s)
+
+
+# -- Stateful --------------------------------------------------------------------------------
+
+
+def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does."""
+    return {
+        key: value.state_dict() if isinstance(value, Stateful) else value
+        for key, value in state_dict.items()
+    }
+
+
+def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local."""
+    for key in list(state_dict):
+        value = state_dict[key]
+        if isinstance(value, Stateful):
+            value.load_state_dict(loaded[key])
+        else:
+            state_dict[key] = loaded[key]
+
+
+def _bitmap(plan: SavePlan, kept: SavePlan) -> bytes:
+    """One bit per item of a rank's plan: does this rank write it."""
+    indexes = {item.index for item in kept.items}
+    return np.packbits([item.index in indexes for item in plan.items]).tobytes()
+
+
+def _item_bytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    size = item.tensor_data.properties.dtype.itemsize
+    for length in item.tensor_data.chunk.sizes:
+        size *= length
+    return size

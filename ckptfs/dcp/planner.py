@@ -1,0 +1,212 @@
+"""The save planner: stock's plan, plus every check that can be made before a file is.
+
+    local plan       stock's items; each leaf and tensor checked by key; a fingerprint per key
+    global plan      fingerprints compared, then stock's deduplication and validation
+
+It never caches plans: stock's cache ignores dtypes and is keyed by the class's name. The cyclic
+garbage collector rests while plans and metadata are built: at 20,000 tensors it is half the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import io
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptfs.dcp.leaves import check_leaf, check_tensor, fingerprint_of, serialise_leaf
+from ckptfs.dcp.per_rank import LocalFacts, listed
+from ckptfs.errors import StateError
+
+__all__ = ["SavePlanner", "gc_paused"]
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Hold off the cyclic garbage collector; its previous state comes back.
+
+    Planning allocates millions of small objects that all survive, and every collection walks them.
+    Two threads at once are fine: at worst the collector returns a little early.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans a save so that what it accepts loads again, the same on every rank.
+
+    Use it with ``dcp.save(state, storage_writer=ckptfs.StorageWriter(uri), planner=SavePlanner())``;
+    ``ckptfs.save`` uses it by itself. Raises StateError, before any file is made, for leaves that
+    ``torch.load(weights_only=True)`` could not load, dtypes that do not round trip, equal
+    flattened keys, and values that several ranks have under one key and that differ
+    (``compare_ranks``; pointless where there is one rank).
+    """
+
+    def __init__(
+        self, *, compare_ranks: bool = True, dedup_save_to_lowest_rank: bool = False
+    ) -> None:
+        super().__init__(dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
+        self.compare_ranks = compare_ranks
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> None:
+        """Flatten the state dict. All ranks. StateError for two values under one flat key."""
+        with gc_paused():
+            try:
+                super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            except ValueError as error:
+                raise StateError(
+                    f"the state dict cannot be flattened: {error}",
+                    hint='"a.b" and {"a": {"b": ...}} are one key; rename one of them',
+                ) from error
+
+    def create_local_plan(self) -> SavePlan:
+        """This rank's items, checked; fingerprints travel in ``planner_data``. All ranks."""
+        with gc_paused():
+            plan = super().create_local_plan()
+            _refuse_unloadable(plan.items, self.state_dict)
+            prints = _fingerprints(plan.items, self.state_dict) if self.compare_ranks else {}
+            return dataclasses.replace(plan, planner_data=LocalFacts(plan.planner_data, prints))
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Deduplicate, validate, describe. Coordinator only.
+
+        StateError names keys that differ and the ranks that disagree.
+        """
+        with gc_paused():
+            facts = [
+                p.planner_data if isinstance(p.planner_data, LocalFacts) else None
+                for p in all_plans
+            ]
+            _refuse_divergence([f.fingerprints if f else {} for f in facts])
+            bare = [
+                dataclasses.replace(plan, planner_data=dict(f.mappings)) if f else plan
+                for plan, f in zip(all_plans, facts, strict=True)
+            ]
+            try:
+                plans, metadata = super().create_global_plan(bare)
+            except (ValueError, AssertionError) as error:
+                raise StateError(
+                    f"the ranks' plans do not make one checkpoint: {error}",
+                    hint="every rank must describe the same global tensors",
+                ) from error
+            # Paths are in the metadata now; sending all of them back to every rank helps nobody.
+            return [dataclasses.replace(plan, planner_data=None) for plan in plans], metadata
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's
+        """A leaf's bytes as stock makes them; a tensor as it is. Any thread, as often as liked."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            return serialise_leaf(object)
+        return object
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of one item of this rank's plan. Any thread."""
+        data: torch.Tensor | io.BytesIO = self.transform_object(
+            write_item, self.lookup_object(write_item.index)
+        )
+        return data
+
+
+def _refuse_unloadable(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> None:
+    """StateError with every key that could be written but not read back."""
+    reasons: dict[str, str] = {}
+    for item in items:
+        key = item.index.fqn
+        if key in reasons:
+            continue
+        value = state_dict[key]
+        if item.type is WriteItemType.BYTE_IO:
+            reason = check_leaf(value)
+        else:
+            reason = check_tensor(_local_of(value))
+        if reason is not None:
+            reasons[key] = reason
+    if reasons:
+        told = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
+        more = f"; and {len(reasons) - 10} more" if len(reasons) > 10 else ""  # noqa: PLR2004
+        raise StateError(
+            f"{len(reasons)} leaves could not be loaded again: {told}{more}",
+            hint="save plain values, tensors and containers of them; "
+            "or allow a class with torch.serialization.add_safe_globals on both sides",
+        )
+
+
+def _local_of(value: Any) -> torch.Tensor:
+    """The memory behind a sharded tensor on this rank, or the tensor itself."""
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        return shards[0].tensor if shards else torch.empty(0)
+    if hasattr(value, "to_local"):
+        local: torch.Tensor = value.to_local()
+        return local
+    tensor: torch.Tensor = value
+    return tensor
+
+
+def _fingerprints(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[str, int]:
+    """Key -> fingerprint, for all that DCP would deduplicate by key.
+
+    Of a sharded tensor the ranks must agree on dtype and global size, which DCP takes from one.
+    """
+    found: dict[str, int] = {}
+    for item in items:
+        key = item.index.fqn
+        if key in found:
+            continue
+        if item.type is WriteItemType.SHARD:
+            data = item.tensor_data
+            found[key] = fingerprint_of(
+                ("shard", data and str(data.properties.dtype), data and tuple(data.size))
+            )
+        else:
+            found[key] = fingerprint_of(state_dict[key])
+    return found
+
+
+def _refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
+    """StateError for every key whose value is not the same on all ranks that have it."""
+    by_key: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, prints in enumerate(ranks):
+        for key, value in prints.items():
+            by_key[key][value].append(rank)
+    differing = {key: groups for key, groups in by_key.items() if len(groups) > 1}
+    if not differing:
+        return
+    told = "; ".join(
+        f"{key!r}: " + " and ".join(f"ranks {_spans(g)}" for g in groups.values()) + " differ"
+        for key, groups in list(differing.items())[:5]
+    )
+    patterns = listed(sorted(differing), most=3)
+    raise StateError(
+        f"{len(differing)} keys have different values on different ranks: {told}",
+        hint=f"pass per_rank=[{patterns}] to keep every rank's own, "
+        "or make the ranks agree: DCP itself would keep one and drop the others",
+    )
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """0-3,7 for [0, 1, 2, 3, 7]: a thousand ranks fit in one line."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

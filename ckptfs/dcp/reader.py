@@ -1,0 +1,231 @@
+"""StorageReader: torch's own ``dcp.load`` from ckptfs' checkpoints, and from stock ones.
+
+    dcp.load(state, storage_reader=ckptfs.StorageReader("s3://bucket/run/step_100"))
+
+Every rank finds the checkpoint and reads its metadata by itself; the coordinator then sees that all
+found the same save. Nothing is written or repaired. ``read_metadata`` takes no keyword arguments:
+with them torch would retry it differently on one rank after a transient error, and hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
+from torch.futures import Future
+
+from ckptfs import _torch
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.locate import locate
+from ckptfs.commit.opening import Place, open_seat
+from ckptfs.dcp.crossing import crossing
+from ckptfs.dcp.datafile import Verify
+from ckptfs.dcp.fetch import fetch
+from ckptfs.dcp.leaves import load_leaf
+from ckptfs.dcp.opened import read_metadata, source_of, who_holds
+from ckptfs.dcp.per_rank import view_for
+from ckptfs.errors import IncompleteCheckpointError, StateError
+from ckptfs.storage.base import Storage
+from ckptfs.topology.control import SoloControl
+from ckptfs.topology.world import World
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["StorageReader"]
+
+
+@dataclasses.dataclass(slots=True)
+class _Open:
+    """A checkpoint that was found; closing gives its clients back."""
+
+    storage: Storage
+    found: Found
+    metadata: Metadata
+    closing: contextlib.ExitStack
+
+
+class StorageReader(TorchStorageReader):
+    """Loads the checkpoint at ``uri``.
+
+    storage_options, verify: as for ``ckptfs.load``. weights_only: objects are refused whose loading
+    would execute code, whatever planner loads them; False trusts the checkpoint as you trust code.
+    process_group: the group given to dcp.load, where that is not the default one.
+
+    Errors arrive as torch's CheckpointException with ours in ``failures[rank]``; torch turns errors
+    of finding the checkpoint into an AssertionError with our text.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | Uri,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        verify: Literal["read", "off"] = "read",
+        weights_only: bool = True,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self._uri = uri
+        self._place = Place({**options_of(uri), **(storage_options or {})})
+        self._verify = Verify(verify)
+        self._weights_only = weights_only
+        self._group = process_group
+        self._rank = 0
+        self._open: _Open | None = None
+
+    # -- torch's hooks, in their order ---------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """All ranks. A new load begins, from ``checkpoint_id`` if given. No I/O."""
+        self._close()
+        if checkpoint_id is not None:
+            self._uri = checkpoint_id
+
+    def read_metadata(self) -> Metadata:
+        """All ranks, each by itself. Find the checkpoint; read its ``.metadata``, executing nothing.
+
+        NotFoundError, IncompleteCheckpointError, ManifestError, IntegrityError.
+        """
+        self._close()
+        self._rank = self._size_and_rank(None)[1]
+        with crossing(self._rank), contextlib.ExitStack() as stack:
+            target = Uri.parse(self._uri)
+            control = SoloControl(World.solo())
+            seat = stack.enter_context(open_seat(target.parent, control, self._place, write=False))
+            found = locate(seat, target.name)
+            metadata = read_metadata(seat.storage, found)
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            self._open = _Open(seat.storage, found, metadata, stack.pop_all())
+        return metadata
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,  # noqa: FBT001 - torch's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """All ranks. Show this rank its own ``per_rank`` keys, before the planner plans."""
+        size, self._rank = self._size_and_rank(kwargs.get("rank"))
+        with crossing(self._rank):
+            manifest = self._opened.found.manifest
+            saved = None if manifest is None else manifest.world_size
+            view = view_for(metadata, self._rank, size, saved, ())
+            if view is not metadata:
+                # The planner holds this very object already; torch gives no later chance.
+                metadata.state_dict_metadata = view.state_dict_metadata
+                metadata.planner_data = view.planner_data
+                metadata.storage_data = view.storage_data
+            self._opened.metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """All ranks. Tell the coordinator which save this rank found."""
+        manifest = self._opened.found.manifest
+        return dataclasses.replace(plan, storage_data=manifest and manifest.save_id)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator. IncompleteCheckpointError when ranks found different saves."""
+        with crossing(self._rank):
+            saves = {plan.storage_data: rank for rank, plan in enumerate(plans)}
+            if len(saves) > 1:
+                raise IncompleteCheckpointError(
+                    f"ranks {sorted(saves.values())} found different saves: "
+                    f"{', '.join(str(save) for save in saves)}",
+                    uri=self.checkpoint_id,
+                    hint="it was replaced just now: load again",
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """All ranks. Read this rank's part, verified, into the planner's tensors. Local."""
+        with crossing(self._rank):
+            opened = self._opened
+            source = source_of(opened.storage, opened.found, self._verify, self._rank)
+            guarded: Any = planner
+            if self._weights_only and _is_stock(planner):
+                guarded = _SafeLeaves(planner)
+            try:
+                fetch(source, plan, guarded, opened.metadata)
+            except IncompleteCheckpointError as error:
+                error.hint = who_holds(error.uri or "", opened.found) or error.hint
+                raise
+            finally:
+                self._close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URI, credentials masked."""
+        return str(Uri.parse(self._uri))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it could be a URI of ckptfs. No I/O."""
+        try:
+            Uri.parse(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without group and clients."""
+        return self.__dict__ | {"_group": None, "_open": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Never raises."""
+        self.__dict__.update(state)
+
+    # -- the rest ------------------------------------------------------------------------
+
+    @property
+    def _opened(self) -> _Open:
+        if self._open is None:
+            raise StateError("torch did not call read_metadata", uri=self.checkpoint_id)
+        return self._open
+
+    def _close(self) -> None:
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.closing.close()
+
+    def _size_and_rank(self, told: int | None) -> tuple[int, int]:
+        if not _torch.has_default_group():
+            return 1, 0
+        rank, size = _torch.rank_and_size(self._group)
+        return size, rank if told is None else told
+
+
+def _is_stock(planner: LoadPlanner) -> bool:
+    """True for planners that would unpickle objects with everything allowed, as torch's does."""
+    return getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+
+
+class _SafeLeaves:
+    """Another planner's hooks, with objects looked at before it may unpickle them."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        try:
+            load_leaf(value)
+        except Exception as error:
+            # The unpickler names what it refuses in a dozen ways; all mean the same here.
+            raise StateError(
+                f"the object under {read_item.dest_index.fqn!r} would execute code: {error}",
+                hint="StorageReader(uri, weights_only=False) if you trust this checkpoint",
+            ) from error
+        value.seek(0)
+        self._planner.load_bytes(read_item, value)

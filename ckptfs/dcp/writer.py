@@ -1,0 +1,277 @@
+"""StorageWriter: torch's own ``dcp.save`` and ``async_save`` through ckptfs' commit.
+
+    dcp.save(state, storage_writer=ckptfs.StorageWriter("s3://bucket/run/step_100"))
+
+On torch's abstract class, not on FileSystemWriter, whose thread errors are lost and whose rename
+leaves a window without a checkpoint. Hooks are thin: the collective work is the agent's
+(``agent.py``), the files are the layout's, the metadata torch's planner's. Works with ``no_dist``,
+with subgroups, from async_save's thread, and pickled into async_save's process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckptfs import _torch
+from ckptfs.commit.layout import METADATA
+from ckptfs.commit.opening import Place
+from ckptfs.commit.run import Run
+from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.dcp.agent import Desk, Task, hire, send_orders
+from ckptfs.dcp.crossing import crossing
+from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.layout import Written, write_files
+from ckptfs.dcp.metadata import describe, encode_metadata
+from ckptfs.dcp.per_rank import listed, original_item, rename_plan
+from ckptfs.dcp.pipeline import written_part
+from ckptfs.errors import IncompleteCheckpointError, StateError
+from ckptfs.topology.control import default_timeout_s
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["StorageWriter"]
+
+
+class StorageWriter(TorchStorageWriter):
+    """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
+
+    uri: run and name; the run is the parent. storage_options, run, per_rank, threads, if_exists,
+    step, scope, domain: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
+    that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
+    and of a hook of torch's that does not come.
+
+    Errors arrive as torch's CheckpointException with ours in ``failures[rank]``. What a crash
+    leaves is as for ``ckptfs.save``: exactly the old or the new checkpoint. Pass
+    ``planner=ckptfs.dcp.planner.SavePlanner()`` too, for the checks that need the state dict.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | Uri,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        per_rank: Sequence[str] = (),
+        threads: int = 1,
+        if_exists: Literal["error", "replace"] = "error",
+        run: Run | None = None,
+        step: int | None = None,
+        scope: Literal["auto", "shared", "node"] = "auto",
+        domain: str | None = None,
+        process_group: Any = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._uri = uri
+        self._place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+        # The generation is all that fences a save, and unlike the Run it can be pickled.
+        self._spec = SaveSpec(
+            name="",
+            step=step,
+            if_exists=IfExists(if_exists),
+            run=None if run is None else run.generation,
+            per_rank=tuple(per_rank),
+        )
+        self._threads = threads
+        self._group = process_group
+        self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._desk: Desk | None = None
+        self._rank = 0
+        if run is not None:
+            run.check(Uri.parse(uri))
+
+    # -- torch's hooks, in their order ---------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """All ranks. A new save begins, at ``checkpoint_id`` if given. No I/O: an error here would
+        reach this rank alone.
+        """
+        self._give_up("a new save began on the same writer")
+        if checkpoint_id is not None:
+            self._uri = checkpoint_id
+            self._spec_step_from_name()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
+        """All ranks. Start this rank's agent."""
+        self._give_up("a new save began on the same writer")
+        self._rank = self._rank_in_group(kwargs.get("rank"), is_coordinator=is_coordinator)
+        with crossing(self._rank):
+            if not kwargs.get("use_collectives", True):
+                raise StateError(
+                    "use_collectives=False is not supported",
+                    uri=self.checkpoint_id,
+                    hint="without them DCP cannot tell the ranks that one of them failed",
+                )
+            Uri.parse(self._uri)
+            task = Task(self._uri, self._place, self._spec, self._timeout_s)
+            self._desk = hire(task, self._rank, self._store(), coordinator=is_coordinator)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """All ranks. Keys of ``per_rank`` get names of their own. Makes nothing."""
+        with crossing(self._rank):
+            return rename_plan(plan, self._spec.per_rank, self._rank)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator. The attempt begins on all ranks: its directory exists when this returns."""
+        with crossing(self._rank):
+            desk = self._seated
+            send_orders(desk, len(plans), self._store())
+            desk.wait(desk.begun, "the attempt's begin")
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """All ranks. Write this rank's files; durable on return. Local."""
+        desk = self._seated
+        with crossing(self._rank):
+            begun = desk.wait(desk.begun, "the attempt's begin")
+            attempt = begun.attempt
+            try:
+                written = write_files(
+                    attempt.storage,
+                    attempt.prefix,
+                    self._rank,
+                    plan.items,
+                    lambda item: planner.resolve_data(original_item(item, self._rank)),
+                    engine=buffered_engine,
+                    threads=self._threads,
+                )
+                desk.part.set_result(written_part(written, attempt.save_id, begun.domain))
+            except BaseException as error:
+                # The agents hear of it at once, and clean up while torch tells the other ranks.
+                desk.part.set_exception(error)
+                raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(_results(plan, written, attempt.save_id))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator. Seal and project on all ranks; committed when this returns."""
+        desk = self._seated
+        with crossing(self._rank):
+            try:
+                save_id = desk.wait(desk.begun, "the attempt's begin").attempt.save_id
+                desk.files.set_result({METADATA: self._describe(metadata, results, save_id)})
+            except BaseException as error:
+                desk.files.set_exception(error)
+                raise
+            desk.wait(desk.done, "the commit")
+
+    def storage_meta(self) -> StorageMeta | None:
+        """What planners may know before the save: its URI, credentials masked."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URI, credentials masked."""
+        return str(Uri.parse(self._uri))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it could be a URI of ckptfs. No I/O."""
+        try:
+            Uri.parse(checkpoint_id)
+        except ValueError:
+            return False
+        return True
+
+    # -- for async_save in a process -----------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without group and agent: neither exists in the other process."""
+        return self.__dict__ | {"_group": None, "_desk": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Never raises: an error in the child's unpickling would hang every other rank's."""
+        self.__dict__.update(state)
+
+    def __del__(self) -> None:
+        if getattr(self, "_desk", None) is not None:
+            self._give_up("its writer was dropped")
+
+    # -- the rest ------------------------------------------------------------------------
+
+    @property
+    def _seated(self) -> Desk:
+        if self._desk is None:
+            raise StateError("torch did not call set_up_storage_writer", uri=self.checkpoint_id)
+        return self._desk
+
+    def _give_up(self, why: str) -> None:
+        desk, self._desk = self._desk, None
+        if desk is not None:
+            desk.cancel(why)
+
+    def _rank_in_group(self, told: int | None, *, is_coordinator: bool) -> int:
+        """This rank among the participants; torch tells it since 2.10."""
+        if told is not None:
+            return told
+        if is_coordinator or not _torch.has_default_group():
+            return 0
+        return _torch.rank_and_size(self._group)[0]
+
+    def _store(self) -> Any:
+        # no_dist, and no group at all, have one participant: it needs nobody's store.
+        return _torch.group_store(self._group) if _torch.has_default_group() else None
+
+    def _spec_step_from_name(self) -> None:
+        # A step that was told belongs to the URI that was told with it.
+        self._spec = SaveSpec(
+            name="",
+            step=None,
+            if_exists=self._spec.if_exists,
+            run=self._spec.run,
+            per_rank=self._spec.per_rank,
+        )
+
+    def _describe(
+        self, metadata: Metadata, results: list[list[WriteResult]], save_id: str
+    ) -> bytes:
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        _refuse_unwritten(metadata, places)
+        described = describe(
+            metadata,
+            {i: (p.relative_path, p.offset, p.length) for i, p in places.items()},
+            checkpoint_id=self.checkpoint_id,
+            save_id=save_id,
+        )
+        return encode_metadata(described)
+
+
+def _results(plan: SavePlan, written: Written, save_id: str) -> list[WriteResult]:
+    return [
+        WriteResult(
+            index=plan.items[place.position].index,
+            size_in_bytes=place.length,
+            storage_data=_torch.storage_info(f"{save_id}/{name}", place.offset, place.length),
+        )
+        for name, placed in zip(written.names, written.placed, strict=True)
+        for place in placed
+    ]
+
+
+def _refuse_unwritten(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+    """IncompleteCheckpointError unless all that the metadata describes was written."""
+    missing = []
+    for key, value in metadata.state_dict_metadata.items():
+        wanted = (
+            [MetadataIndex(key)]
+            if isinstance(value, BytesStorageMetadata)
+            else [MetadataIndex(key, chunk.offsets) for chunk in value.chunks]
+        )
+        missing += [key for index in wanted if index not in places]
+    if missing:
+        raise IncompleteCheckpointError(
+            f"planned and not written: {listed(sorted(set(missing)))}",
+            hint="nothing was committed",
+        )

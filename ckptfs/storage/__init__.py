@@ -1,0 +1,1 @@
+"""Bytes under a URI: the protocol (``base``), its backends, and ``registry.open_storage``."""

@@ -1,0 +1,269 @@
+"""Storage: bytes under a URI. It has never heard of a rank, a tensor or a checkpoint.
+
+A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX paths such as
+``"step_100/.metadata"``; ``""`` is the root itself. Two shapes exist, told by ``capabilities``:
+
+    filesystem   directories are real; ``rename`` of a directory is one step
+    object       a key is all there is; ``make_dir`` is nothing, ``rename`` is refused
+
+    small, whole       read  create  replace  stat  list          (log entries, manifests)
+    large, streamed    open_write -> DataWriter, open_read -> DataReader
+    names              make_dir  rename  remove  remove_tree
+    certainty          sync (durable names)  refresh (drop what a client cached)  touch
+
+Each method's docstring answers: what is visible after a crash, is it durable on return, is a retry
+safe, who may call it at once, which errors when. A backend is done when it subclasses
+``ckptfs.testing.conformance.StorageConformance`` and passes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import Self
+
+from ckptfs.uri import Uri
+
+__all__ = ["Capabilities", "DataReader", "DataWriter", "Entry", "Shape", "Space", "Stat", "Storage"]
+
+
+class Shape(Enum):
+    """What a name is: a place in a tree, or the whole of an address."""
+
+    FILESYSTEM = "filesystem"
+    OBJECT = "object"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What this place was seen to do; found by a probe of the place, never by its scheme.
+
+    shape: filesystem (directories can be renamed in one step) or object.
+    exclusive_create: ``create`` lets one of many win, and the name appears with its bytes.
+    atomic_replace: ``replace`` shows the old or the new bytes, never a mix or nothing.
+    conditional_replace: ``replace(if_match=)`` is honoured.
+    durable: what returned survives a power cut.
+    """
+
+    shape: Shape
+    exclusive_create: bool
+    atomic_replace: bool
+    conditional_replace: bool
+    durable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """size_bytes of a file (0 for a directory); etag identifies the bytes where the store has one."""
+
+    size_bytes: int
+    is_dir: bool
+    etag: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name directly under a directory."""
+
+    name: str
+    is_dir: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Free bytes and free inodes for this user; None where the place does not tell."""
+
+    free_bytes: int | None
+    free_inodes: int | None
+
+
+class DataWriter(ABC):
+    """One file on its way. Nothing is visible under its key before ``close`` returns.
+
+    Leaving the ``with`` block normally closes; leaving it by any exception, Ctrl-C included,
+    aborts and leaves nothing over. One thread at a time.
+    """
+
+    @abstractmethod
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append all of ``data``; the buffer may be reused when it returns. NoSpaceError, ..."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Make the file's bytes durable and visible under its key.
+
+        The *name* is durable after ``sync`` of its directory: thousands of writers share one sync.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Leave nothing behind; never raises; harmless after close."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.abort()
+            return
+        try:
+            self.close()
+        except BaseException:
+            self.abort()
+            raise
+
+
+class DataReader(ABC):
+    """Ranged reads of one file that does not change. Safe from several threads at once."""
+
+    size_bytes: int
+
+    @abstractmethod
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill all of ``buffer`` from ``offset``. A short file is an EOF error: IntegrityError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the handle; harmless twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class Storage(ABC):
+    """Bytes under one root URI. Safe from several threads; picklable; clients open lazily.
+
+    Errors are those of ``ckptfs.errors.StorageError`` with the full URI in them. No method retries
+    for longer than its client library does by itself: policy belongs to the callers.
+    """
+
+    root: Uri
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """What this place does. Local knowledge: asking costs no write (see ``probe``)."""
+
+    def uri(self, key: str) -> Uri:
+        """The full URI of a key."""
+        return self.root / key if key else self.root
+
+    # -- small, whole ------------------------------------------------------------------
+
+    @abstractmethod
+    def read(self, key: str) -> bytes:
+        """All bytes of a small file. NotFoundError; StaleError where an NFS server answers so."""
+
+    @abstractmethod
+    def create(self, key: str, data: bytes, *, staging: str) -> None:
+        """Create ``key`` with ``data``, only if it does not exist: one caller of many wins.
+
+        Durable on return, name and bytes together; after a crash the key is whole or absent.
+        ``staging`` is a key of the caller's own, in an existing directory, that filesystems use on
+        the way (written, fsynced, linked, removed when the outcome is known) and object stores
+        ignore. AlreadyExistsError: somebody's bytes are there, perhaps our own from a lost answer:
+        read them. AnswerLostError: it may have happened. NotFoundError: the directory is missing.
+        Repeating the same call is safe.
+        """
+
+    @abstractmethod
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        """Write ``key`` whole, over what is there; durable on return (name too).
+
+        Readers see the old or the new bytes. With ``if_match`` (an etag of ``stat``, or ``""`` for
+        "absent") it happens only if that still holds, else AlreadyExistsError; UnsupportedError
+        where the capability is missing. Makes no directory: NotFoundError if the parent is absent.
+        """
+
+    @abstractmethod
+    def stat(self, key: str) -> Stat:
+        """Size, kind and etag. NotFoundError."""
+
+    @abstractmethod
+    def list(self, key: str) -> list[Entry]:
+        """Names directly under a directory (or prefix), sorted; a hint, never a synchronisation.
+
+        NotFoundError where directories are real and it is absent; empty on object stores.
+        """
+
+    # -- large, streamed ---------------------------------------------------------------
+
+    @abstractmethod
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        """Begin one file. The parent must exist (filesystems). Other writers of the key: last wins."""
+
+    @abstractmethod
+    def open_read(self, key: str) -> DataReader:
+        """Open one file for ranged reads. NotFoundError."""
+
+    # -- names -------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_dir(self, key: str) -> None:
+        """Make a directory and its missing ancestors, each durable; existing is success.
+
+        Modes are 0o777 & ~umask, setgid and default ACLs inherited. Safe from many at once.
+        Nothing at all on object stores.
+        """
+
+    @abstractmethod
+    def rename(self, source: str, target: str) -> None:
+        """Move a file (over an existing file, atomically) or a directory, in one step.
+
+        A directory may replace an empty one; a non-empty target is AlreadyExistsError and both
+        stay. NotFoundError: the source or the target's parent is gone. Durable after ``sync`` of
+        both parents. UnsupportedError on object stores.
+        """
+
+    @abstractmethod
+    def remove(self, key: str) -> None:
+        """Unlink one file or delete one object. Absent is success."""
+
+    @abstractmethod
+    def remove_dir(self, key: str) -> None:
+        """Remove one directory if it is empty. Absent is success; AlreadyExistsError (ENOTEMPTY):
+        something lies in it and everything stays. Nothing at all on object stores.
+        """
+
+    @abstractmethod
+    def remove_tree(self, key: str) -> None:
+        """Remove everything below and the directory itself. Absent is success, also half-way.
+
+        Not atomic. The caller must own the name (see commit/reclaim.py). Never follows links.
+        """
+
+    # -- certainty ---------------------------------------------------------------------
+
+    @abstractmethod
+    def sync(self, key: str) -> None:
+        """Make the names in a directory durable (fsync of the directory). Nothing on object stores."""
+
+    @abstractmethod
+    def refresh(self, key: str) -> None:
+        """Drop what a network client cached of a directory: open it and fstat (NFS). Never raises
+        NotFoundError: an absent directory has nothing to refresh.
+        """
+
+    def touch(self, key: str) -> None:
+        """Move a directory's timestamps, so that NFSv3 readers look again. Optional."""
+
+    @abstractmethod
+    def space(self) -> Space | None:
+        """Free space at the root, or None where there is no such thing."""
+
+    def local_path(self, key: str) -> str | None:
+        """A path that plain ``open`` understands, or None: this is not a mounted filesystem."""
+        return None
+
+    def close(self) -> None:
+        """Release clients; harmless twice."""

@@ -1,0 +1,150 @@
+"""One fsspec client: opened lazily, once per process, its errors typed and its secrets masked.
+
+    Client.fs       the filesystem, listing caches off; a new one after a fork
+    Client.at(key)  the path of a key in the filesystem's own spelling
+    Client.said     a context: whatever the library raises becomes a typed error with the URI
+
+Client libraries raise what they like, OSErrors with and without an errno, and types of their own:
+all are caught here, at the edge, and only here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+
+from ckptfs.errors import (
+    AnswerLostError,
+    CkptfsError,
+    MissingDriverError,
+    StorageError,
+    TransientError,
+)
+from ckptfs.storage.failures import typed
+from ckptfs.uri import Uri, mask_credentials
+
+__all__ = ["Client"]
+
+_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"))
+_NETWORK = ("Timeout", "Connection", "Disconnected", "ServerError", "ServiceUnavailable")
+
+
+class Client:
+    """The library behind one root. Picklable (with its options, secrets included); thread-safe.
+
+    is_bucket: an object store, where a stream can be thrown away and a PUT is one step.
+    """
+
+    def __init__(self, root: Uri, options: Mapping[str, Any]) -> None:
+        self.root = root
+        self.protocol = root.protocol.removeprefix("fsspec+")
+        self.is_bucket = self.protocol in _BUCKETS
+        self._options = dict(options)
+        self._lock = threading.Lock()
+        self._open: tuple[int, Any, str] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_lock": None, "_open": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    def uri(self, key: str) -> Uri:
+        """The full URI of a key."""
+        return self.root / key
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem of this process. fsspec's event loop does not survive a fork."""
+        return self._opened()[1]
+
+    def at(self, key: str) -> str:
+        """The path of a key, as the filesystem writes it."""
+        tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
+        base = self._opened()[2].rstrip("/")
+        return f"{base}/{tail}" if tail else base or "/"
+
+    def close(self) -> None:
+        """Let the client go; the next use opens another."""
+        with self._lock:
+            self._open = None
+
+    def claims_create(self) -> bool:
+        """A client with a ``pipe_file`` of its own may pass the condition on to the server; fsspec's
+        default asks ``exists`` first, which excludes nobody.
+        """
+        if not self.is_bucket:
+            return False
+        cls: Any = fsspec.get_filesystem_class(self.protocol)
+        if issubclass(cls, AsyncFileSystem):
+            # The seam that fsspec gives its asynchronous implementations has this name.
+            return cls._pipe_file is not AsyncFileSystem._pipe_file  # noqa: SLF001
+        return bool(cls.pipe_file is not fsspec.AbstractFileSystem.pipe_file)
+
+    @contextmanager
+    def said(self, action: str, key: str, *, changes: bool = False) -> Iterator[None]:
+        """Inside, every Exception becomes a typed one. ``changes``: a network failure leaves open
+        whether it happened (AnswerLostError).
+        """
+        try:
+            yield
+        except CkptfsError:
+            raise
+        except Exception as error:  # noqa: BLE001 - see above: the edge where all become typed
+            raise _typed(error, self.uri(key), action, changes=changes) from _cause(error)
+
+    def _opened(self) -> tuple[int, Any, str]:
+        with self._lock:
+            if self._open is None or self._open[0] != os.getpid():
+                try:
+                    self._open = (os.getpid(), *_connect(self.root, self.protocol, self._options))
+                except ImportError as error:
+                    raise MissingDriverError(
+                        f"the library of {self.protocol}:// does not import: {error}", uri=self.root
+                    ) from error
+                except Exception as error:  # noqa: BLE001 - as in said
+                    raise _typed(error, self.root, "open", changes=False) from _cause(error)
+            return self._open
+
+
+def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The filesystem, and the path of the root in its own spelling."""
+    cls: Any = fsspec.get_filesystem_class(protocol)
+    place = Uri(protocol, root.authority, root.path, "", root.userinfo)
+    found = dict(options)
+    if protocol in ("s3", "s3a") and root.userinfo:
+        key, _, secret = root.userinfo.partition(":")
+        found = {"key": key, "secret": secret, **found}
+        place = Uri(protocol, root.authority, root.path)
+    found = {**cls._get_kwargs_from_urls(place.full), **found}
+    found = {"use_listings_cache": False, "skip_instance_cache": True, **found}
+    return cls(**found), str(cls._strip_protocol(place.full))
+
+
+def _typed(error: Exception, uri: Uri, action: str, *, changes: bool) -> StorageError:
+    name = type(error).__name__
+    network = any(word in name for word in _NETWORK)
+    found = (
+        typed(error, uri, action)
+        if isinstance(error, OSError)
+        else (TransientError if network else StorageError)(
+            f"{action} failed: {name}: {mask_credentials(str(error))}", uri=uri
+        )
+    )
+    if changes and (isinstance(found, TransientError) or network):
+        return AnswerLostError(
+            f"{action} may have happened: {name}: {mask_credentials(str(error))}", uri=uri
+        )
+    return found
+
+
+def _cause(error: Exception) -> Exception | None:
+    """The original for the traceback, unless its text would carry credentials into a log."""
+    return error if mask_credentials(str(error)) == str(error) else None

@@ -1,0 +1,370 @@
+"""The local backend: POSIX filesystems, and network filesystems that are mounted.
+
+    create   staging file, fsync      link to the key        fsync directory   unlink staging
+    replace  .partial-*, fsync        rename over the key    fsync directory
+    data     .partial-*, fsync        rename over the key    (sync, by the caller, once for all)
+    make_dir mkdir, EEXIST is success                        fsync every parent up to the root's
+
+Nothing is asked before it is done (``exists`` and ``is_dir`` may be answered from a network
+client's cache): each call acts, and reads the answer. What a failed or interrupted call made, it
+removes; only an answer that was lost leaves the staging file, because the link may yet happen.
+Modes are 0o666 and 0o777 & ~umask; no chmod, no chown, so that setgid and default ACLs work.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckptfs.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    UnsupportedError,
+)
+from ckptfs.storage.base import Capabilities, Entry, Shape, Space, Stat, Storage
+from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
+from ckptfs.storage.files import LocalReader, LocalWriter, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.names import (
+    make_dirs,
+    refresh_dir,
+    remove_tree,
+    sync_dir,
+    unlink_if_there,
+)
+from ckptfs.storage.posix import Posix
+from ckptfs.storage.probe import probe_posix
+from ckptfs.uri import Uri
+
+__all__ = ["ASSUMED", "LocalStorage"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# What a mounted filesystem is taken for until this process writes to it: a reader must not write
+# a probe, and takes none of the decisions that these answers guard.
+ASSUMED = Capabilities(
+    shape=Shape.FILESYSTEM,
+    exclusive_create=True,
+    atomic_replace=True,
+    conditional_replace=False,
+    durable=True,
+)
+_STALE_TRIES = 4
+_NO_LINKS = frozenset(
+    {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+)
+
+
+class LocalStorage(Storage):
+    """Bytes under one directory.
+
+    root: a ``file`` URI (or a wrapper's, with ``directory`` saying where it really is).
+    posix: the system calls; the tests put a simulated disk here.
+    """
+
+    def __init__(
+        self, root: Uri, *, posix: Posix | None = None, directory: str | None = None
+    ) -> None:
+        self.root = root
+        self._directory = directory or root.local_path
+        self._posix = posix or Posix()
+        self._capabilities: Capabilities | None = None
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the probe saw, once this process has made a directory, created or replaced here;
+        before that what any POSIX filesystem does (``ASSUMED``). Asking writes nothing.
+        """
+        return self._capabilities or ASSUMED
+
+    def local_path(self, key: str) -> str:
+        """The absolute path of a key."""
+        return self._path(key)
+
+    # -- small, whole ------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes:
+        path = self._path(key)
+        return self._looking_again("read", key, lambda: read_whole(self._posix, path))
+
+    def create(self, key: str, data: bytes, *, staging: str) -> None:
+        """As ``Storage.create``. When this raises AlreadyExistsError, what stands there is durable.
+
+        UnsupportedError where the place has no hard links; ``capabilities`` says so from then on.
+        """
+        path, temporary, directory = self._path(key), self._path(staging), self._parent(key)
+        self._probe_once(os.path.dirname(temporary), self.uri(staging))
+        if not self.capabilities.exclusive_create:
+            raise self._no_exclusive_create(key)
+        keep = False
+        try:
+            with translated(self.uri(staging), "create"):
+                # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
+                # and truncating it would empty an entry that others have read.
+                unlink_if_there(self._posix, temporary)
+                write_whole(self._posix, temporary, data)
+            try:
+                self._posix.link(temporary, path)
+            except FileExistsError as error:
+                # Its maker may not have come to its own fsync; who builds on the entry must.
+                self._sync_names(directory, key, "create")
+                raise typed(error, self.uri(key), "create") from error
+            except OSError as error:
+                if error.errno in HARD_TO_TELL:
+                    keep = True
+                    raise lost_answer(error, self.uri(key), "create") from error
+                if error.errno in _NO_LINKS:
+                    self._without_exclusive_create()
+                    raise self._no_exclusive_create(key) from error
+                raise typed(error, self.uri(key), "create") from error
+            self._sync_names(directory, key, "create")
+        finally:
+            if not keep:
+                unlink_quietly(self._posix, temporary)
+
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        if if_match is not None:
+            raise UnsupportedError("no conditional replace on a filesystem", uri=self.uri(key))
+        path, directory = self._path(key), self._parent(key)
+        self._in_directory(key, lambda: self._replace(path, data, key))
+        self._sync_names(directory, key, "replace")
+
+    def _replace(self, path: str, data: bytes, key: str) -> None:
+        self._probe_once(os.path.dirname(path), self.uri(key))
+        partial = partial_name(path)
+        done = False
+        try:
+            with translated(self.uri(key), "replace"):
+                write_whole(self._posix, partial, data)
+            self._publish(partial, path, key)
+            done = True
+        finally:
+            if not done:
+                unlink_quietly(self._posix, partial)
+
+    def _publish(self, partial: str, path: str, key: str) -> None:
+        try:
+            self._posix.rename(partial, path)
+        except OSError as error:
+            if error.errno in HARD_TO_TELL:
+                raise lost_answer(error, self.uri(key), "write") from error
+            raise typed(error, self.uri(key), "write") from error
+
+    def stat(self, key: str) -> Stat:
+        path = self._path(key)
+        found = self._looking_again("stat", key, lambda: self._posix.stat(path))
+        is_dir = stat.S_ISDIR(found.st_mode)
+        if is_dir and self.capabilities.shape is Shape.OBJECT:
+            raise NotFoundError("stat failed: a prefix, not a file", uri=self.uri(key))
+        return Stat(size_bytes=0 if is_dir else found.st_size, is_dir=is_dir)
+
+    def list(self, key: str) -> list[Entry]:
+        path = self._path(key)
+        try:
+            found = self._looking_again("list", key, lambda: self._posix.scandir(path))
+        except NotFoundError:
+            if self.capabilities.shape is Shape.OBJECT:
+                return []
+            raise
+        return [Entry(name, is_dir) for name, is_dir in sorted(found)]
+
+    # -- large, streamed ---------------------------------------------------------------
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> LocalWriter:
+        del size_hint_bytes
+        path, uri = self._path(key), self.uri(key)
+
+        def begin() -> LocalWriter:
+            with translated(uri, "write"):
+                return LocalWriter(
+                    self._posix,
+                    uri,
+                    partial_name(path),
+                    lambda partial: self._publish(partial, path, key),
+                )
+
+        return self._in_directory(key, begin)
+
+    def open_read(self, key: str) -> LocalReader:
+        path, uri = self._path(key), self.uri(key)
+        return self._looking_again("open", key, lambda: LocalReader(self._posix, uri, path))
+
+    # -- names -------------------------------------------------------------------------
+
+    def make_dir(self, key: str) -> None:
+        path = self._path(key)
+        with translated(self.uri(key), "make_dir"):
+            make_dirs(self._posix, path, self._directory)
+        self._probe_once(path, self.uri(key))
+
+    def rename(self, source: str, target: str) -> None:
+        start, end = self._path(source), self._path(target)
+        if self.capabilities.shape is Shape.OBJECT:
+            raise UnsupportedError("this mount does not rename directories", uri=self.uri(source))
+        try:
+            self._posix.rename(start, end)
+        except OSError as error:
+            if error.errno in HARD_TO_TELL:
+                raise lost_answer(error, self.uri(target), "rename") from error
+            if error.errno == errno.EISDIR or (
+                error.errno == errno.ENOTDIR and self._stands(start) and self._stands(end)
+            ):
+                raise AlreadyExistsError(
+                    "rename failed: something of another kind stands there",
+                    errno=error.errno,
+                    uri=self.uri(target),
+                ) from error
+            at = source if error.errno == errno.ENOENT and not self._stands(start) else target
+            raise typed(error, self.uri(at), "rename") from error
+
+    def remove(self, key: str) -> None:
+        with translated(self.uri(key), "remove"):
+            unlink_if_there(self._posix, self._path(key))
+
+    def remove_dir(self, key: str) -> None:
+        path = self._path(key)
+        if self.capabilities.shape is Shape.OBJECT:
+            return
+        with translated(self.uri(key), "remove_dir"):
+            try:
+                self._posix.rmdir(path)
+            except FileNotFoundError:
+                return
+
+    def remove_tree(self, key: str) -> None:
+        if not key:
+            raise UnsupportedError("the root is never removed", uri=self.root)
+        with translated(self.uri(key), "remove_tree"):
+            left = remove_tree(self._posix, self._path(key))
+        for name in left:
+            # NFS keeps a file that is open somewhere on this node under such a name; it goes by
+            # itself at the last close, and a trainer must not die of it.
+            log.warning("left in place, still open on this node: %s in %s", name, self.uri(key))
+
+    # -- certainty ---------------------------------------------------------------------
+
+    def sync(self, key: str) -> None:
+        path = self._path(key)
+        try:
+            with translated(self.uri(key), "sync"):
+                sync_dir(self._posix, path)
+        except NotFoundError:
+            if self.capabilities.shape is not Shape.OBJECT:
+                raise
+
+    def refresh(self, key: str) -> None:
+        with translated(self.uri(key), "refresh"):
+            refresh_dir(self._posix, self._path(key), self._directory)
+
+    def touch(self, key: str) -> None:
+        with translated(self.uri(key), "touch"):
+            self._posix.utime(self._path(key))
+
+    def space(self) -> Space | None:
+        path = self._directory
+        with translated(self.root, "space"):
+            while True:
+                try:
+                    found = self._posix.statvfs(path)
+                except FileNotFoundError:
+                    # Not made yet: it will be on the filesystem of its nearest ancestor.
+                    path = os.path.dirname(path)
+                    continue
+                return Space(
+                    free_bytes=found.f_bavail * found.f_frsize,
+                    free_inodes=found.f_favail if found.f_files else None,
+                )
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _path(self, key: str) -> str:
+        tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
+        return f"{self._directory.rstrip('/')}/{tail}" if tail else self._directory
+
+    def _parent(self, key: str) -> str:
+        return os.path.dirname(self._path(key))
+
+    def _stands(self, path: str) -> bool:
+        """For the wording of an error only; nothing is decided by it."""
+        try:
+            self._posix.stat(path, follow=False)
+        except OSError:
+            return False
+        return True
+
+    def _looking_again(self, action: str, key: str, look: Callable[[], T]) -> T:
+        """Repeat by name what an NFS server answers with ESTALE: a rename went under us."""
+        for remaining in reversed(range(_STALE_TRIES)):
+            try:
+                with translated(self.uri(key), action):
+                    return look()
+            except StaleError:
+                if not remaining:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _in_directory(self, key: str, write: Callable[[], T]) -> T:
+        """``write``, once more with the directory made where a mount is used like an object store:
+        its callers, told so by ``capabilities``, make no directories.
+        """
+        try:
+            return write()
+        except NotFoundError:
+            if self.capabilities.shape is not Shape.OBJECT:
+                raise
+            self.make_dir(key.rpartition("/")[0])
+            return write()
+
+    def _sync_names(self, directory: str, key: str, action: str) -> None:
+        """Fsync after the name is there. A failure cannot say that nothing happened: it did."""
+        try:
+            sync_dir(self._posix, directory)
+        except OSError as error:
+            raise lost_answer(error, self.uri(key), action) from error
+
+    def _probe_once(self, directory: str, uri: Uri) -> None:
+        if self._capabilities is not None:
+            return
+        with self._lock:
+            if self._capabilities is not None:
+                return
+            with translated(uri, "the first write"):
+                self._capabilities = probe_posix(self._posix, directory)
+
+    def _without_exclusive_create(self) -> None:
+        known = self.capabilities
+        self._capabilities = Capabilities(
+            shape=known.shape,
+            exclusive_create=False,
+            atomic_replace=known.atomic_replace,
+            conditional_replace=False,
+            durable=known.durable,
+        )
+
+    def _no_exclusive_create(self, key: str) -> StorageError:
+        return UnsupportedError(
+            "this place has no hard links, hence no exclusive create",
+            uri=self.uri(key),
+            hint="use a filesystem with link(2) for fences that hold; see capabilities",
+        )
+
+
+def partial_name(path: str) -> str:
+    """A name of our own in the directory of ``path``: rename never crosses a mount."""
+    return f"{os.path.dirname(path)}/.partial-{secrets.token_hex(8)}"

@@ -1,0 +1,124 @@
+"""What a mounted place really does, seen by doing it in a corner and looking.
+
+    exclusive_create   link(2) works, refuses a taken name, and the name carries the bytes
+    atomic_replace     rename over a file shows the new bytes and takes the old name away
+    shape              rename of a directory moves it: same inode below the new name, no old name
+    durable            fsync of a directory is accepted
+
+FUSE mounts of object stores pass for filesystems by every name; some have no links, and some copy
+a directory file by file when it is renamed. Never the mount's type: what it did here decides.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+
+from ckptfs.storage.base import Capabilities, Shape
+from ckptfs.storage.files import read_whole, unlink_quietly, write_whole
+from ckptfs.storage.names import remove_tree, sync_dir
+from ckptfs.storage.posix import Posix
+
+__all__ = ["PROBE_PREFIX", "probe_posix"]
+
+log = logging.getLogger(__name__)
+
+# A sweep of files on their way finds what a kill in the middle of a probe leaves.
+PROBE_PREFIX = ".partial-probe-"
+
+# "It cannot", as opposed to "it failed now": only these answers become a capability.
+_CANNOT = frozenset(
+    {
+        errno.EPERM,
+        errno.ENOTSUP,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+        errno.EMLINK,
+        errno.EXDEV,
+        errno.EINVAL,
+    }
+)
+
+
+def probe_posix(posix: Posix, directory: str) -> Capabilities:
+    """Try everything once in an existing, writable ``directory``; nothing is left behind.
+
+    Some thirty system calls, one of them an fsync of the directory. OSError for whatever is not
+    an answer (no space, no permission, no such directory).
+    """
+    stem = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(8)}"
+    try:
+        exclusive = _links(posix, stem)
+        replaces = _replaces(posix, stem)
+        moves = _moves(posix, stem)
+        durable = sync_dir(posix, directory)
+    finally:
+        for tail in "abc":
+            unlink_quietly(posix, f"{stem}{tail}")
+        for tail in "de":
+            _remove_quietly(posix, f"{stem}{tail}")
+    return Capabilities(
+        shape=Shape.FILESYSTEM if moves else Shape.OBJECT,
+        exclusive_create=exclusive,
+        atomic_replace=replaces,
+        conditional_replace=False,
+        durable=durable,
+    )
+
+
+def _links(posix: Posix, stem: str) -> bool:
+    write_whole(posix, f"{stem}a", b"first", durable=False)
+    try:
+        posix.link(f"{stem}a", f"{stem}b")
+    except OSError as error:
+        if error.errno in _CANNOT:
+            return False
+        raise
+    try:
+        posix.link(f"{stem}a", f"{stem}b")
+    except FileExistsError:
+        return read_whole(posix, f"{stem}b") == b"first"
+    return False
+
+
+def _replaces(posix: Posix, stem: str) -> bool:
+    write_whole(posix, f"{stem}c", b"second", durable=False)
+    try:
+        posix.rename(f"{stem}c", f"{stem}a")
+    except OSError as error:
+        if error.errno in _CANNOT or isinstance(error, FileExistsError):
+            return False
+        raise
+    return read_whole(posix, f"{stem}a") == b"second" and not _stands(posix, f"{stem}c")
+
+
+def _moves(posix: Posix, stem: str) -> bool:
+    posix.mkdir(f"{stem}d")
+    write_whole(posix, f"{stem}d/f", b"below", durable=False)
+    before = posix.stat(f"{stem}d/f").st_ino
+    try:
+        posix.rename(f"{stem}d", f"{stem}e")
+    except OSError as error:
+        if error.errno in _CANNOT or error.errno in (errno.EISDIR, errno.ENOTEMPTY):
+            return False
+        raise
+    # A rename that copies makes new files: another inode, or both names for a while.
+    moved = posix.stat(f"{stem}e/f").st_ino == before
+    return moved and not _stands(posix, f"{stem}d")
+
+
+def _stands(posix: Posix, path: str) -> bool:
+    try:
+        posix.stat(path, follow=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _remove_quietly(posix: Posix, path: str) -> None:
+    try:
+        remove_tree(posix, path)
+    except OSError as error:
+        # The probe's own answer or error matters more than a corner that could not be swept.
+        log.warning("left behind: %s (%s)", path, error)

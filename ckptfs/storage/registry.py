@@ -1,0 +1,129 @@
+"""From a URI to its backend.
+
+    file                  LocalStorage
+    memory                MemoryStorage
+    faults+X, nodes+X     ckptfs.testing: faults planned from outside; node-local disks as directories
+    fsspec+X              FsspecStorage over X, whatever else knows X (fsspec+file, fsspec+memory)
+    entry points          group "ckptfs.backends", name = protocol, value = "module:factory"
+    anything fsspec knows FsspecStorage
+
+A factory is ``factory(uri: Uri, storage_options: Mapping[str, Any]) -> Storage``. It opens no
+connection: clients are lazy. A URI's query is merged into the options, which win.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from typing import Any
+
+from ckptfs.errors import MissingDriverError, UriError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.memory import open_memory
+from ckptfs.uri import HasProtocol, Uri, options_of
+
+__all__ = ["GROUP", "Factory", "open_storage"]
+
+GROUP = "ckptfs.backends"
+
+Factory = Callable[[Uri, Mapping[str, Any]], Storage]
+
+# By name and loaded at first use: storage must not import testing, and fsspec costs 50 ms.
+_WRAPPERS = {
+    "faults": "ckptfs.testing.faults:open_faulty",
+    "nodes": "ckptfs.testing.nodes:open_nodes",
+    "fsspec": "ckptfs.storage.fsspec:open_fsspec",
+}
+_EXTRAS = {
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl", "wasb", "wasbs"), "azure"),
+    **dict.fromkeys(("hdfs", "viewfs", "webhdfs", "arrow_hdfs"), "hdfs"),
+}
+# Implementations that fsspec ships itself and that import their library when they connect.
+_LATE = {"hdfs": "pyarrow", "arrow_hdfs": "pyarrow", "sftp": "paramiko", "ssh": "paramiko"}
+
+
+def open_storage(
+    uri: Uri | str | os.PathLike[Any] | HasProtocol,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Storage:
+    """The storage rooted at ``uri``; nothing is read or written yet.
+
+    UriError: no backend knows the protocol, or the credentials were masked on the way.
+    MissingDriverError: its library is not installed; the hint names the extra.
+    """
+    place = Uri.parse(uri)
+    if place.is_masked:
+        raise UriError(
+            "this URI's credentials were masked: it was taken from a log or an error",
+            uri=place,
+            hint="pass the original, or credentials in storage_options",
+        )
+    options = {**place.options, **options_of(uri), **(storage_options or {})}
+    return _factory(place)(place, options)
+
+
+def _factory(uri: Uri) -> Factory:
+    protocol = uri.protocol
+    if protocol == "file":
+        return _open_local
+    if protocol == "memory":
+        return open_memory
+    for point in entry_points(group=GROUP, name=protocol):
+        try:
+            found: Factory = point.load()
+        except ImportError as error:
+            raise MissingDriverError(
+                f"the backend of {protocol}:// does not import: {error}",
+                uri=uri,
+                hint=f"reinstall {point.dist.name if point.dist else point.value}",
+            ) from error
+        return found
+    wrapper, plus, _ = protocol.partition("+")
+    if plus and wrapper in _WRAPPERS:
+        return _load(_WRAPPERS[wrapper])
+    _need_driver(uri)
+    return _load(_WRAPPERS["fsspec"])
+
+
+def _open_local(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
+    if storage_options:
+        raise UriError(f"a directory has no storage option {min(storage_options)!r}", uri=uri)
+    return LocalStorage(uri)
+
+
+def _load(target: str) -> Factory:
+    module, _, name = target.partition(":")
+    factory: Factory = getattr(import_module(module), name)
+    return factory
+
+
+def _need_driver(uri: Uri) -> None:
+    # fsspec is not light, and plain paths never come here.
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    protocol = uri.protocol
+    try:
+        get_filesystem_class(protocol)
+        if (library := _LATE.get(protocol)) and find_spec(library) is None:
+            raise ImportError(f"no module named {library}")
+    except ImportError as error:
+        extra = _EXTRAS.get(protocol)
+        said = known_implementations.get(protocol, {}).get("err", str(error))
+        raise MissingDriverError(
+            f"the library of {protocol}:// is not installed",
+            uri=uri,
+            hint=f"pip install 'ckptfs[{extra}]'" if extra else said,
+        ) from error
+    except ValueError as error:
+        raise UriError(
+            f"no backend knows {protocol}://",
+            uri=uri,
+            hint="a path, file://, s3://, gs://, az://, hdfs://, any protocol of fsspec, "
+            f"or a package with an entry point in the group {GROUP!r}",
+        ) from error

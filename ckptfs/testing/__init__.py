@@ -1,0 +1,8 @@
+"""What a user of ckptfs may need in tests of their own; shipped, and never imported by ckptfs.
+
+conformance  what every backend must do (subclass ``StorageConformance``)
+faults       a storage that fails, loses answers or kills the process at a chosen operation
+nodes        node-local disks as directories of one machine
+disk         a disk that forgets what was not synced
+strategies   Hypothesis strategies for URIs and keys
+"""

@@ -1,0 +1,1 @@
+"""The parts of ``ckptfs.testing.conformance``, by what they ask about."""

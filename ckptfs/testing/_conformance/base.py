@@ -1,0 +1,109 @@
+"""Hooks, fixtures and helpers of the conformance suite."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfs.errors import (
+    UnsupportedError,
+)
+from ckptfs.storage.base import Shape, Storage
+
+__all__ = ["BAD_KEYS", "SIZES", "Conformance", "pattern", "together", "write_and_raise"]
+
+# Around the sizes where implementations change their ways: nothing, one byte, a gathered write,
+# a gather buffer and one more, several of them.
+SIZES = (0, 1, 4095, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 7)
+BAD_KEYS = ("../x", "/x", "a/../../x", "a//b", "./a", "a/", "a\0b")
+
+
+def together(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """Run all calls at once, each in a thread; what each raised, in their order."""
+    outcomes: list[BaseException | None] = [None] * len(calls)
+    gate = threading.Barrier(len(calls))
+
+    def run(index: int, call: Callable[[], object]) -> None:
+        gate.wait()
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 - the outcome is what the test looks at
+            outcomes[index] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
+
+
+def pattern(size_bytes: int) -> bytes:
+    """Bytes whose neighbours differ, so that a shifted or repeated block is seen."""
+    return bytes((i * 31 + (i >> 8) * 17) & 0xFF for i in range(min(size_bytes, 65536))) * (
+        size_bytes // 65536 + 1
+    )
+
+
+def write_and_raise(store: Storage, key: str, data: bytes, error: type[BaseException]) -> None:
+    with store.open_write(key) as writer:
+        writer.write(data)
+        raise error
+
+
+class Conformance:
+    """The hooks that a backend fills in, and the fixtures that the tests share."""
+
+    def make_storage(self, place: Path) -> Storage:
+        """A storage whose root does not exist yet; ``place`` is an empty directory to use."""
+        raise NotImplementedError
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        """Put bytes under a key of the last made storage, parents included."""
+        raise NotImplementedError
+
+    def raw_read(self, key: str) -> bytes:
+        """The bytes that are really there."""
+        raise NotImplementedError
+
+    def raw_exists(self, key: str) -> bool:
+        """Is a file, an object or a directory really there?"""
+        raise NotImplementedError
+
+    def raw_list(self) -> list[str]:
+        """The key of every file or object below the root, temporary ones too."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def fresh(self, tmp_path: Path) -> Iterator[Storage]:
+        """A storage with no root yet."""
+        storage = self.make_storage(tmp_path)
+        yield storage
+        storage.close()
+
+    @pytest.fixture
+    def store(self, fresh: Storage) -> Storage:
+        """A storage with a root and the directories ``d`` and ``tmp``."""
+        fresh.make_dir("d")
+        fresh.make_dir("tmp")
+        return fresh
+
+    @pytest.fixture
+    def tree(self, store: Storage) -> Storage:
+        """``store`` where directories are real, else skipped."""
+        if store.capabilities.shape is not Shape.FILESYSTEM:
+            pytest.skip("an object store has no directories")
+        return store
+
+    @pytest.fixture
+    def exclusive(self, store: Storage) -> Storage:
+        """``store`` where create excludes, else skipped (its refusal has a test of its own)."""
+        try:
+            store.create("d/probe", b"", staging="tmp/probe")
+        except UnsupportedError:
+            pytest.skip("no exclusive create here")
+        store.remove("d/probe")
+        return store

@@ -1,0 +1,195 @@
+"""Data files: whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Callable
+
+import pytest
+
+from ckptfs.errors import (
+    IntegrityError,
+    NotFoundError,
+    StorageError,
+)
+from ckptfs.storage.base import Storage
+from ckptfs.testing._conformance.base import (
+    SIZES,
+    Conformance,
+    pattern,
+    together,
+    write_and_raise,
+)
+
+__all__ = ["DataFiles"]
+
+
+class DataFiles(Conformance):
+    """open_write and open_read."""
+
+    def test_written_files_are_whole(self, store: Storage) -> None:
+        """Any mixture of small and large writes arrives in order."""
+        data = pattern(5 << 20)
+        for size_bytes in SIZES:
+            with store.open_write("d/f", size_hint_bytes=size_bytes) as writer:
+                sent = 0
+                for step in (1, 100, 70_000, 1 << 20, size_bytes):
+                    part = memoryview(data)[sent : min(sent + step, size_bytes)]
+                    assert writer.write(part) == len(part)
+                    sent += len(part)
+            assert self.raw_read("d/f") == data[:size_bytes]
+        assert self.raw_list() == ["d/f"]
+
+    def test_written_buffers_may_be_reused(self, store: Storage) -> None:
+        """The buffer is the caller's again as soon as write returns, small or large."""
+        for size_bytes in (10, 2 << 20):
+            buffer = bytearray(b"a" * size_bytes)
+            with store.open_write("d/f") as writer:
+                writer.write(buffer)
+                buffer[:] = b"b" * size_bytes
+                writer.write(memoryview(buffer))
+            assert self.raw_read("d/f") == b"a" * size_bytes + b"b" * size_bytes
+
+    def test_written_views_of_other_types(self, store: Storage) -> None:
+        """A view of doubles is its bytes, and the count is in bytes."""
+        numbers = array.array("d", [1.5, 2.5, 3.5])
+        with store.open_write("d/f") as writer:
+            assert writer.write(memoryview(numbers)) == 24
+        assert self.raw_read("d/f") == numbers.tobytes()
+
+    def test_invisible_before_close(self, store: Storage) -> None:
+        """Nothing is under the key until close returns, and an older file stays readable."""
+        writer = store.open_write("d/f")
+        writer.write(b"x" * (2 << 20))
+        assert not self.raw_exists("d/f")
+        writer.close()
+        assert self.raw_exists("d/f")
+        writer = store.open_write("d/f")
+        writer.write(b"newer")
+        assert store.read("d/f") == b"x" * (2 << 20)
+        writer.close()
+        assert self.raw_read("d/f") == b"newer"
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    @pytest.mark.parametrize("size_bytes", [3, 3 << 20])
+    def test_an_error_leaves_nothing(
+        self, store: Storage, error: type[BaseException], size_bytes: int
+    ) -> None:
+        """Leaving the block by an error, Ctrl-C included, leaves nothing behind."""
+        with pytest.raises(error):
+            write_and_raise(store, "d/f", b"x" * size_bytes, error)
+        assert self.raw_list() == []
+
+    def test_an_error_keeps_the_older_file(self, store: Storage) -> None:
+        """An aborted rewrite leaves the file that was there."""
+        self.raw_write("d/f", b"older")
+        with pytest.raises(RuntimeError):
+            write_and_raise(store, "d/f", b"newer" * 500_000, RuntimeError)
+        assert self.raw_read("d/f") == b"older"
+        assert self.raw_list() == ["d/f"]
+
+    def test_abort_and_close_are_harmless_twice(self, store: Storage) -> None:
+        """close, close, abort keeps the file; abort, abort leaves nothing; then nothing is writable."""
+        writer = store.open_write("d/f")
+        writer.write(b"x")
+        writer.close()
+        writer.close()
+        writer.abort()
+        assert self.raw_read("d/f") == b"x"
+        with pytest.raises(StorageError):
+            writer.write(b"y")
+        writer = store.open_write("d/g")
+        writer.abort()
+        writer.abort()
+        with pytest.raises(StorageError):
+            writer.write(b"y")
+        assert self.raw_list() == ["d/f"]
+
+    def test_a_dropped_writer_publishes_nothing(self, store: Storage) -> None:
+        """A writer that was neither closed nor aborted never shows its bytes under the key."""
+        writer = store.open_write("d/f")
+        writer.write(b"x")
+        del writer
+        assert not self.raw_exists("d/f")
+
+    def test_last_writer_of_a_key_wins(self, store: Storage) -> None:
+        """Two writers of one key do not mix: the one that closes last is there, whole."""
+        first, second = store.open_write("d/f"), store.open_write("d/f")
+        second.write(b"2" * 2_000_000)
+        first.write(b"1" * 1_500_000)
+        second.close()
+        first.close()
+        assert self.raw_read("d/f") == b"1" * 1_500_000
+        assert self.raw_list() == ["d/f"]
+
+    def test_open_write_needs_its_directory(self, tree: Storage) -> None:
+        """NotFoundError where the parent is missing, and nothing is made."""
+        with pytest.raises(NotFoundError):
+            tree.open_write("absent/f")
+        assert not self.raw_exists("absent")
+
+    def test_writers_in_many_threads(self, store: Storage) -> None:
+        """Eight files written at once by eight threads are each whole."""
+
+        def write(index: int) -> Callable[[], None]:
+            def call() -> None:
+                with store.open_write(f"d/{index}") as writer:
+                    for _ in range(20):
+                        writer.write(b"%d" % index * 60_000)
+
+            return call
+
+        assert together(*(write(index) for index in range(8))) == [None] * 8
+        for index in range(8):
+            assert self.raw_read(f"d/{index}") == b"%d" % index * 1_200_000
+
+    # -- open_read -----------------------------------------------------------------------
+
+    def test_ranged_reads(self, store: Storage) -> None:
+        """Any range fills the buffer given, into views of other types too."""
+        data = pattern(3 << 20)
+        self.raw_write("d/f", data)
+        with store.open_read("d/f") as reader:
+            assert reader.size_bytes == len(data)
+            for offset, size_bytes in ((0, 0), (0, 1), (5, 1 << 20), (len(data) - 3, 3)):
+                buffer = bytearray(size_bytes)
+                reader.read_into(offset, memoryview(buffer))
+                assert buffer == data[offset : offset + size_bytes]
+            numbers = array.array("d", bytes(80))
+            reader.read_into(16, memoryview(numbers))
+            assert numbers.tobytes() == data[16:96]
+
+    def test_reads_past_the_end(self, store: Storage) -> None:
+        """A range that the file does not have is IntegrityError, never a short buffer."""
+        self.raw_write("d/f", b"12345")
+        with store.open_read("d/f") as reader:
+            for offset, size_bytes in ((0, 6), (3, 3), (5, 1), (100, 1)):
+                with pytest.raises(IntegrityError):
+                    reader.read_into(offset, memoryview(bytearray(size_bytes)))
+
+    def test_one_reader_many_threads(self, store: Storage) -> None:
+        """Threads that read different ranges through one reader do not disturb each other."""
+        data = pattern(4 << 20)
+        self.raw_write("d/f", data)
+        with store.open_read("d/f") as reader:
+
+            def read(index: int) -> Callable[[], None]:
+                def call() -> None:
+                    for turn in range(20):
+                        offset = (index * 131_071 + turn * 65_537) % (3 << 20)
+                        buffer = bytearray(100_000)
+                        reader.read_into(offset, memoryview(buffer))
+                        assert buffer == data[offset : offset + 100_000]
+
+                return call
+
+            assert together(*(read(index) for index in range(6))) == [None] * 6
+
+    def test_a_closed_reader_says_so(self, store: Storage) -> None:
+        """Close is harmless twice, and reading afterwards is an error."""
+        self.raw_write("d/f", b"12345")
+        reader = store.open_read("d/f")
+        reader.close()
+        reader.close()
+        with pytest.raises(StorageError):
+            reader.read_into(0, memoryview(bytearray(1)))

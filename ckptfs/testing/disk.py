@@ -1,0 +1,295 @@
+"""A disk that forgets, at a power cut, everything that was not synced.
+
+    disk = SimulatedDisk(directory, crash_at=17)
+    storage = LocalStorage(Uri.parse(f"{directory}/run"), posix=disk)
+    ... PowerCut ...
+    disk.materialise(elsewhere)            what a machine finds when it is switched on again
+
+System calls pass through to a real directory, the *volatile* image: what processes see, also after a
+SIGKILL. Beside it a model keeps the *durable* one, as adverse as POSIX permits:
+
+    bytes of a file      as they were at its last fsync; empty if there was none
+    names in a directory as they were at its last fsync: a new file, a link, a new directory, a rename
+                         or an unlink that was not synced did not happen
+
+A rename between two directories is two changes: synced in the target only, both names are there;
+synced in the source only, neither. So: sync the target first.
+
+``deaf_to`` makes the disk ignore chosen fsyncs, as if the line were missing: a test that does not
+fail then proves nothing about that line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckptfs.storage.posix import Buffer, Posix
+
+__all__ = ["Fsync", "PowerCut", "SimulatedDisk"]
+
+
+class PowerCut(BaseException):
+    """The machine lost power. Not an Exception: no handler of ours may live through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fsync:
+    """One fsync call: its number (from 1), what it was for, and the functions that led to it.
+
+    site: names of the functions of ckptfs.storage on the stack, outermost first, joined by ">",
+    such as "create>write_whole" or "make_dir>make_dirs>sync_dir".
+    """
+
+    number: int
+    path: str
+    is_dir: bool
+    site: str
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    durable: bytes | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Dir:
+    volatile: dict[str, _Node] = field(default_factory=dict)
+    durable: dict[str, _Node] = field(default_factory=dict)
+
+
+_Node = _File | _Dir
+
+
+class SimulatedDisk(Posix):
+    """The seam with a memory of what is durable. Thread-safe; one process; not picklable.
+
+    directory: exists, and is durable as it is. crash_at: the number of the system call (from 1)
+    instead of which PowerCut is raised; every later one raises it too. deaf_to: fsyncs to ignore.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        *,
+        crash_at: int | None = None,
+        deaf_to: Callable[[Fsync], bool] = lambda _: False,
+    ) -> None:
+        self.directory = directory.rstrip("/")
+        self.crash_at = crash_at
+        self.calls = 0
+        self.fsyncs: list[Fsync] = []
+        self._deaf_to = deaf_to
+        self._lock = threading.RLock()
+        self._top = _Dir()
+        self._open: dict[int, tuple[str, _Node | None]] = {}
+        self._adopt(self._top, self.directory)
+
+    @property
+    def is_off(self) -> bool:
+        """True after the power cut."""
+        return self.crash_at is not None and self.calls >= self.crash_at
+
+    def cut(self) -> None:
+        """Cut the power now: the next call, and every later one, raises PowerCut."""
+        with self._lock:
+            self.crash_at = self.calls + 1
+            self.calls += 1
+
+    def materialise(self, path: str, *, lucky: Callable[[str], bool] = lambda _: False) -> None:
+        """Write the durable image to ``path``, which must not exist.
+
+        lucky: asked with the path of each name, and of each file's bytes, that were not synced:
+        True where they reached the disk all the same, as any of them may.
+        """
+        with self._lock:
+            places = dict(_places(self._top, self.directory))
+            _write_out(self._top, self.directory, path, places, lucky)
+
+    # -- the seam ----------------------------------------------------------------------
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+        with self._call():
+            fd = super().open(path, flags, mode, dir_fd=dir_fd)
+            full = self._full(path, dir_fd)
+            node = self._find(full)
+            if node is None and self._inside(full):
+                node = _File()
+                self._hold(full)[0][os.path.basename(full)] = node
+            self._open[fd] = (full, node)
+            return fd
+
+    def close(self, fd: int) -> None:
+        self._open.pop(fd, None)
+        super().close(fd)  # also after the cut: the test's process keeps no descriptors
+        with self._call():
+            return
+
+    def write(self, fd: int, data: Buffer) -> int:
+        with self._call():
+            return super().write(fd, data)
+
+    def read(self, fd: int, size_bytes: int) -> bytes:
+        with self._call():
+            return super().read(fd, size_bytes)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._call():
+            return super().preadv(fd, buffers, offset)
+
+    def fsync(self, fd: int) -> None:
+        with self._call():
+            path, node = self._open[fd]
+            call = Fsync(len(self.fsyncs) + 1, path, isinstance(node, _Dir), _site())
+            self.fsyncs.append(call)
+            if self._deaf_to(call):
+                return
+            if isinstance(node, _Dir):
+                node.durable = dict(node.volatile)
+            elif node is not None:
+                with open(f"/proc/self/fd/{fd}", "rb") as file:
+                    node.durable = file.read()
+
+    def link(self, source: str, target: str) -> None:
+        with self._call():
+            super().link(source, target)
+            self._put(target, self._find(source))
+
+    def rename(self, source: str, target: str) -> None:
+        with self._call():
+            node = self._find(source)
+            super().rename(source, target)
+            self._take(source)
+            self._put(target, node)
+
+    def mkdir(self, path: str, mode: int = 0o777) -> None:
+        with self._call():
+            super().mkdir(path, mode)
+            self._put(path, _Dir())
+
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+        with self._call():
+            super().unlink(path, dir_fd=dir_fd)
+            self._take(self._full(path, dir_fd))
+
+    def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        with self._call():
+            super().rmdir(path, dir_fd=dir_fd)
+            self._take(self._full(path, dir_fd))
+
+    def scandir(self, where: str | int) -> list[tuple[str, bool]]:
+        with self._call():
+            return super().scandir(where)
+
+    def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
+        with self._call():
+            return super().stat(path, dir_fd=dir_fd, follow=follow)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        with self._call():
+            return super().fstat(fd)
+
+    def utime(self, path: str) -> None:
+        with self._call():
+            super().utime(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        with self._call():
+            return super().statvfs(path)
+
+    # -- the model ---------------------------------------------------------------------
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        with self._lock:
+            self.calls += 1
+            if self.is_off:
+                raise PowerCut(f"at system call {self.calls}")
+            yield
+
+    def _full(self, path: str, dir_fd: int | None) -> str:
+        return path if dir_fd is None else f"{self._open[dir_fd][0]}/{path}"
+
+    def _inside(self, path: str) -> bool:
+        return path.startswith(f"{self.directory}/")
+
+    def _find(self, path: str) -> _Node | None:
+        node: _Node | None = self._top
+        if path == self.directory:
+            return node
+        if not self._inside(path):
+            return None
+        for name in path.removeprefix(f"{self.directory}/").split("/"):
+            node = node.volatile.get(name) if isinstance(node, _Dir) else None
+        return node
+
+    def _hold(self, path: str) -> tuple[dict[str, _Node], str]:
+        """The names of the directory that holds ``path``, and its own name there."""
+        holder = self._find(os.path.dirname(path))
+        return (holder.volatile if isinstance(holder, _Dir) else {}), os.path.basename(path)
+
+    def _put(self, path: str, node: _Node | None) -> None:
+        names, name = self._hold(path)
+        if node is not None:
+            names[name] = node
+
+    def _take(self, path: str) -> None:
+        names, name = self._hold(path)
+        names.pop(name, None)
+
+    def _adopt(self, node: _Dir, path: str) -> None:
+        """What lies there before the disk is switched on is durable."""
+        for entry in os.scandir(path):
+            child: _Node
+            if entry.is_dir(follow_symlinks=False):
+                child = _Dir()
+                self._adopt(child, entry.path)
+            else:
+                with open(entry.path, "rb") as file:
+                    child = _File(file.read())
+            node.volatile[entry.name] = node.durable[entry.name] = child
+
+
+def _places(node: _Dir, path: str) -> Iterator[tuple[_Node, str]]:
+    """Where each node lies in the volatile image."""
+    for name, child in node.volatile.items():
+        yield child, f"{path}/{name}"
+        if isinstance(child, _Dir):
+            yield from _places(child, f"{path}/{name}")
+
+
+def _write_out(
+    node: _Dir, origin: str, path: str, places: dict[_Node, str], lucky: Callable[[str], bool]
+) -> None:
+    os.mkdir(path)
+    names = dict(node.durable)
+    for name in {*node.durable, *node.volatile}:
+        changed = node.durable.get(name) is not node.volatile.get(name)
+        if changed and lucky(f"{origin}/{name}"):
+            names.pop(name, None)
+            if name in node.volatile:
+                names[name] = node.volatile[name]
+    for name, child in names.items():
+        if isinstance(child, _Dir):
+            _write_out(child, f"{origin}/{name}", f"{path}/{name}", places, lucky)
+            continue
+        data = child.durable or b""
+        if child in places and lucky(f"{origin}/{name}"):
+            with open(places[child], "rb") as file:
+                data = file.read()
+        with open(f"{path}/{name}", "wb") as file:
+            file.write(data)
+
+
+def _site() -> str:
+    names: list[str] = []
+    frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller's frame
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("ckptfs.storage."):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return ">".join(name for name in reversed(names) if not name.startswith("<"))

@@ -1,0 +1,87 @@
+"""A storage that can be read and nothing else, as a read-only mount or key would be.
+
+    ReadOnlyStorage(open_storage(uri))      every method that would change a byte raises AccessError
+
+Put it under a reader to show that the reader needs read permission only, and changes nothing.
+``refused`` counts what was tried; a reader that is right leaves it at 0.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import NoReturn
+
+from ckptfs.errors import AccessError
+from ckptfs.storage.base import Capabilities, DataReader, DataWriter, Entry, Space, Stat, Storage
+
+__all__ = ["ReadOnlyStorage"]
+
+
+class ReadOnlyStorage(Storage):
+    """``inner``, without its writing half."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.root = inner.root
+        self.refused = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    def read(self, key: str) -> bytes:
+        return self.inner.read(key)
+
+    def create(self, key: str, data: bytes, *, staging: str) -> None:
+        self._refuse("create", key)
+
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        self._refuse("replace", key)
+
+    def stat(self, key: str) -> Stat:
+        return self.inner.stat(key)
+
+    def list(self, key: str) -> list[Entry]:
+        return self.inner.list(key)
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        self._refuse("write", key)
+
+    def open_read(self, key: str) -> DataReader:
+        return self.inner.open_read(key)
+
+    def make_dir(self, key: str) -> None:
+        self._refuse("make_dir", key)
+
+    def rename(self, source: str, target: str) -> None:
+        self._refuse("rename", target)
+
+    def remove(self, key: str) -> None:
+        self._refuse("remove", key)
+
+    def remove_dir(self, key: str) -> None:
+        self._refuse("remove_dir", key)
+
+    def remove_tree(self, key: str) -> None:
+        self._refuse("remove_tree", key)
+
+    def sync(self, key: str) -> None:
+        self._refuse("sync", key)
+
+    def refresh(self, key: str) -> None:
+        self.inner.refresh(key)
+
+    def touch(self, key: str) -> None:
+        self._refuse("touch", key)
+
+    def space(self) -> Space | None:
+        return self.inner.space()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _refuse(self, action: str, key: str) -> NoReturn:
+        self.refused += 1
+        raise AccessError(
+            f"{action} failed: this storage is read-only", errno=errno.EROFS, uri=self.uri(key)
+        )

@@ -1,0 +1,330 @@
+"""Simulated worlds: many ranks as threads of one process, with the semantics of real ones.
+
+    def save(control: Control) -> str: ...
+    ends = simulate(4, save, nodes=["a", "a", "b", "b"])
+    assert [end.get() for end in ends] == [...]           # get() raises what the rank raised
+
+``ThreadControl`` is the in-process Control: same verdicts, same travelling errors (through the same
+codec, so a value that cannot be pickled fails here too), same barrier. A rank that ends early,
+leaves, or *dies* (``SimulatedDeath``, raised by a fault wrapper at its operation k) ends the step
+of the others with the CollectiveError that a real control raises. Thousands of cases cost seconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from ckptfs.errors import DeadlineError, Failure, StateError
+from ckptfs.topology.control import Control
+from ckptfs.topology.verdict import (
+    Said,
+    Verdict,
+    attempt,
+    collective_error,
+    decode_said,
+    decode_verdict,
+    encode_said,
+    encode_verdict,
+    failure_of,
+    settle,
+)
+from ckptfs.topology.world import World
+
+__all__ = ["End", "SimulatedDeath", "ThreadControl", "simulate", "thread_worlds"]
+
+T = TypeVar("T")
+
+
+class SimulatedDeath(BaseException):
+    """This rank's process ends here, as if killed: nothing below may catch it, nothing runs after.
+
+    Whatever raised it must refuse every later operation of the same rank: threads run ``finally``
+    blocks where a killed process runs none.
+    """
+
+
+@dataclass(frozen=True)
+class End(Generic[T]):
+    """How one simulated rank ended: its value, its error, or its death."""
+
+    rank: int
+    value: T | None = None
+    error: BaseException | None = None
+
+    @property
+    def died(self) -> bool:
+        """True when it was killed by SimulatedDeath."""
+        return isinstance(self.error, SimulatedDeath)
+
+    def get(self) -> T:
+        """The value; raises what the rank raised."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value] # None is a value too
+
+
+def simulate(
+    size: int,
+    fn: Callable[[Control], T],
+    *,
+    nodes: Sequence[str] | None = None,
+    timeout_s: float = 30.0,
+    job_id: str | None = "simulated",
+) -> list[End[T]]:
+    """Run ``fn(control)`` on ``size`` ranks at once and return how each ended, in order of rank.
+
+    nodes: the node of each rank; None puts all of them on one. timeout_s: how long a step waits
+    for a rank that neither calls nor ends before DeadlineError; real time, in seconds.
+    """
+    controls = thread_worlds(size, nodes=nodes, timeout_s=timeout_s, job_id=job_id)
+    ends: list[End[T]] = [End(rank, error=StateError("did not end")) for rank in range(size)]
+
+    def run(control: ThreadControl) -> None:
+        rank = control.rank
+        try:
+            ends[rank] = End(rank, value=fn(control))
+        except SimulatedDeath as death:
+            control.die()
+            ends[rank] = End(rank, error=death)
+        except BaseException as error:  # noqa: BLE001 - the rank's end, whatever it is
+            ends[rank] = End(rank, error=error)
+        finally:
+            control.leave_all()
+
+    threads = [
+        threading.Thread(target=run, args=(c,), name=f"rank-{c.rank}", daemon=True)
+        for c in controls
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout_s + 60)  # a hang of the code under test is a failure with a name
+    return ends
+
+
+def thread_worlds(
+    size: int,
+    *,
+    nodes: Sequence[str] | None = None,
+    timeout_s: float = 30.0,
+    job_id: str | None = "simulated",
+) -> list[ThreadControl]:
+    """The controls of one simulated world, for tests that run the threads themselves."""
+    names = list(nodes or ["node0"] * size)
+    if len(names) != size:
+        raise StateError(f"{size} ranks, but {len(names)} node names")
+    worlds = tuple(
+        World(
+            rank=rank,
+            size=size,
+            local_rank=names[:rank].count(node),
+            local_size=names.count(node),
+            node=node,
+            hostname=f"host-{node}",
+            pid=rank + 1,
+            job_id=job_id,
+            has_group=True,
+        )
+        for rank, node in enumerate(names)
+    )
+    hall = _Hall(worlds, timeout_s)
+    return [ThreadControl(hall, rank, "") for rank in range(size)]
+
+
+@dataclass
+class _Step:
+    """One step under way: what was said so far, and the answer once there is one."""
+
+    said: dict[int, bytes] = field(default_factory=dict)
+    answer: bytes | None = None
+    deciding: bool = False
+
+
+class _Hall:
+    """Where the threads meet. All fields are guarded by ``news``."""
+
+    def __init__(self, worlds: tuple[World, ...], timeout_s: float) -> None:
+        self.worlds = worlds
+        self.timeout_s = timeout_s
+        self.news = threading.Condition()
+        self.steps: dict[tuple[str, int], _Step] = {}
+        self.gone: dict[tuple[str, int], str] = {}  # (clone, rank) -> why it will never call again
+        self.dead: set[int] = set()
+
+    def step(self, key: tuple[str, int]) -> _Step:
+        return self.steps.setdefault(key, _Step())
+
+    def lost(self, clone: str, said: dict[int, bytes]) -> dict[int, Failure]:
+        """Ranks that can never complete this step: the dead at once, those who left if silent."""
+        lost = {}
+        for rank, world in enumerate(self.worlds):
+            why = "the process is gone" if rank in self.dead else None
+            if why is None and rank not in said:
+                why = self.gone.get((clone, rank))
+            if why is not None:
+                kind = "ckptfs.errors.CollectiveError"
+                lost[rank] = Failure(rank=rank, node=world.node, type=kind, message=why)
+        return lost
+
+
+class ThreadControl:
+    """The in-process Control of one simulated rank; see ``Control`` for what each call means."""
+
+    def __init__(self, hall: _Hall, rank: int, path: str) -> None:
+        self.world = hall.worlds[rank]
+        self._hall = hall
+        self._path = path
+        self._index = 0
+        self._clones: list[ThreadControl] = []
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """Every simulated rank's World."""
+        return self._hall.worlds
+
+    @property
+    def rank(self) -> int:
+        """0 ... size - 1."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return len(self.worlds)
+
+    def step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
+    ) -> Any:
+        """As ``Control.step``."""
+        key = (self._path, self._index)
+        said, problem = attempt(label, local, self.world)
+        if isinstance(problem, SimulatedDeath):
+            self.die()
+            raise problem
+        self._say(key, said)
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        if self.rank == 0:
+            self._decide(key, label, decide)
+        answer = self._await_answer(key, label)
+        return decode_verdict(answer).unwrap(problem)
+
+    def clone(self) -> ThreadControl:
+        """As ``Control.clone``."""
+        self._clones.append(
+            ThreadControl(self._hall, self.rank, f"{self._path}/{len(self._clones)}")
+        )
+        return self._clones[-1]
+
+    def close(self) -> None:
+        """As ``Control.close``; there is no store to linger for."""
+        with self._hall.news:
+            self._hall.gone.setdefault((self._path, self.rank), f"left: {self.world.place}")
+            self._hall.news.notify_all()
+
+    def leave_all(self) -> None:
+        """This rank's function has returned: it will call nothing more, on any clone."""
+        for control in self._family():
+            control.close()
+
+    def die(self) -> None:
+        """This rank's process is gone: the others' steps fail, whatever it had said."""
+        with self._hall.news:
+            self._hall.dead.add(self.rank)
+            self._hall.news.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _family(self) -> Iterator[ThreadControl]:
+        yield self
+        for clone in self._clones:
+            yield from clone._family()  # noqa: SLF001 - one class
+
+    def _say(self, key: tuple[str, int], said: Said) -> None:
+        try:
+            data = encode_said(said)
+        except Exception as error:  # noqa: BLE001 - pickle raises anything
+            data = encode_said(Said(said.label, failure=failure_of(error, self.world)))
+        self._index += 1
+        with self._hall.news:
+            self._hall.step(key).said[self.rank] = data
+            self._hall.news.notify_all()
+
+    def _decide(
+        self, key: tuple[str, int], label: str, decide: Callable[[list[T]], Any] | None
+    ) -> None:
+        hall = self._hall
+        with hall.news:
+            step = hall.step(key)
+            complete = hall.news.wait_for(
+                lambda: (
+                    len(step.said) == self.size
+                    or step.answer is not None
+                    or bool(hall.lost(self._path, step.said))
+                ),
+                hall.timeout_s,
+            )
+            lost = hall.lost(self._path, step.said)
+            if step.answer is None and (lost or not complete):
+                error = (
+                    collective_error(label, lost, hall.worlds)
+                    if lost
+                    else self._silent(label, step.said)
+                )
+                step.answer = encode_verdict(Verdict(error=error))
+            if step.answer is not None:
+                hall.news.notify_all()
+                return
+            step.deciding = True
+            said = [decode_said(step.said[rank]) for rank in range(self.size)]
+        verdict, raised = settle(said, decide, hall.worlds)
+        if isinstance(raised, SimulatedDeath):
+            self.die()
+            raise raised
+        try:
+            data = encode_verdict(verdict)
+        except Exception as error:  # noqa: BLE001 - pickle raises anything
+            failure = failure_of(error, self.world)
+            failed = collective_error(label, {0: failure}, hall.worlds)
+            data = encode_verdict(Verdict(error=failed))
+        with hall.news:
+            step.answer = step.answer or data
+            hall.news.notify_all()
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+
+    def _await_answer(self, key: tuple[str, int], label: str) -> bytes:
+        hall = self._hall
+        with hall.news:
+            step = hall.step(key)
+            while step.answer is None:
+                lost = hall.lost(self._path, step.said)
+                # Once everybody has called, only the coordinator's own end may still fail it.
+                if lost and (not step.deciding or 0 in lost):
+                    failed = collective_error(label, lost, hall.worlds)
+                    step.answer = encode_verdict(Verdict(error=failed))
+                elif not hall.news.wait(hall.timeout_s) and not step.deciding:
+                    error = self._silent(label, step.said)
+                    step.answer = step.answer or encode_verdict(Verdict(error=error))
+            hall.news.notify_all()
+            return step.answer
+
+    def _silent(self, label: str, said: dict[int, bytes]) -> DeadlineError:
+        silent = tuple(rank for rank in range(self.size) if rank not in said)
+        return DeadlineError(
+            f"{label}: ranks {list(silent)} were silent for {self._hall.timeout_s:g} s",
+            silent=silent,
+        )

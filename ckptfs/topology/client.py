@@ -1,0 +1,183 @@
+"""StoreClient: one c10d store client on a daemon thread of its own, so that nobody hangs with it.
+
+    caller's thread --submit(op)--> daemon thread: op(store) --Future--> caller, with a deadline
+
+A blocked wait blocks every thread of its client, and a frozen host held a wait of 2 s for 14 s: so
+each user of a store has a client alone, and waits for the thread, never for the store. Waits have
+no timeout of their own (each expiry prints a warning from C++): what ends them early is a write of
+the key that they wait for.
+
+    put / take     values of any size under a key, in chunks below 1 MiB (8 MiB kills a connection)
+    offer          the same, once: the first one wins and everybody reads the winner
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from ckptfs import _torch
+from ckptfs.errors import CkptfsError, ControlPlaneLostError
+
+__all__ = ["CHUNK_BYTES", "StoreClient", "connect", "drop", "offer", "put", "take", "wait_for"]
+
+T = TypeVar("T")
+_Job = tuple["Future[Any]", Callable[[Any], Any]]
+
+CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
+_LONG = timedelta(days=20)  # c10d counts milliseconds in 32 bits: 24 days is the most it can wait
+
+
+class StoreClient:
+    """One client of a store, used through one daemon thread. Any thread may submit.
+
+    source: a store of the process; it is cloned, never used, so that its own users are not blocked.
+    """
+
+    def __init__(self, source: Any, name: str) -> None:
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        # A daemon: a store that never answers must not keep the interpreter from ending.
+        threading.Thread(target=_serve, args=(source, self._jobs), name=name, daemon=True).start()
+
+    def submit(self, op: Callable[[Any], T]) -> Future[T]:
+        """Run ``op(store)`` on the client's thread, after what was submitted before."""
+        future: Future[T] = Future()
+        self._jobs.put((future, op))
+        return future
+
+    def call(self, op: Callable[[Any], T], timeout_s: float) -> T:
+        """Submit and wait. ControlPlaneLostError: connection gone, or no answer in timeout_s."""
+        return answer(self.submit(op), timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything submitted has run; never raises, gives up after timeout_s."""
+        try:
+            self.submit(lambda _: None).result(timeout_s)
+        except Exception:  # noqa: BLE001 - leaving: the store may be gone, and that is all right
+            return
+
+    def close(self) -> None:
+        """End the thread once it is idle; harmless twice. A thread in a lost wait is left behind."""
+        self._jobs.put(None)
+
+
+def answer(future: Future[T], timeout_s: float | None) -> T:
+    """The result of a submitted operation, with store errors typed."""
+    try:
+        return future.result(timeout_s)
+    except CkptfsError:
+        raise
+    except (
+        RuntimeError,
+        OSError,
+    ) as error:  # torch's DistNetworkError, DistStoreError; TimeoutError
+        if isinstance(error, TimeoutError) and not future.done():
+            raise ControlPlaneLostError(
+                f"the store that the ranks talk through has not answered for {timeout_s:g} s",
+                hint="the process that hosts it (rank 0, or torchrun's agent) hangs or is frozen",
+            ) from None
+        raise ControlPlaneLostError(
+            f"the store that the ranks talk through is gone: {_first_line(error)}",
+            hint="the process that hosts it (rank 0, or torchrun's agent) has ended",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    store = None
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        future, op = job
+        try:
+            if store is None:
+                store = _torch.clone_store(source)
+            result = op(store)
+        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del future, op, job  # or the last value, perhaps many MiB, lives until the next job
+
+
+def connect(host: str, port: int, timeout_s: float) -> Any:
+    """A client of the TCPStore at host:port. ControlPlaneLostError within timeout_s.
+
+    On a thread: connecting to a host that does not answer holds its thread for minutes.
+    """
+    wait_s = min(timeout_s, 60.0)
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(_torch.connect_store(host, port, wait_s))
+        except BaseException as error:  # noqa: BLE001 - raised by answer()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ckptfs-connect", daemon=True).start()
+    return answer(future, wait_s + 5.0)
+
+
+# -- operations: functions of a store, for submit() -------------------------------------------
+
+
+def wait_for(store: Any, key: str) -> None:
+    """Block until the key exists."""
+    store.wait([key], _LONG)
+
+
+def put(store: Any, key: str, data: bytes) -> None:
+    """Write ``data`` under ``key``; the key itself appears last, when all of it is there."""
+    head = _put_tail(store, key, data)
+    store.set(key, head)
+
+
+def take(store: Any, key: str) -> tuple[bytes, list[str]]:
+    """Read what ``put`` or ``offer`` wrote, and all keys it lies under; the key must exist."""
+    head: bytes = store.get(key)
+    line, _, first = head.partition(b"\n")
+    count, place = line.decode().split(" ", 1)
+    rest = [f"{place}/{i}" for i in range(1, int(count))]
+    return b"".join([first, *(store.get(name) for name in rest)]), [key, *rest]
+
+
+def offer(store: Any, key: str, data: bytes) -> bool:
+    """Write ``data`` under ``key`` if nobody has; True when ours is what everybody reads."""
+    place = f"{key}.{uuid.uuid4().hex}"
+    head = _put_tail(store, place, data)
+    if bytes(store.compare_set(key, b"", head)) == head:
+        return True
+    for i in range(1, _count(data)):
+        store.delete_key(f"{place}/{i}")
+    return False
+
+
+def drop(store: Any, key: str) -> None:
+    """Delete what ``put`` or ``offer`` wrote, chunks and all; absent is fine."""
+    if store.check([key]):
+        head: bytes = store.get(key)
+        count, place = head.partition(b"\n")[0].decode().split(" ", 1)
+        for name in [f"{place}/{i}" for i in range(1, int(count))] + [key]:
+            store.delete_key(name)
+
+
+def _count(data: bytes) -> int:
+    return max(1, -(-len(data) // CHUNK_BYTES))
+
+
+def _put_tail(store: Any, place: str, data: bytes) -> bytes:
+    """Write all chunks but the first; return the first with its header, ``<chunks> <place>``."""
+    count = _count(data)
+    view = memoryview(data)
+    for i in range(1, count):
+        store.set(f"{place}/{i}", bytes(view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]))
+    return f"{count} {place}\n".encode() + bytes(view[:CHUNK_BYTES])

@@ -1,0 +1,284 @@
+"""Heartbeats: who is alive, who is silent, who is dead; one thread per process and control.
+
+    every rank, every 2 s     beat/<rank> = a number that grows
+    the coordinator           reads all beats, publishes who is silent:    watch
+    the others                read watch; one that stands still is the coordinator's own silence
+    every rank, twice a s     looks at the processes of its node (pid and start time in /proc);
+                              one that is gone is written to dead/<i>, which all ranks read
+
+So each rank reads a fixed number of keys, whatever the world's size. A rank silent for 10 s is
+named in every rank's log; what ends a waiting call is ``Monitor.alarm()``: a dead process, a
+silence of ``timeout_s``, or a store that is gone. Silence is counted on the observer's clock and
+only while the observer itself runs: one that was frozen accuses nobody when it wakes up.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, Failure
+from ckptfs.topology.client import StoreClient, answer
+from ckptfs.topology.pulse import Life, Pulses, Tempo, is_gone
+from ckptfs.topology.verdict import collective_error
+from ckptfs.topology.world import World
+
+__all__ = ["Alarm", "Monitor", "first_beat"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Why a waiting call must end: processes that are gone, or ranks silent for too long."""
+
+    dead: Mapping[int, str] = field(default_factory=dict)
+    silent: Mapping[int, float] = field(default_factory=dict)
+
+    def names(self, rank: int) -> bool:
+        """True when that rank is one of them."""
+        return rank in self.dead or rank in self.silent
+
+    def error(self, label: str, worlds: Sequence[World], timeout_s: float) -> CkptfsError:
+        """The error that the step ``label`` ends with."""
+        if self.dead:
+            kind = "ckptfs.errors.CollectiveError"
+            failures = {r: Failure(r, worlds[r].node, kind, why) for r, why in self.dead.items()}
+            return collective_error(label, failures, worlds)
+        ranks = tuple(sorted(self.silent))
+        named = "; ".join(f"rank {r} on {worlds[r].place}" for r in ranks[:8])
+        return DeadlineError(
+            f"{label}: no heartbeat for {timeout_s:g} s from {len(ranks)} of {len(worlds)} ranks: "
+            + named,
+            silent=ranks,
+            rank=ranks[0] if len(ranks) == 1 else None,
+            node=worlds[ranks[0]].node if len(ranks) == 1 else None,
+            hint="the process is frozen, its node is down or cut off",
+        )
+
+
+@dataclass
+class _Seen:
+    """What one visit to the store brought back."""
+
+    beats: dict[int, str]
+    silent: dict[int, float]
+    obituaries: list[dict[str, str]]
+
+
+def first_beat(store: Any, prefix: str, rank: int) -> None:
+    """Write a rank's keys before anybody reads them: a read of a missing key blocks."""
+    store.set(f"{prefix}/beat/{rank}", "0")
+    if rank == 0:
+        store.set(f"{prefix}/watch", "[0, {}]")
+
+
+class Monitor:
+    """The heartbeat thread of one control, and what it knows. ``alarm()`` from any thread."""
+
+    def __init__(
+        self,
+        client: StoreClient,
+        prefix: str,
+        worlds: Sequence[World],
+        lives: Sequence[Life | None],
+        rank: int,
+        *,
+        timeout_s: float,
+        tempo: Tempo,
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._worlds = worlds
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._tempo = tempo
+        node = worlds[rank].node
+        self._neighbours = {
+            r: life
+            for r, life in enumerate(lives)
+            if life is not None and r != rank and worlds[r].node == node
+        }
+        watched = [r for r in range(len(worlds)) if r != rank] if rank == 0 else [0]
+        self._pulses = Pulses(watched, 2 * tempo.beat_s)
+        self._lock = threading.Lock()
+        self._dead: dict[int, str] = {}
+        self._silent: dict[int, float] = {}
+        self._lost: ControlPlaneLostError | None = None
+        self._warned: set[int] = set()
+        self._stop = threading.Event()
+        self._count = 0
+        self._next_obituary = 0
+        self._mourned: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to beat; every rank has written its first beat."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"ckptfs-heartbeat-{self._rank}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more; returns when no further key is written, or after 2 s of a hanging store."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2.0)
+
+    def alarm(self) -> Alarm | None:
+        """Why a waiting call must end now, or None. The dead come first: they stay dead."""
+        with self._lock:
+            if self._dead:
+                return Alarm(dead=dict(self._dead))
+            silent = {r: s for r, s in self._silent.items() if s >= self._timeout_s}
+            return Alarm(silent=silent) if silent else None
+
+    @property
+    def lost(self) -> ControlPlaneLostError | None:
+        """The store does not answer; nothing can be agreed on any more."""
+        return self._lost
+
+    def with_gone(self, error: ControlPlaneLostError) -> ControlPlaneLostError:
+        """Name the processes of this node that are gone: one of them may have hosted the store."""
+        deadline = time.monotonic() + 1.0
+        gone = self.gone_neighbours()
+        while not gone and time.monotonic() < deadline:  # sockets close before their pid goes
+            time.sleep(0.05)
+            gone = self.gone_neighbours()
+        if not gone:
+            return error
+        ranks = list(gone)
+        return ControlPlaneLostError(
+            "; ".join([error.message, *(self._obituary(r, why) for r, why in gone.items())]),
+            rank=ranks[0] if len(ranks) == 1 else None,
+            node=self._worlds[ranks[0]].node,
+            hint=error.hint,
+        )
+
+    def gone_neighbours(self) -> dict[int, str]:
+        """Look at this node's processes now."""
+        return {
+            rank: "its process is gone" for rank, life in self._neighbours.items() if is_gone(life)
+        }
+
+    def keys(self) -> list[str]:
+        """Every key of the heartbeats, for whoever leaves last."""
+        beats = [f"{self._prefix}/beat/{rank}" for rank in range(len(self._worlds))]
+        dead = [f"{self._prefix}/dead/{i}" for i in range(self._next_obituary + 1)]
+        return [*beats, *dead, f"{self._prefix}/watch"]
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        visit: Future[_Seen] | None = None
+        asked = last = time.monotonic() - self._tempo.beat_s
+        news = False
+        while not self._stop.is_set():
+            now = time.monotonic()
+            news = self._bury(self.gone_neighbours()) or news
+            if visit is None and (news or now - asked >= self._tempo.beat_s):
+                asked, news, visit = now, False, self._client.submit(self._visit())
+            if visit is not None and visit.done():
+                self._integrate(visit, now - last)
+                last, visit = now, None
+            elif visit is not None and now - asked > self._timeout_s:
+                self._lose(now - asked)
+            if self._lost is not None:
+                return
+            self._stop.wait(min(self._tempo.look_s, 0.05 if visit is not None else 9.0))
+
+    def _bury(self, gone: Mapping[int, str]) -> bool:
+        with self._lock:
+            fresh = {rank: why for rank, why in gone.items() if rank not in self._dead}
+            self._dead.update(fresh)
+        for rank, why in fresh.items():
+            log.error("%s", self._obituary(rank, why))
+        return bool(fresh)
+
+    def _obituary(self, rank: int, why: str) -> str:
+        return f"rank {rank} on {self._worlds[rank].place}: {why}"
+
+    def _visit(self) -> Callable[[Any], _Seen]:
+        """The operation of one beat: write ours, read what concerns us."""
+        self._count += 1
+        count, dead, silent = self._count, dict(self._dead), dict(self._silent)
+        prefix, rank, size = self._prefix, self._rank, len(self._worlds)
+
+        def visit(store: Any) -> _Seen:
+            store.set(f"{prefix}/beat/{rank}", str(count))
+            beats, heard = {}, {}
+            if rank == 0:
+                keys = [f"{prefix}/beat/{r}" for r in range(1, size)]
+                beats = {r + 1: b.decode() for r, b in enumerate(_get_all(store, keys))}
+                store.set(f"{prefix}/watch", json.dumps([count, silent]))
+            else:
+                number, told = json.loads(store.get(f"{prefix}/watch"))
+                beats = {0: str(number)}
+                heard = {int(r): float(s) for r, s in told.items()}
+            return _Seen(beats, heard, self._exchange_obituaries(store, dead))
+
+        return visit
+
+    def _exchange_obituaries(self, store: Any, dead: Mapping[int, str]) -> list[dict[str, str]]:
+        """Read the new ones; write one if we know somebody whom none of them names."""
+        found: list[dict[str, str]] = []
+        while True:
+            key = f"{self._prefix}/dead/{self._next_obituary}"
+            ours = json.dumps({r: why for r, why in dead.items() if str(r) not in self._mourned})
+            if store.check([key]):
+                text = store.get(key).decode()
+            elif ours == "{}":
+                return found
+            else:
+                text = store.compare_set(key, "", ours).decode()
+            self._next_obituary += 1
+            found.append(json.loads(text))
+            self._mourned |= set(found[-1])
+
+    def _integrate(self, visit: Future[_Seen], elapsed_s: float) -> None:
+        try:
+            seen = answer(visit, 0.0)
+        except ControlPlaneLostError as error:
+            self._lost = error
+            return
+        for obituary in seen.obituaries:
+            self._bury({int(r): why for r, why in obituary.items() if int(r) != self._rank})
+        self._pulses.tick(elapsed_s, seen.beats)
+        own = self._pulses.silent(min(self._tempo.warn_s, self._timeout_s))
+        with self._lock:
+            self._silent = {**seen.silent, **own}
+            self._silent.pop(self._rank, None)  # the coordinator may not know yet that we woke up
+        self._warn()
+
+    def _lose(self, waited_s: float) -> None:
+        self._lost = ControlPlaneLostError(
+            f"the store that the ranks talk through has not answered for {waited_s:.1f} s",
+            hint="the process that hosts it (rank 0, or torchrun's agent) is frozen, or its node "
+            "is cut off",
+        )
+
+    def _warn(self) -> None:
+        loud = {r: s for r, s in self._silent.items() if s >= self._tempo.warn_s}
+        for rank in sorted(loud.keys() - self._warned):
+            log.warning(
+                "rank %d on %s has been silent for %.0f s; calls that wait for it end at %g s",
+                rank,
+                self._worlds[rank].place,
+                loud[rank],
+                self._timeout_s,
+            )
+        for rank in sorted(self._warned - loud.keys()):
+            log.warning("rank %d on %s is back", rank, self._worlds[rank].place)
+        self._warned = set(loud)
+
+
+def _get_all(store: Any, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]  # FileStore

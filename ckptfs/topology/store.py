@@ -1,0 +1,418 @@
+"""StoreControl: the collective step over a c10d store; no collective of the user's group.
+
+One step, over the keys of ``stepkeys`` (fresh for every control: see ``handshake``):
+
+    rank r          local(), say the value; the last to arrive wakes the coordinator
+    coordinator     claims the step ("decide"), reads all values, decides, offers the verdict
+    every rank      waits for the verdict, obeys it, acknowledges it
+
+    alarm (dead process, silence): whoever waits claims the step ("alarm") and offers the error as
+    the verdict. The claim lets one of the two happen: once the coordinator decides, only its own
+    death or silence may still end the step with an error.
+
+The verdict is set once, by compare_set: whatever was meant by however many, everybody obeys what is
+there. The coordinator deletes the keys of step k when all have arrived at k + 1; the last to close
+deletes the rest. After an alarm some keys may stay, those of late values.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from ckptfs._version import __version__
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, Failure, StateError
+from ckptfs.topology.client import StoreClient, answer, drop
+from ckptfs.topology.handshake import meet
+from ckptfs.topology.heartbeat import Alarm, Monitor, first_beat
+from ckptfs.topology.pulse import Tempo
+from ckptfs.topology.stepkeys import StepKeys
+from ckptfs.topology.verdict import (
+    Said,
+    Verdict,
+    attempt,
+    collective_error,
+    decode_said,
+    decode_verdict,
+    encode_said,
+    encode_verdict,
+    failure_of,
+    settle,
+)
+from ckptfs.topology.world import World
+
+__all__ = ["StoreControl"]
+
+T = TypeVar("T")
+
+_SLICE_S = 0.2  # how often a waiting caller looks at the monitor
+_LINGER_S = 10.0
+_LEAVE_S = 10.0  # closing never takes longer than this over a store that does not answer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What all clones of one control share."""
+
+    source: Any  # keeps the group's store alive: this process may be its host
+    pulse: StoreClient  # the heartbeat's client; also raises alarms, and never waits
+    monitor: Monitor
+    worlds: tuple[World, ...]
+    timeout_s: float
+    pid: int
+
+
+class StoreControl:
+    """One rank's end of a control plane over a c10d store; see ``Control`` for every method.
+
+    world: rank and size as the control shall have them. store: any c10d store that all ranks
+    share; it is cloned, never used. ranks: the global ranks, so that groups do not meet by mistake.
+    name: as in ``open_control``. Collective: returns when all ranks are there.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: Any,
+        *,
+        timeout_s: float,
+        ranks: tuple[int, ...] | None = None,
+        name: str = "",
+        version: str = __version__,
+    ) -> None:
+        pulse = StoreClient(store, f"ckptfs-pulse-{world.rank}")
+        tag = hashlib.sha256(repr((ranks or world.size, name)).encode()).hexdigest()[:16]
+        base = f"ckptfs/{tag}"
+
+        def prepare(client: Any, nonce: str) -> None:
+            first_beat(client, f"{base}/{nonce}", world.rank)
+
+        try:
+            met = meet(pulse, base, world, prepare, timeout_s=timeout_s, version=version)
+        except BaseException:
+            pulse.close()
+            raise
+        prefix = f"{base}/{met.nonce}"
+        monitor = Monitor(
+            pulse,
+            prefix,
+            met.worlds,
+            met.lives,
+            world.rank,
+            timeout_s=timeout_s,
+            tempo=Tempo.within(timeout_s),
+        )
+        monitor.start()
+        ground = _Ground(store, pulse, monitor, met.worlds, timeout_s, os.getpid())
+        self._setup(ground, met.worlds[world.rank], prefix)
+
+    def _setup(self, ground: _Ground, world: World, prefix: str) -> None:
+        self.world = world
+        self._ground = ground
+        self._prefix = prefix
+        self._is_root = True
+        self._index = 0
+        self._given_up: Future[Any] | None = None
+        self._clones: list[StoreControl] = []
+        self._busy = threading.Lock()
+        self._closed = False
+        self._ended: CkptfsError | None = None
+        self._stuck: Future[Any] | None = None  # a wait that was given up
+        self._io = StoreClient(ground.source, f"ckptfs-control-{world.rank}")
+        # A control that was forgotten still says goodbye, so that nobody waits for its rank.
+        self._forget_exit = _close_at_exit(self)
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """Every rank's World, in order of rank."""
+        return self._ground.worlds
+
+    @property
+    def rank(self) -> int:
+        """0 ... size - 1."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return len(self.worlds)
+
+    def clone(self) -> StoreControl:
+        """As ``Control.clone``."""
+        clone = object.__new__(StoreControl)
+        clone._setup(self._ground, self.world, f"{self._prefix}/clone{len(self._clones)}")
+        clone._is_root = False
+        self._clones.append(clone)
+        return clone
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- one step --------------------------------------------------------------------------
+
+    def step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
+    ) -> Any:
+        """As ``Control.step``."""
+        if self._closed or os.getpid() != self._ground.pid:
+            raise StateError("this control is closed, or belongs to the parent of a fork")
+        if not self._busy.acquire(blocking=False):
+            raise StateError(
+                "two threads use one control at the same time",
+                hint="give the other thread control.clone(), on every rank in the same order",
+            )
+        try:
+            if self._ended is not None:
+                raise self._ended
+            verdict, problem = self._step(label, local, decide)
+        finally:
+            self._busy.release()
+        if verdict.final:
+            self._ended = verdict.error
+        return verdict.unwrap(problem)
+
+    def _step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None
+    ) -> tuple[Verdict[Any], BaseException | None]:
+        said, problem = attempt(label, local, self.world)
+        keys = self._keys()
+        self._index += 1
+        if self._given_up is not None and not self._given_up.done():
+            self._io.close()  # a client that still waits serves nobody else
+            self._io = StoreClient(self._ground.source, f"ckptfs-control-{self.rank}")
+        if problem is not None and not isinstance(problem, Exception):
+            self._interrupted(keys, said)
+            raise problem
+        if self.rank:
+            data = self._encode(said)
+            self._io.submit(lambda store: keys.arrive(store, self.rank, data))
+            return self._obey(keys, label), problem
+        try:
+            verdict, raised = self._decide(keys, said, decide)
+        except CkptfsError:
+            raise
+        except BaseException as error:  # Ctrl-C while waiting: nobody else would decide
+            self._interrupted(keys, Said(label, failure=failure_of(error, self.world)))
+            raise
+        return verdict, problem or raised
+
+    def _keys(self) -> StepKeys:
+        """The keys of the step that comes next."""
+        return StepKeys(self._prefix, self._index, self.size)
+
+    def _encode(self, said: Said) -> bytes:
+        try:
+            return encode_said(said)
+        except Exception as error:  # noqa: BLE001 - pickle raises anything
+            return encode_said(Said(said.label, failure=failure_of(error, self.world)))
+
+    def _decide(
+        self, keys: StepKeys, own: Said, decide: Callable[[list[T]], Any] | None
+    ) -> tuple[Verdict[Any], BaseException | None]:
+        """The coordinator's part: gather, decide, offer the verdict. Also what decide raised."""
+        label = own.label
+        gathered = self._await(self._io.submit(keys.gather), keys, label)
+        if not gathered:
+            return self._obey(keys, label), None
+        read = [name for _, names in gathered for name in names]
+        self._io.submit(lambda store: keys.sweep(store, read))
+        heard = [
+            own,
+            *(self._heard(label, rank + 1, data) for rank, (data, _) in enumerate(gathered)),
+        ]
+        verdict, raised = settle(heard, decide, self.worlds)
+        try:
+            data = encode_verdict(verdict)
+        except Exception as error:  # noqa: BLE001 - pickle raises anything
+            raised = raised or error
+            failures = {0: failure_of(error, self.world)}
+            verdict = Verdict(error=collective_error(label, failures, self.worlds))
+            data = encode_verdict(verdict)
+        offered = self._io.submit(lambda store: keys.offer_verdict(store, data))
+        if not self._await(offered, keys, label):
+            return self._obey(keys, label), raised  # the others gave us up while we were silent
+        self._io.submit(keys.acknowledge)
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+        return verdict, raised
+
+    def _heard(self, label: str, rank: int, data: bytes) -> Said:
+        try:
+            return decode_said(data)
+        except Exception as error:  # noqa: BLE001 - unpickling raises anything
+            # A class that only that rank can import. Raising here would leave the others waiting.
+            return Said(label, failure=replace(failure_of(error, self.worlds[rank]), rank=rank))
+
+    def _obey(self, keys: StepKeys, label: str) -> Verdict[Any]:
+        """Wait for the verdict, whoever wrote it."""
+        data = self._await(self._io.submit(keys.read_verdict), keys, label)
+        self._io.submit(keys.acknowledge)
+        try:
+            return decode_verdict(data)
+        except Exception as error:
+            raise StateError(
+                f"the answer of {label} cannot be unpickled on this rank: {error}",
+                rank=self.rank,
+                hint="its class must be importable on every rank",
+            ) from error
+
+    def _interrupted(self, keys: StepKeys, said: Said) -> None:
+        """Ctrl-C or exit on this rank: let the others know, wait for nobody."""
+        if self.rank:
+            data = encode_said(said)
+            self._ground.pulse.submit(lambda store: keys.arrive(store, self.rank, data))
+        elif said.failure is not None:
+            failed = collective_error(said.label, {0: said.failure}, self.worlds)
+            data = encode_verdict(Verdict(error=failed))
+            self._ground.pulse.submit(lambda store: keys.end(store, data))
+        self._ground.pulse.flush(_LEAVE_S)
+
+    # -- waiting, and what ends it ---------------------------------------------------------
+
+    def _await(self, future: Future[T], keys: StepKeys, label: str) -> T:
+        """Wait for an operation that waits for other ranks, as long as they are alive."""
+        try:
+            return self._await_alive(future, keys, label)
+        except BaseException:
+            self._given_up = future
+            raise
+
+    def _await_alive(self, future: Future[T], keys: StepKeys, label: str) -> T:
+        monitor = self._ground.monitor
+        ended = False
+        while True:
+            try:
+                return future.result(_SLICE_S)
+            except (RuntimeError, OSError) as error:
+                if future.done():
+                    return self._finished(future, keys)
+                if not isinstance(error, TimeoutError):
+                    raise
+            if monitor.lost is not None:
+                raise monitor.with_gone(monitor.lost)
+            alarm = None if ended else monitor.alarm()
+            if alarm is not None:
+                ended = self._raise_alarm(alarm, keys, label)
+
+    def _finished(self, future: Future[T], keys: StepKeys) -> T:
+        """The result, or: this rank's client broke. Tell the others if the store still answers."""
+        try:
+            return answer(future, 0.0)
+        except ControlPlaneLostError as error:
+            shown = self._ground.monitor.with_gone(error)
+            data = encode_verdict(Verdict(error=shown))
+            try:
+                self._ground.pulse.call(lambda store: keys.end(store, data), _LEAVE_S)
+            except CkptfsError:
+                log.debug("nobody could be told: %s", error)  # the store is gone for all of us
+            raise shown from error
+
+    def _raise_alarm(self, alarm: Alarm, keys: StepKeys, label: str) -> bool:
+        """Offer the alarm as the step's verdict; False where it has to be looked at again."""
+        error = alarm.error(label, self.worlds, self._ground.timeout_s)
+        data = encode_verdict(Verdict(error=error, final=bool(alarm.dead)))
+
+        def end(store: Any) -> bool:
+            # Everybody has called and the coordinator is at work: its answer counts, not the fate
+            # of a rank that has already said what it had to say.
+            if not keys.claim(store, "alarm") and not alarm.names(0):
+                return False
+            keys.end(store, data)
+            return True
+
+        try:
+            return self._ground.pulse.call(end, self._ground.timeout_s)
+        except ControlPlaneLostError as lost:
+            raise self._ground.monitor.with_gone(lost) from lost
+
+    # -- leaving ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """As ``Control.close``."""
+        if self._closed or os.getpid() != self._ground.pid:
+            return
+        self._closed = True
+        for clone in self._clones:
+            clone.close()
+        if self.rank == 0:
+            self._linger()
+        if self._is_root:
+            self._ground.monitor.stop()
+        try:
+            self._ground.pulse.call(self._leave, _LEAVE_S)
+        except CkptfsError as error:
+            log.debug("left without a word: %s", error)  # the store went first: nobody listens
+        self._io.close()
+        if self._is_root:
+            self._ground.pulse.close()
+        self._forget_exit()
+
+    def _linger(self) -> None:
+        """Let the others read the last verdict: when this process ends, the store may end too."""
+        if self._index == 0:
+            return
+        last = replace(self._keys(), number=self._index - 1)
+        deadline = time.monotonic() + _LINGER_S
+        try:
+            while not self._ground.pulse.call(last.is_acknowledged, _LEAVE_S):
+                if self._ground.monitor.alarm() or time.monotonic() > deadline:
+                    return
+                time.sleep(0.005)
+        except CkptfsError as error:
+            log.debug("no reason to linger: %s", error)
+
+    def _leave(self, store: Any) -> None:
+        """Answer the step that somebody may still call; the last one out deletes everything."""
+        keys = self._keys()
+        why = f"closed its control, or ended: {self.world.place}"
+        failure = Failure(self.rank, self.world.node, "ckptfs.errors.StateError", why)
+        if self.rank == 0:
+            error = collective_error("the next step", {0: failure}, self.worlds)
+            keys.end(store, encode_verdict(Verdict(error=error, final=True)))
+        else:
+            keys.arrive(store, self.rank, encode_said(Said("", failure=failure)))
+        keys.acknowledge(store)  # so that the coordinator does not linger for this rank
+        if store.add(f"{self._prefix}/closed", 1) < self.size:
+            return
+        for number in {max(0, self._index - 1), self._index}:
+            step = replace(keys, number=number)
+            step.drop_values(store)
+            step.drop(store)
+        store.delete_key(f"{self._prefix}/closed")
+        if self._is_root:
+            drop(store, f"{self._prefix}/go")
+            for name in self._ground.monitor.keys():  # noqa: SIM118 - not a mapping
+                store.delete_key(name)
+
+
+def _close_at_exit(control: StoreControl) -> Callable[[], None]:
+    """Close at exit unless closed before; holds no reference. Returns what forgets it."""
+    held = weakref.ref(control)
+
+    def close() -> None:
+        found = held()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)
+    return lambda: atexit.unregister(close)

@@ -1,0 +1,247 @@
+"""What ranks say in a step, and the one answer that all of them obey. Pure; no store, no thread.
+
+    every rank       local() -> Said(label, value | failure)            attempt
+    coordinator      all Said -> decide -> Verdict(value | error)        settle
+    every rank       Verdict -> return the value, or raise the error     Verdict.unwrap
+
+Values travel pickled: they go between processes of one job, which trust each other. Errors never
+do: an exception class with an ``__init__`` of its own kills whoever unpickles it (needs.md row 16),
+so they travel as class path, message, errno and traceback text, and arrive as a class of
+``ckptfs.errors``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
+
+from ckptfs import errors
+from ckptfs.errors import CkptfsError, CollectiveError, Failure, StorageError
+from ckptfs.topology.world import World
+from ckptfs.uri import mask_credentials
+
+__all__ = [
+    "Said",
+    "Verdict",
+    "attempt",
+    "collective_error",
+    "decode_said",
+    "decode_verdict",
+    "encode_said",
+    "encode_verdict",
+    "failure_of",
+    "settle",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_TRACEBACK_CHARS = 8000  # the end of a traceback says what failed; the store is no log
+_SHOWN = 4  # failed ranks spelled out in a message; ``failures`` holds all of them
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one rank brings to a step: its value, or how it failed. label "": it has left."""
+
+    label: str
+    value: Any = None
+    failure: Failure | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """True for the last word of a rank that will not call again."""
+        return not self.label
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[R]):
+    """The answer of a step: a value, or the error that every rank raises.
+
+    final: a rank is gone for good, so every later step ends with this error too, at once.
+    """
+
+    value: R | None = None
+    error: CkptfsError | None = None
+    final: bool = False
+
+    def unwrap(self, cause: BaseException | None = None) -> R:
+        """Return the value or raise the error; ``cause`` is this rank's own failure, if it had."""
+        if self.error is None:
+            return self.value  # type: ignore[return-value] # None is a value too
+        if cause is not None and cause is not self.error:
+            raise self.error from cause
+        raise self.error
+
+
+def failure_of(error: BaseException, world: World) -> Failure:
+    """Describe an exception of this process as text; credentials masked."""
+    cls = type(error)
+    kind = _known_class(cls) if isinstance(error, CkptfsError) else cls
+    text = "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+    number = getattr(error, "errno", None)
+    return Failure(
+        rank=world.rank,
+        node=world.node,
+        type=f"{kind.__module__}.{kind.__qualname__}",
+        message=mask_credentials(str(error)),
+        errno=number if isinstance(number, int) else None,
+        traceback=mask_credentials(text),
+    )
+
+
+def attempt(label: str, local: Callable[[], T], world: World) -> tuple[Said, BaseException | None]:
+    """Run one rank's part. Whatever it raises is caught, Ctrl-C too: the others must be told."""
+    try:
+        return Said(label, value=local()), None
+    except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
+        return Said(label, failure=failure_of(error, world)), error
+
+
+def settle(
+    said: Sequence[Said], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
+) -> tuple[Verdict[R], BaseException | None]:
+    """Make the one answer, on the coordinator. Also returns what ``decide`` raised, if it did."""
+    here = [s for s in said if not s.has_left]
+    if len({s.label for s in here}) > 1:
+        return Verdict(error=_out_of_step(said)), None
+    failures = {rank: s.failure for rank, s in enumerate(said) if s.failure}
+    if failures:
+        error = collective_error(said[0].label, failures, worlds)
+        return Verdict(error=error, final=len(here) < len(said)), None
+    values = [s.value for s in said]
+    if decide is None:
+        return Verdict(value=values), None  # type: ignore[arg-type] # without decide R is list[T]
+    try:
+        return Verdict(value=decide(values)), None
+    except CkptfsError as error:
+        return Verdict(error=error), error
+    except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
+        failure = failure_of(error, worlds[0])
+        return Verdict(error=collective_error(said[0].label, {0: failure}, worlds)), error
+
+
+def collective_error(
+    label: str, failures: Mapping[int, Failure], worlds: Sequence[World]
+) -> CollectiveError:
+    """The error of a step that failed on these ranks: names ranks, places, nodes and messages."""
+    shown = [
+        f"rank {rank} on {worlds[rank].place}: {f.type.rsplit('.', 1)[-1]}: {f.message}"
+        for rank, f in sorted(failures.items())
+    ]
+    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    nodes = {f.node for f in failures.values()}
+    error = CollectiveError(
+        f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
+        + "; ".join(shown[:_SHOWN])
+        + more,
+        failures=dict(sorted(failures.items())),
+        rank=next(iter(failures)) if len(failures) == 1 else None,
+        node=next(iter(nodes)) if len(nodes) == 1 else None,
+    )
+    _note(error)
+    return error
+
+
+def _out_of_step(said: Sequence[Said]) -> CollectiveError:
+    ranks: dict[str, list[int]] = {}
+    for rank, s in enumerate(said):
+        ranks.setdefault(s.label or "(left)", []).append(rank)
+    calls = ", ".join(f"{label!r} on ranks {who}" for label, who in ranks.items())
+    return CollectiveError(
+        f"ranks called different things at the same time: {calls}",
+        hint="every rank must make the same collective calls in the same order; a second thread "
+        "needs a control of its own",
+    )
+
+
+def _note(error: CkptfsError, origin: str = "") -> None:
+    """Add the first remote traceback: without it nobody learns where a far rank failed."""
+    failures = getattr(error, "failures", {})
+    first = next((f for f in failures.values() if f.traceback), None)
+    text = origin or (f"rank {first.rank}:\n{first.traceback}" if first else "")
+    if text:
+        error.add_note(text)
+
+
+# -- on the wire: one line of JSON, then a pickle ---------------------------------------------
+
+
+def encode_said(said: Said) -> bytes:
+    """Bytes of what a rank says. An unpicklable value raises whatever pickle raises."""
+    head = {"label": said.label, "failure": asdict(said.failure) if said.failure else None}
+    return _pack(head, said.value)
+
+
+def decode_said(data: bytes) -> Said:
+    """The inverse of ``encode_said``. Only for bytes of this job's own ranks: it unpickles."""
+    head, body = _unpack(data)
+    failure = Failure(**head["failure"]) if head["failure"] else None
+    return Said(head["label"], None if failure else pickle.loads(body), failure)  # noqa: S301 - peers of one job
+
+
+def encode_verdict(verdict: Verdict[Any]) -> bytes:
+    """Bytes of the answer. An unpicklable value raises whatever pickle raises."""
+    error = _describe(verdict.error) if verdict.error else None
+    return _pack({"error": error, "final": verdict.final}, verdict.value)
+
+
+def decode_verdict(data: bytes) -> Verdict[Any]:
+    """The inverse of ``encode_verdict``. Only for bytes of this job's own ranks: it unpickles."""
+    head, body = _unpack(data)
+    if head["error"]:
+        return Verdict(error=_rebuild(head["error"]), final=head["final"])
+    return Verdict(value=pickle.loads(body))  # noqa: S301 - peers of one job
+
+
+def _pack(head: Mapping[str, Any], value: object) -> bytes:
+    return json.dumps(head).encode() + b"\n" + pickle.dumps(value, protocol=5)
+
+
+def _unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, body = data.partition(b"\n")
+    head: dict[str, Any] = json.loads(line)
+    return head, body
+
+
+def _known_class(cls: type[BaseException]) -> type[BaseException]:
+    """The nearest class that every rank has: the first of ``ckptfs.errors`` in the ancestry."""
+    return next(c for c in cls.__mro__ if c.__module__ == errors.__name__)
+
+
+def _describe(error: CkptfsError) -> dict[str, Any]:
+    fields = {k: v for k, v in vars(error).items() if not k.startswith("__") and k != "failures"}
+    failures = getattr(error, "failures", {})
+    return {
+        "class": _known_class(type(error)).__name__,
+        "errno": error.errno if isinstance(error, StorageError) else None,
+        "fields": {k: v for k, v in fields.items() if _is_plain(v)},
+        "failures": [asdict(f) for f in failures.values()],
+        "traceback": mask_credentials(
+            "".join(traceback.format_exception(error))[-_TRACEBACK_CHARS:]
+        ),
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, str | int | float | bool)
+
+
+def _rebuild(told: Mapping[str, Any]) -> CkptfsError:
+    cls = getattr(errors, str(told["class"]))
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in told["fields"].items()}
+    error: CkptfsError = cls.__new__(cls)
+    Exception.__init__(error, fields["message"])
+    error.__dict__.update(fields)
+    if isinstance(error, CollectiveError):
+        error.failures = {f["rank"]: Failure(**f) for f in told["failures"]}
+    if isinstance(error, StorageError):
+        error.errno = told["errno"]
+    _note(error, "" if told["failures"] else f"coordinator:\n{told['traceback']}")
+    return error

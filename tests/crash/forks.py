@@ -1,0 +1,310 @@
+"""One warmed process, one fork for every death.
+
+    test  --stdin: job-->   python -m tests.crash.forks  --fork-->  case  --fork-->  victim
+          <-stdout: verdicts--                             `--> judge
+
+The warmed process has imported the commit layer, once, and holds no thread: a fork of it costs
+milliseconds and inherits no lock. Each case works on a copy of what lay there before.
+
+    kill   SIGKILL to the process that holds all ranks
+    alone  one rank dies, the others live on to see it
+    cut    the power goes: what was not synced is gone, or (lucky) some of it is
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ckptfs.commit.seat import Seat
+from ckptfs.errors import CkptfsError
+from ckptfs.testing.disk import Fsync, PowerCut, SimulatedDisk
+from ckptfs.testing.world import SimulatedDeath
+from tests.crash.rig import (
+    SCENARIOS,
+    Layout,
+    Mortal,
+    Point,
+    Scenario,
+    judge,
+    points,
+    prepare,
+    seats,
+    values,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+CASE_TIMEOUT_S = 60
+WORKERS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the warmed process is asked: which deaths of which victim.
+
+    how: kill, alone, cut, or "sites" (list the fsyncs). deaf: a site whose fsyncs the disk ignores.
+    lucky: seeds of what survives a power cut unsynced; 0: nothing does. first: stop at a trouble.
+    """
+
+    scenario: str
+    layout: Layout
+    how: str = "kill"
+    stride: int = 1
+    deaf: str | None = None
+    lucky: tuple[int, ...] = (0,)
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one death: "old" or "new", or the trouble that the judge found."""
+
+    point: Point
+    end: str
+    trouble: str = ""
+
+
+def ask(job: Job) -> list[Any]:
+    """Run a job in a warmed process of its own; its answers."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.crash.forks"],
+        input=json.dumps(asdict(job)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def deaths(job: Job) -> list[Verdict]:
+    """Let the victim die at every point (every ``stride``-th) and judge each death."""
+    return [Verdict(Point(**told["point"]), told["end"], told["trouble"]) for told in ask(job)]
+
+
+def fsync_sites(scenario: str, layout: Layout) -> list[str]:
+    """Every place in the code that calls fsync, told apart by what it syncs."""
+    return [str(site) for site in ask(Job(scenario, layout, "sites"))]
+
+
+_UNIQUE = (
+    (r"\d{8}T\d{6}-[0-9a-f]{12}(?![0-9a-f])", "<save>"),
+    (r"\d{8}T\d{6}-[0-9a-f]{16}", "<write>"),
+    (r"\.(partial|probe)-[0-9a-f]+", r".\1"),
+    (r"/\d+-[0-9a-f]{8}", "/<generation>"),
+    (r"[0-9a-f]{32}", "<id>"),
+)
+
+
+def site_of(call: Fsync, base: str) -> str:
+    """The place in the code: the functions of the storage, and the key without its unique parts."""
+    key = call.path.removeprefix(base)
+    for pattern, name in _UNIQUE:
+        key = re.sub(pattern, name, key)
+    return f"{call.site} {key or '/'}"
+
+
+# -- the warmed process -------------------------------------------------------------------------
+
+
+def _main() -> None:
+    told = json.load(sys.stdin)
+    job = Job(**{**told, "layout": Layout(**told["layout"])})
+    scenario = SCENARIOS[job.scenario]
+    base = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+    gc.collect()
+    gc.freeze()  # the forks share what is warm: collecting it would copy it
+    try:
+        found = json.loads(_in_child(lambda: _survey(job, scenario, base)))
+        if job.how == "sites":
+            for site in found:
+                print(json.dumps(site))
+            return
+        todo = [Point(**p) for p in found][:: job.stride]
+        for verdict in _judge_all(job, scenario, base, todo):
+            print(json.dumps(asdict(verdict)), flush=True)
+            if job.first and verdict.trouble:
+                return
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+    assert "torch" not in sys.modules, "the commit layer imported torch"
+
+
+def _survey(job: Job, scenario: Scenario, base: str) -> str:
+    """Make what lay there before; find where the victim can die."""
+    prepare(scenario, job.layout, f"{base}/before")
+    trial = f"{base}/trial"
+    shutil.copytree(f"{base}/before", trial)
+    if job.how in ("kill", "alone"):
+        return json.dumps([asdict(point) for point in points(scenario, job.layout, trial)])
+    disk = SimulatedDisk(trial)
+    values(seats(job.layout, trial, scenario.victim, job="victim", posix=disk))
+    if job.how == "sites":
+        return json.dumps(sorted({site_of(call, trial) for call in disk.fsyncs}))
+    # The cut after everything was acknowledged comes first: it shows most.
+    last = disk.calls + 1
+    cuts = [Point(seed, n, "cut") for seed in job.lucky for n in (last, *range(1, last))]
+    return json.dumps([asdict(point) for point in cuts])
+
+
+def _in_child(work: Callable[[], str]) -> str:
+    """Run ``work`` in a fork, so that no thread of it stays here."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(reader)
+        code = 1
+        try:
+            with os.fdopen(writer, "w") as pipe:
+                pipe.write(work())
+            code = 0
+        except BaseException:  # noqa: BLE001 - reported by the exit code and stderr
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"a child of the warmed process failed: {status}"
+    return text
+
+
+def _judge_all(
+    job: Job, scenario: Scenario, base: str, todo: Sequence[Point]
+) -> Iterator[Verdict]:
+    running: dict[int, tuple[Point, int]] = {}
+    waiting = list(enumerate(todo))[::-1]
+    try:
+        while waiting or running:
+            while waiting and len(running) < WORKERS:
+                number, point = waiting.pop()
+                reader, writer = os.pipe()
+                if (pid := os.fork()) == 0:
+                    os.close(reader)
+                    _case(job, scenario, base, f"{base}/case-{number}", point, writer)
+                os.close(writer)
+                running[pid] = (point, reader)
+            pid, status = os.wait()
+            point, reader = running.pop(pid)
+            with os.fdopen(reader) as pipe:
+                text = pipe.read()
+            if status != 0 or not text:
+                yield Verdict(point, "", text or f"the case ended with status {status}")
+                continue
+            told = json.loads(text)
+            yield Verdict(point, told["end"], told["trouble"])
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _case(
+    job: Job, scenario: Scenario, base: str, place: str, point: Point, writer: int
+) -> NoReturn:
+    """One death and its judgement, in a fork; ends the process."""
+    signal.alarm(CASE_TIMEOUT_S)  # a hang is a verdict too
+    end, trouble = "", ""
+    try:
+        shutil.copytree(f"{base}/before", place)
+        if job.how == "cut":
+            place, acknowledged = _cut(job, scenario, place, point)
+            told = _Told("A" if acknowledged else "")
+        else:
+            told = _die(job, scenario, place, point)
+        end = judge(
+            scenario, job.layout, place, acknowledged="A" in told.text, failed="F" in told.text
+        )
+    except BaseException:  # noqa: BLE001 - the verdict of this case
+        trouble = traceback.format_exc()
+    shutil.rmtree(place, ignore_errors=True)
+    with os.fdopen(writer, "w") as pipe:
+        json.dump({"end": end, "trouble": trouble}, pipe)
+    os._exit(0)
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A: some rank was told that the save is committed. F: that it surely failed. U: unknown."""
+
+    text: str
+
+
+def _die(job: Job, scenario: Scenario, base: str, point: Point) -> _Told:
+    """Let the victim run into its death, in a fork."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.close(reader)
+        plan = Mortal(point.nth, point.when, alone=job.how == "alone")
+        body = _reporting(scenario.victim, writer)
+        seats(job.layout, base, body, job="victim", plans={point.rank: plan})
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        told = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    assert killed or status == 0, f"the victim ended with status {status}: {told}"
+    assert "?" not in told, f"a survivor met an error of no type of ours: {told}"
+    return _Told(told)
+
+
+def _reporting(victim: Callable[[Seat], Any], writer: int) -> Callable[[Seat], None]:
+    def body(seat: Seat) -> None:
+        try:
+            victim(seat)
+        except (SimulatedDeath, PowerCut):
+            raise
+        except CkptfsError as error:
+            os.write(writer, b"F" if error.outcome == "failed" else b"U")
+            raise
+        except BaseException as error:
+            os.write(writer, f"? {error!r}".encode())
+            raise
+        os.write(writer, b"A")
+
+    return body
+
+
+def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> tuple[str, bool]:
+    """Cut the power at a system call; where the machine finds its disk again, and whether any rank
+    had been told "committed" by then."""
+    threading.excepthook = lambda _: None  # timers of a machine without power
+    disk = SimulatedDisk(
+        place,
+        crash_at=point.nth,
+        deaf_to=lambda call: job.deaf is not None and site_of(call, place) == job.deaf,
+    )
+    ends = seats(job.layout, place, scenario.victim, job="victim", posix=disk)
+    if not disk.is_off:
+        disk.cut()
+    for end in ends:
+        known = isinstance(end.error, PowerCut | CkptfsError | None)
+        assert known, f"an error of no type of ours: {end.error!r}"
+    luck = random.Random(point.rank)
+    after = f"{place}-after"
+    disk.materialise(after, lucky=lambda _: point.rank > 0 and luck.random() < 0.5)
+    shutil.rmtree(place)
+    return after, any(end.error is None for end in ends)
+
+
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,490 @@
+"""The rig of the crash tests: one small run, who sits at it, and how its state is judged.
+
+    layout    which ranks there are, on which nodes, and whether the nodes share the disk
+    scenario  what lay there before, and what the victim was doing when it died
+    judge     readers and stock's eyes on every node; then the next writer; then readers again
+
+No torch here. A data file says which save and rank wrote it, so that a mix of two saves shows.
+``.metadata`` is a stand-in: it lists the files that a stock reader would open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.commit.artifact import collected_files
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.catalog import Found, list_live, list_unlogged, read_view
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.locate import locate
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ops import drive
+from ckptfs.commit.run import Mode, Run, claim
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.posix import Posix
+from ckptfs.testing.faults import Action, Fail, FaultyStorage, Kill, Plan, When
+from ckptfs.testing.readonly import ReadOnlyStorage
+from ckptfs.testing.world import End, SimulatedDeath, simulate
+from ckptfs.topology.control import Control
+from ckptfs.uri import Uri
+
+RUN = "run"
+DATA_BYTES = 3000
+State = Mapping[str, str]  # name of a checkpoint -> label of the save that it shows
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The node of each rank, and whether all nodes see one disk."""
+
+    nodes: tuple[str, ...]
+    shared: bool
+
+    def directory(self, base: str, node: str) -> str:
+        """Where the run lies for a node."""
+        return f"{base}/{RUN}" if self.shared else f"{base}/{node}/{RUN}"
+
+    def directories(self, base: str) -> dict[str, str]:
+        """One directory per domain, by the first node that sees it."""
+        out: dict[str, str] = {}
+        for node in self.nodes:
+            if (path := self.directory(base, node)) not in out.values():
+                out[node] = path
+        return out
+
+    def ranks_at(self, node: str) -> list[int]:
+        """The ranks whose files lie in the domain of ``node``."""
+        return [r for r, n in enumerate(self.nodes) if self.shared or n == node]
+
+
+SOLO = Layout(("a",), shared=True)
+ONE_DOMAIN = Layout(("a", "a", "b"), shared=True)  # an owner, a mere writer, another node's lead
+TWO_DOMAINS = Layout(("a", "b"), shared=False)
+TWO_FULL_DOMAINS = Layout(("a", "a", "b"), shared=False)
+
+
+# -- what ranks do ------------------------------------------------------------------------------
+
+
+def contents(label: str, rank: int) -> bytes:
+    """The bytes of one rank's file in one save."""
+    line = f"{label} of rank {rank}\n".encode()
+    return (line * (DATA_BYTES // len(line) + 1))[:DATA_BYTES]
+
+
+def save(seat: Seat, name: str, label: str, run: Run | None = None, *, replace: bool = False) -> str:
+    """One save over all ranks; abandons on failure, as the callers of Attempt do."""
+    spec = SaveSpec(
+        name,
+        None,
+        IfExists.REPLACE if replace else IfExists.ERROR,
+        run=None if run is None else run.generation,
+    )
+    attempt = Attempt(seat, spec)
+    rank = seat.control.rank
+
+    def write() -> WrittenPart:
+        data = contents(label, rank)
+        with seat.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
+            writer.write(data)
+        path = f"{attempt.save_id}/__{rank}_0.distcp"
+        return WrittenPart((FileRecord(path, len(data), seat.placement.mine.id),))
+
+    def finish(parts: list[WrittenPart]) -> dict[str, bytes]:
+        paths = [f.path for part in parts for f in part.files]
+        return {".metadata": json.dumps({"label": label, "files": paths}).encode()}
+
+    try:
+        attempt.begin()
+        return attempt.commit(write, finish).save_id
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+def save_directory(seat: Seat, name: str, label: str) -> None:
+    """A commit of files with plain names, as checkpoint_dir makes it."""
+    attempt = Attempt(seat, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    rank = seat.control.rank
+    try:
+        attempt.begin()
+        with collected_files(attempt) as collector:
+            with open(f"{collector.path}/plain_{rank}_0.distcp", "wb") as file:
+                file.write(contents(label, rank))
+            seat.control.step("leave", lambda: None)
+            attempt.commit(collector.write, collector.finish)
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+Body = Callable[[Seat], Any]
+
+
+def seats(
+    layout: Layout,
+    base: str,
+    body: Body,
+    *,
+    job: str,
+    write: bool = True,
+    plans: Mapping[int, Plan] | None = None,
+    posix: Posix | None = None,
+    read_only: bool = False,
+) -> list[End[Any]]:
+    """Run ``body(seat)`` on every rank of the layout."""
+
+    def sit(control: Control) -> Any:
+        where = layout.directory(base, control.world.node)
+        root = Uri.parse(f"/simulated/{RUN}")  # the same on every node, as node-local paths are
+        storage: Storage = LocalStorage(root, posix=posix, directory=where)
+        if plans and control.rank in plans:
+            storage = FaultyStorage(storage, plans[control.rank])
+        guard = ReadOnlyStorage(storage) if read_only else None
+        storage = guard or storage
+        value = body(sit_down(control, storage, Place(), write=write))
+        assert guard is None or guard.refused == 0, "a reader tried to write"
+        return value
+
+    return simulate(len(layout.nodes), sit, nodes=layout.nodes, job_id=job, timeout_s=20.0)
+
+
+def values(ends: Sequence[End[Any]]) -> list[Any]:
+    """The values of all ranks; raises the first error."""
+    return [end.get() for end in ends]
+
+
+# -- scenarios ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """before: makes what lies there; victim: what is killed. old, new: the states allowed.
+
+    between: further states that a reader may see until the next owner came. foreign: files put
+    there by somebody else, that must survive: paths below the run, the same in every domain.
+    """
+
+    before: Body
+    victim: Body
+    old: State
+    new: State
+    between: tuple[State, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+
+def _one(seat: Seat) -> None:
+    save(seat, "step_1", "one")
+
+
+def _fresh(seat: Seat) -> None:
+    save(seat, "step_2", "two")
+
+
+def _fenced_fresh(seat: Seat) -> None:
+    with claim(seat) as run:
+        save(seat, "step_2", "two", run)
+
+
+def _replaced_once(seat: Seat) -> None:
+    save(seat, "step_1", "one")
+    with claim(seat) as run:
+        save(seat, "step_1", "uno", run, replace=True)
+
+
+def _replace_again(seat: Seat) -> None:
+    # The first one goes now: its successor has a successor.
+    with claim(seat) as run:
+        save(seat, "step_1", "eins", run, replace=True)
+
+
+def _two(seat: Seat) -> None:
+    save(seat, "step_1", "one")
+    save(seat, "step_2", "two")
+
+
+def _overwrite(seat: Seat) -> None:
+    with claim(seat, Mode.OVERWRITE) as run:
+        save(seat, "step_3", "three", run)
+
+
+def _directory(seat: Seat) -> None:
+    save_directory(seat, "step_2", "two")
+
+
+def _nothing(seat: Seat) -> None:
+    del seat
+
+
+def _birth(seat: Seat) -> None:
+    save(seat, "step_1", "one")
+
+
+SCENARIOS = {
+    "birth": Scenario(_nothing, _birth, {}, {"step_1": "one"}),
+    "directory": Scenario(_one, _directory, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
+    "fresh": Scenario(_one, _fresh, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
+    "fenced": Scenario(
+        _one,
+        _fenced_fresh,
+        {"step_1": "one"},
+        {"step_1": "one", "step_2": "two"},
+        # A driver's save_object got there first: the step directory exists.
+        foreign=("step_1/notes.txt", "step_2/data.pt", "step_9/only.pt"),
+    ),
+    "replace": Scenario(
+        _replaced_once,
+        _replace_again,
+        {"step_1": "uno"},
+        {"step_1": "eins"},
+        foreign=("step_1/notes.txt",),
+    ),
+    "overwrite": Scenario(
+        _two,
+        _overwrite,
+        {"step_1": "one", "step_2": "two"},
+        {"step_3": "three"},
+        between=({},),
+        foreign=("step_1/notes.txt", "mine/backup.bin"),
+    ),
+}
+
+
+def prepare(scenario: Scenario, layout: Layout, base: str) -> None:
+    """What lay there before the victim came."""
+    os.makedirs(base)
+    if scenario.before is _nothing:
+        return
+    for path in layout.directories(base).values():
+        os.makedirs(path)
+        for name in scenario.foreign:
+            os.makedirs(os.path.dirname(f"{path}/{name}"), exist_ok=True)
+            with open(f"{path}/{name}", "w", encoding="utf-8") as file:
+                file.write(f"foreign {name}")
+    values(seats(layout, base, scenario.before, job="before"))
+
+
+# -- where it dies ------------------------------------------------------------------------------
+
+HALVES = frozenset({"write", "create", "replace", "make_dir", "remove_tree"})
+
+
+@dataclass(frozen=True)
+class Point:
+    """The moment: before, or half-way through, the ``nth`` operation of ``rank``."""
+
+    rank: int
+    nth: int
+    when: str = "before"
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, {self.when} operation {self.nth}"
+
+
+class Mortal(Plan):
+    """Ends the process, or (alone=True) this rank only, at one operation; counts from 1.
+
+    A rank that died alone may do nothing any more: its thread still runs its ``finally`` blocks.
+    """
+
+    def __init__(self, nth: int | None, when: str, *, alone: bool) -> None:
+        super().__init__()
+        self._nth, self._when, self._alone = nth, When(when), alone
+        self.names: list[tuple[str, str]] = []
+
+    def begin(self, op: str, key: str) -> Action | None:
+        if op == "touch":  # from a timer's thread, at no fixed place in the order
+            return Fail(SimulatedDeath()) if self._dead() else None
+        with self._lock:
+            was_dead = self._dead()
+            self.names.append((op, key))
+            if self._nth is None or len(self.names) < self._nth:
+                return None
+            if not self._alone:
+                return Kill(self._when)
+            return Fail(SimulatedDeath(), When.BEFORE if was_dead else self._when)
+
+    def _dead(self) -> bool:
+        return self._nth is not None and len(self.names) >= self._nth
+
+
+def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
+    """Every moment of every rank, found by letting the victim live once. Uses up ``base``."""
+    plans = {rank: Mortal(None, "before", alone=True) for rank in range(len(layout.nodes))}
+    values(seats(layout, base, scenario.victim, job="victim", plans=plans))
+    for rank, plan in plans.items():
+        for nth, (op, _) in enumerate(plan.names, 1):
+            yield Point(rank, nth)
+            if op in HALVES:
+                yield Point(rank, nth, "half")
+
+
+# -- the judge ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Sight:
+    """What one look at a run found. local: what each rank's node lists by itself."""
+
+    state: dict[str, str] = field(default_factory=dict)
+    local: list[set[str]] = field(default_factory=list)
+
+
+def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
+    """Read everything there is, through every rank, with a storage that refuses to write."""
+
+    def read(seat: Seat) -> tuple[dict[str, str], set[str]]:
+        seen = {}
+        for name in names:
+            try:
+                found = locate(seat, name)
+            except NotFoundError:
+                continue
+            seen[name] = _label(seat, found)
+        view = drive(read_view(), seat.storage)
+        views = {} if view is None else dict([view])
+        unlogged = drive(list_unlogged(views, seat.storage.root), seat.storage)
+        assert not unlogged, f"not in the log, yet listed: {unlogged}"
+        return seen, {seal.name for seal in list_live(views)}
+
+    found = values(seats(layout, base, read, job="reader", write=False, read_only=True))
+    states = [state for state, _ in found]
+    assert all(state == states[0] for state in states), f"ranks see different states: {states}"
+    return Sight(states[0], [names for _, names in found])
+
+
+def _label(seat: Seat, found: Found) -> str:
+    """Read this rank's share of a checkpoint, bit by bit."""
+    assert found.manifest is not None
+    files = [f for f in found.manifest.files if f.path.endswith(".distcp")]
+    if found.manifest.artifact is Kind.DIRECTORY:
+        here = next(f for f in files if f.domain == seat.placement.mine.id)
+        label = seat.storage.read(f"{found.home}/{here.path}").decode().split()[0]
+    else:
+        said = json.loads(seat.storage.read(found.metadata))
+        label = str(said["label"])
+        assert sorted(f.path for f in files) == sorted(said["files"])
+    for record in files:
+        if record.domain == seat.placement.mine.id:
+            data = seat.storage.read(f"{found.home}/{record.path}")
+            wanted = contents(label, rank_of(record.path))
+            assert data == wanted, f"{record.path} is not what {label} wrote"
+    return label
+
+
+def rank_of(path: str) -> int:
+    """The rank that wrote a file."""
+    return int(path.rsplit("/", 1)[-1].split("_")[-2])
+
+
+def stock_look(layout: Layout, base: str) -> dict[str, set[str]]:
+    """What a reader sees that knows only step_N and its .metadata: labels by name, all domains.
+
+    A ``.metadata`` whose files are missing or of another save fails here.
+    """
+    seen: dict[str, set[str]] = {}
+    for node, path in layout.directories(base).items():
+        for name in sorted(os.listdir(path)) if os.path.exists(path) else ():
+            if name != ".ckptfs" and (found := _stock_label(f"{path}/{name}", layout, node)):
+                seen.setdefault(name, set()).add(found)
+    return seen
+
+
+def _stock_label(step: str, layout: Layout, node: str) -> str | None:
+    mine = layout.ranks_at(node)
+    paths = [f"plain_{rank}_0.distcp" for rank in mine]
+    if os.path.exists(f"{step}/.metadata"):
+        with open(f"{step}/.metadata", encoding="utf-8") as file:
+            said = json.load(file)
+        label, paths = said["label"], [p for p in said["files"] if rank_of(p) in mine]
+    elif os.path.exists(f"{step}/{paths[0]}"):
+        with open(f"{step}/{paths[0]}", encoding="utf-8") as file:
+            label = file.read().split()[0]
+    else:
+        return None
+    for path in paths:
+        with open(f"{step}/{path}", "rb") as data:
+            assert data.read() == contents(label, rank_of(path)), f"a mix in {step}"
+    return str(label)
+
+
+def judge(scenario: Scenario, layout: Layout, base: str, *, acknowledged: bool, failed: bool) -> str:
+    """Everything that must hold after the victim's death. Returns "old" or "new"."""
+    names = sorted({*scenario.old, *scenario.new})
+    first = look(layout, base, names)
+    allowed = [scenario.old, scenario.new, *scenario.between]
+    assert first.state in allowed, f"neither old nor new: {first.state}"
+    assert not acknowledged or first.state == scenario.new, "an acknowledged save is gone"
+    assert not failed or first.state != scenario.new, "a save that surely failed is there"
+    if first.state in (scenario.old, scenario.new):
+        _check_local(layout, first)
+    _check_stock(stock_look(layout, base), first.state, scenario)
+
+    # The next writer: recovers, goes on, leaves in peace.
+    def go_on(seat: Seat) -> None:
+        with claim(seat) as run:
+            save(seat, "next", "next", run)
+
+    values(seats(layout, base, go_on, job="next"))
+    after = look(layout, base, [*names, "next"])
+    settled = {name: label for name, label in after.state.items() if name != "next"}
+    assert after.state.get("next") == "next"
+    if first.state in (scenario.old, scenario.new):
+        assert settled == first.state, f"recovery changed {first.state} to {settled}"
+    assert settled in (scenario.old, scenario.new), f"neither old nor new: {settled}"
+    assert all(local == set(after.state) for local in after.local), after.local
+    stock = stock_look(layout, base)
+    assert stock == {name: {label} for name, label in after.state.items()}, f"stock sees {stock}"
+    _check_clean(scenario, layout, base, after.state)
+    return "new" if settled == scenario.new else "old"
+
+
+def _check_local(layout: Layout, sight: Sight) -> None:
+    """One node's list: everything where it knows everything, never more than there is."""
+    for local in sight.local:
+        assert local <= set(sight.state), f"listed, not to be found: {local - set(sight.state)}"
+        if layout.shared:
+            assert local == set(sight.state)
+
+
+def _check_stock(stock: dict[str, set[str]], state: State, scenario: Scenario) -> None:
+    """Never newer than the commit; older in two windows: from the commit to the projection, and
+    from a delete entry to the removal."""
+    for name, labels in stock.items():
+        allowed = {scenario.old.get(name), state.get(name)}
+        assert labels <= allowed, f"stock sees {labels} of {name}, the log says {state}"
+
+
+def _check_clean(scenario: Scenario, layout: Layout, base: str, state: State) -> None:
+    """Nothing of a dead attempt is left; what somebody else put there is."""
+    for path in layout.directories(base).values():
+        left = os.listdir(f"{path}/.ckptfs/attempts")
+        assert not left, f"dead attempts are left: {left}"
+        trash = f"{path}/.ckptfs/trash"
+        left = [f"{top}/{n}" for top, _, files in os.walk(trash) for n in files]
+        assert not left, f"in the trash: {left}"
+        assert len(os.listdir(trash)) <= 1, f"older trash: {os.listdir(trash)}"
+        for name in scenario.foreign:
+            with open(f"{path}/{name}", encoding="utf-8") as file:
+                assert file.read() == f"foreign {name}"
+        _check_steps(path, scenario, state)
+
+
+def _check_steps(path: str, scenario: Scenario, state: State) -> None:
+    """Step directories hold live saves, replaced ones that still wait, and foreign files."""
+    foreign = {name.split("/")[0] for name in scenario.foreign}
+    for name in os.listdir(path):
+        assert name == ".ckptfs" or name in state or name in foreign, f"left over: {name}"
+        if name in (".ckptfs", *state):
+            continue
+        found = {f"{name}/{n}" for n in os.listdir(f"{path}/{name}")}
+        assert found <= set(scenario.foreign), f"left over: {found - set(scenario.foreign)}"

@@ -1,0 +1,199 @@
+"""Data files: torch's own blobs at known places; several writer threads whose errors all count."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+import ckptfs.errors
+from ckptfs.dcp.crossing import crossing
+from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.layout import Written, write_files
+from ckptfs.dcp.pipeline import plan_save, storage_data_of, written_part
+from ckptfs.dcp.resolve import host_tensor, memory_of
+from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NoSpaceError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
+from ckptfs.topology.control import SoloControl
+from tests.dcp.fake_ranks import source
+
+STATE = {f"w{n}": torch.arange(50_000.0) + n for n in range(8)} | {"step": 3}
+
+
+def write_state(storage: Storage, threads: int = 1, state: Any = None) -> Written:
+    """All of STATE into save-1/ by this process alone."""
+    planned = plan_save(STATE if state is None else state, SoloControl())
+    storage.make_dir("save-1")
+    return write_files(
+        storage,
+        "save-1/",
+        0,
+        planned.items,
+        planned.planner.resolve_data,
+        engine=buffered_engine,
+        threads=threads,
+    )
+
+
+def test_items_are_exactly_what_torch_saves(tmp_path: Path) -> None:
+    """At every place lies what torch.save writes, and its payload is the tensor's memory."""
+    state = {"big": torch.randn(700_000), "small": torch.ones(3), "none": torch.empty(0)}
+    written = write_state(open_storage(tmp_path), state=state)
+    data = (tmp_path / "save-1" / "__0_0.distcp").read_bytes()
+    digests = source(open_storage(tmp_path))
+    assert digests.sidecars == {"save-1/__0_0.distcp": "save-1/__0_0.xxh3"}
+    from ckptfs.commit.digests import decode_digests
+
+    raw = (tmp_path / "save-1" / "__0_0.xxh3").read_bytes()
+    items = decode_digests(raw, "x").items
+    for (name, tensor), place, item in zip(
+        state.items(), written.placed[0], items, strict=True
+    ):
+        blob = io.BytesIO()
+        torch.save(tensor, blob)
+        assert data[place.offset : place.offset + place.length] == blob.getvalue(), name
+        start = item.offset + item.payload_offset
+        payload = data[start : start + item.payload_length]
+        assert payload == bytes(memory_of(tensor)), name
+
+
+def test_large_tensors_are_not_copied() -> None:
+    """Contiguous host memory goes out as it is; only what has to be is copied."""
+    wide = torch.arange(1000.0)
+    assert host_tensor(wide).data_ptr() == wide.data_ptr()
+    view = host_tensor(wide[10:20])
+    assert view.data_ptr() == wide.data_ptr() + 40
+    assert view.untyped_storage().nbytes() == 40
+    assert host_tensor(wide[::2]).tolist() == wide[::2].tolist()
+    assert host_tensor(torch.nn.Parameter(wide)).requires_grad is False
+
+
+@contextmanager
+def _stock_without_space() -> Iterator[type[FileSystem]]:
+    """Stock's file system with a full disk below the second file of a rank."""
+
+    class Full(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+            if "__0_1" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            with super().create_stream(path, mode) as stream:
+                yield stream
+
+    yield Full
+
+
+def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
+    """needs.md row 1: ENOSPC in one writer thread is the save's error, and nothing is lost quietly.
+
+    Stock DCP, beside it, returns success, commits .metadata and misses a file.
+    """
+    with _stock_without_space() as full:
+        writer = FileSystemWriter(tmp_path / "stock", thread_count=4)
+        writer.fs = full()
+        dcp.save(STATE, storage_writer=writer, no_dist=True)
+        metadata = pickle.loads((tmp_path / "stock" / ".metadata").read_bytes())
+        files = {info.relative_path for info in metadata.storage_data.values()}
+        # One thread's items are in no file and in no metadata, and nobody was told.
+        assert set(metadata.state_dict_metadata) > {i.fqn for i in metadata.storage_data}
+        assert "__0_1.distcp" not in files
+    inner = open_storage(tmp_path)
+    fault = Fault("write", "*__0_1.distcp", 1, Fail("ENOSPC"))
+    with pytest.raises(NoSpaceError, match="__0_1"):
+        write_state(FaultyStorage(inner, Plan([fault])), threads=4)
+    assert not [e.name for e in inner.list("save-1") if e.name.startswith("__0_1")]
+
+
+def test_every_failed_thread_is_named(tmp_path: Path) -> None:
+    """Two threads fail: the error is typed and its text tells both."""
+    faults = [Fault("close", f"*__0_{n}.distcp", 1, Fail("ENOSPC")) for n in range(4)]
+    with pytest.raises(NoSpaceError) as caught:
+        write_state(FaultyStorage(open_storage(tmp_path), Plan(faults)), threads=4)
+    told = str(caught.value)
+    assert sum(f"__0_{n}.distcp" in told for n in range(4)) >= 1
+    names = [e.name for e in open_storage(tmp_path).list("save-1")]
+    assert not [name for name in names if name.endswith(".distcp")]
+
+
+def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:
+    """An error while resolving an item leaves no partial file."""
+    storage = open_storage(tmp_path)
+    planned = plan_save(STATE, SoloControl())
+    storage.make_dir("save-1")
+
+    def broken(item: Any) -> Any:
+        if item.index.fqn == "w3":
+            raise MemoryError("no memory for w3")
+        return planned.planner.resolve_data(item)
+
+    with pytest.raises(MemoryError):
+        write_files(storage, "save-1/", 0, planned.items, broken, engine=buffered_engine)
+    assert os.listdir(tmp_path / "save-1") == []
+
+
+def test_planned_and_written_are_compared(tmp_path: Path) -> None:
+    """A writer that loses an item does not get its save committed."""
+    planned = plan_save(STATE, SoloControl())
+    written = write_state(open_storage(tmp_path))
+    part = written_part(written, "save-1", None)
+    assert len(storage_data_of(planned.indexes, [part])) == 9
+    import dataclasses
+
+    lost = dataclasses.replace(part, payload=part.payload[:-20])
+    with pytest.raises(IncompleteCheckpointError, match="planned 9 items and wrote 8"):
+        storage_data_of(planned.indexes, [lost])
+
+
+def test_counters_are_the_bytes_on_disk(tmp_path: Path) -> None:
+    """Counted while writing, equal to what lies there; no stat was needed."""
+    written = write_state(open_storage(tmp_path), threads=2)
+    on_disk = sum(f.stat().st_size for f in (tmp_path / "save-1").iterdir())
+    assert written.counters.size_bytes == on_disk
+    assert written.counters.files == 4
+    assert written.counters.items == 9
+
+
+# -- needs.md row 16: what crosses torch ---------------------------------------------------------
+
+
+class Unpicklable(Exception):  # noqa: N818
+    """An exception whose constructor wants more than its text, as many libraries have."""
+
+    def __init__(self, code: int, where: str) -> None:
+        super().__init__(f"{where}: {code}")
+
+
+def test_need_16_errors_that_cross_torch_can_be_unpickled() -> None:
+    """needs.md row 16: an exception class with its own __init__ becomes a plain error with its text."""
+    with pytest.raises(TypeError):
+        pickle.loads(pickle.dumps(Unpicklable(5, "s3://user:secret@bucket")))
+    with pytest.raises(CkptfsError, match="Unpicklable") as caught, crossing(3):
+        raise Unpicklable(5, "s3://user:secret@bucket")
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert back.rank == 3
+    assert "secret" not in str(back)
+
+
+@pytest.mark.parametrize("name", ckptfs.errors.__all__)
+def test_our_errors_cross_as_themselves(name: str) -> None:
+    """Every error of the tree arrives as its own type, with the rank."""
+    kind = getattr(ckptfs.errors, name)
+    if not (isinstance(kind, type) and issubclass(kind, CkptfsError)):
+        return
+    with pytest.raises(kind) as caught, crossing(2):
+        raise kind("it failed", uri="s3://b/k")
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert (type(back), back.rank, str(back)) == (kind, 2, str(caught.value))

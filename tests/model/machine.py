@@ -1,0 +1,187 @@
+"""Generators as automata: the search needs processes that can be copied, compared and gone back to.
+
+    Machine(make)             make() starts one program
+    .start                    number of its first node
+    .op(node)                 the operation it waits with, or None: it has ended
+    .step(node, reply)        the node after that reply
+
+A node is one *local state*: equal code position, locals, closures and evaluation stack (a loop's
+iterator lives there) in every suspended frame. Two histories that lead to equal local states share
+a node, which is what keeps the search small. A generator cannot be copied, so the second way out of
+a node replays the node's history on a fresh one.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import itertools
+import types
+from collections.abc import Callable, Generator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from tests.model.disk import Failed
+
+__all__ = ["Machine", "canonical"]
+
+_CONSTANTS = (str, bytes, int, float, bool, type(None), type, types.CodeType)
+_ITERATORS = (type(iter([])), type(iter(())), type(iter({}.values())), type(iter({})))
+
+
+def canonical(value: Any) -> Any:
+    """A hashable stand-in for a value; equal exactly when a program could not tell them apart."""
+    match value:
+        case enum.Enum():
+            return value
+        case tuple():
+            return (type(value), *map(canonical, value))
+        case _ if isinstance(value, _CONSTANTS):
+            return value
+        case list():
+            return ("list", *map(canonical, value))
+        case dict() | types.MappingProxyType():
+            return ("dict", *((canonical(k), canonical(v)) for k, v in value.items()))
+        case set() | frozenset():
+            return ("set", frozenset(map(canonical, value)))
+        case BaseException():
+            return (type(value), *map(canonical, value.args))
+        case types.FunctionType():
+            return _function(value)
+        case types.MethodType():
+            return ("method", canonical(value.__func__), canonical(value.__self__))
+        case types.CellType():
+            return ("cell", _cell(value))
+        case types.GeneratorType():
+            return _generator(value)
+        case itertools.count():
+            return ("count", repr(value))
+        case _ if isinstance(value, _ITERATORS):
+            return ("iterator", canonical(value.__reduce__()))
+        case types.BuiltinFunctionType():
+            return value
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return (type(value), *(canonical(getattr(value, f.name)) for f in fields(value)))
+    raise TypeError(f"the search cannot compare a {type(value).__name__}: {value!r}")
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return canonical(cell.cell_contents)
+    except ValueError:
+        return "empty"
+
+
+def _function(function: types.FunctionType) -> Any:
+    return (
+        function.__code__,
+        canonical(function.__defaults__),
+        canonical(function.__kwdefaults__),
+        tuple(_cell(c) for c in function.__closure__ or ()),
+    )
+
+
+def _generator(generator: Generator[Any, Any, Any]) -> Any:
+    frame = generator.gi_frame
+    if frame is None:
+        return ("ended", generator.gi_code)  # type: ignore[attr-defined]
+    local = tuple((k, canonical(v)) for k, v in sorted(frame.f_locals.items()))
+    # The evaluation stack has no name: the garbage collector sees it, and with it the iterators of
+    # running loops and the generator that this one delegates to.
+    stack = tuple(
+        canonical(r)
+        for r in gc.get_referents(generator)
+        if isinstance(r, (types.GeneratorType, itertools.count, *_ITERATORS))
+    )
+    return (frame.f_code, frame.f_lasti, local, stack)
+
+
+class Machine:
+    """The lazily built automaton of one program."""
+
+    def __init__(self, name: str, make: Callable[[], Generator[Any, Any, Any]]) -> None:
+        self.name = name
+        self._make = make
+        self._numbers: dict[Any, int] = {}
+        self._ops: list[Any] = []
+        self._values: dict[int, Any] = {}
+        self._histories: list[tuple[Any, ...] | None] = []
+        self._live: dict[int, Generator[Any, Any, Any]] = {}
+        self._edges: dict[tuple[int, Any], int] = {}
+        program = make()
+        self.start = self._arrive(program, lambda: next(program), None)
+
+    def op(self, node: int) -> Any:
+        """The operation that the program waits with at ``node``; None when it has ended."""
+        return self._ops[node]
+
+    def value(self, node: int) -> Any:
+        """What an ended program returned (or the exception that ended it)."""
+        return self._values[node]
+
+    def step(self, node: int, reply: Any) -> int:
+        """The node that ``reply`` leads to."""
+        key = (node, reply)
+        found = self._edges.get(key)
+        if found is None:
+            program = self._live.pop(node, None) or self._replay(node)
+            found = self._arrive(program, lambda: _answer(program, reply), (node, reply))
+            self._edges[key] = found
+        return found
+
+    def _arrive(
+        self, program: Generator[Any, Any, Any], go: Callable[[], Any], edge: tuple[int, Any] | None
+    ) -> int:
+        try:
+            op = go()
+        except StopIteration as stop:
+            op, key, value = None, ("returned", canonical(stop.value)), stop.value
+        except AssertionError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what a program dies of is its result
+            op, key, value = None, ("raised", canonical(error)), error
+        else:
+            key, value = canonical(program), None
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._ops)
+            self._ops.append(op)
+            self._histories.append(edge)
+            if op is None:
+                self._values[number] = value
+            else:
+                self._live[number] = program
+        return number
+
+    def _replay(self, node: int) -> Generator[Any, Any, Any]:
+        replies = []
+        edge = self._histories[node]
+        while edge is not None:
+            replies.append(edge[1])
+            edge = self._histories[edge[0]]
+        program = self._make()
+        next(program)
+        for reply in reversed(replies):
+            _answer(program, reply)
+        return program
+
+    def ends(self) -> dict[str, int]:
+        """How the program may end, and in how many local states: a scenario whose processes never
+        come to their point proves nothing."""
+        counts: dict[str, int] = {}
+        for value in self._values.values():
+            text = repr(value) if isinstance(value, BaseException) else str(value)
+            counts[text] = counts.get(text, 0) + 1
+        return counts
+
+    @property
+    def size(self) -> int:
+        """How many local states were met."""
+        return len(self._ops)
+
+
+def _answer(program: Generator[Any, Any, Any], reply: Any) -> Any:
+    if isinstance(reply, Failed):
+        return program.throw(reply.error())
+    # Lists travel as tuples so that they can be compared.
+    return program.send(list(reply) if type(reply) is tuple else reply)

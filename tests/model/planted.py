@@ -1,0 +1,327 @@
+"""Mistakes to plant: each breaks one rule of the protocol in the real code, for one search.
+
+    with PLANTED["stopping at ENOENT in a projection"].plant(): explore(scenario)
+
+Most come from the list of mistakes in the protocol; the rest are bugs that this search found here.
+Aborting sealed parts belongs to tickets, which come later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+from ckptfs.commit import fold, layout, log, project, protocol, reclaim, recovery, saving
+from ckptfs.commit.entries import GENESIS, Entry, Generation
+from ckptfs.commit.layout import AttemptKeys, log_key
+from ckptfs.commit.log import Appended, Refused
+from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace
+from ckptfs.commit.protocol import Refusal
+from ckptfs.errors import NotFoundError
+
+__all__ = ["PLANTED", "Mistake"]
+
+Steps = Generator[Any, Any, Any]
+Patch = tuple[Any, str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """patches: (where, name, the broken version). scenario: where it shows. broken: how the promise
+    that it breaks begins."""
+
+    scenario: str
+    broken: str
+    patches: Callable[[], list[Patch]]
+
+    @contextlib.contextmanager
+    def plant(self) -> Iterator[None]:
+        """The code is wrong inside this block."""
+        with contextlib.ExitStack() as stack:
+            for where, name, value in self.patches():
+                stack.enter_context(patch.object(where, name, value))
+            yield
+
+
+def _sources_not_consumed() -> list[Patch]:
+    return [(project, "_earlier", lambda seal, state: [])]
+
+
+def _reader_looks_in_the_step_first() -> list[Patch]:
+    def homes(self: AttemptKeys) -> tuple[str, ...]:
+        return (self.projected_data, self.data)
+
+    return [(layout.AttemptKeys, "homes", homes)]
+
+
+def _stopping_at_enoent() -> list[Patch]:
+    def pieces(seal: Any, keys: AttemptKeys) -> Steps:
+        for piece in (keys.save_id, ".metadata", "ckptfs.json"):
+            try:
+                yield Rename(f"{keys.attempt}/{piece}", f"{keys.name}/{piece}")
+            except NotFoundError:
+                return
+
+    return [(project, "_project_pieces", pieces)]
+
+
+def _equal_generations() -> list[Patch]:
+    def newer(a: Generation, b: Generation) -> bool:
+        return a[0] > b[0]
+
+    return [(Generation, "__gt__", newer), (Generation, "__ge__", newer)]
+
+
+def _deleting_a_step_by_name() -> list[Patch]:
+    def unproject(keys: AttemptKeys, seal: Any, trash: str) -> Steps:
+        yield RemoveTree(keys.name)
+
+    return [(reclaim, "_unproject", unproject)]
+
+
+def _deleting_without_looking_who_it_is() -> list[Patch]:
+    def names_it(key: str, save_id: str) -> Steps:
+        return True
+        yield
+
+    return [(reclaim, "_names_it", names_it)]
+
+
+def _aborting_the_rest() -> list[Patch]:
+    real = recovery.plan_recovery
+
+    def plan(reports: Mapping[str, Any], holder: Generation) -> Any:
+        older = {
+            d: replace(r, attempts=tuple(replace(a, base=GENESIS) for a in r.attempts))
+            for d, r in reports.items()
+        }
+        return real(older, holder)
+
+    return [(recovery, "plan_recovery", plan)]
+
+
+def _unlinking_below_a_snapshot() -> list[Patch]:
+    def snapshot(state: Any, *, write_id: str, stamp: Any = None) -> Steps:
+        done = yield from log.append(lambda seen: fold.snapshot_of(seen), write_id=write_id)
+        hint = f'{{"snapshot": {done.number}, "next": {done.number + 1}}}'
+        yield Replace(layout.HINT, hint.encode())
+        for number in range(done.number):
+            yield Remove(log_key(number))
+        return done.state
+
+    return [(recovery, "write_snapshot", snapshot)]
+
+
+def _manifest_from_a_fixed_key() -> list[Patch]:
+    def find(seal: Any, shape: Any, where: Any) -> Steps:
+        from ckptfs.commit.catalog import Found
+        from ckptfs.commit.manifest import decode_manifest, digest_of
+        from ckptfs.errors import IntegrityError
+
+        raw = yield Read(f"{seal.name}/ckptfs.json")
+        if digest_of(raw) != seal.digest:
+            raise IntegrityError("the manifest is another one")
+        return Found(seal.name, "", decode_manifest(raw, where), seal)
+
+    from tests.model import programs
+
+    return [(programs, "find", find)]
+
+
+def _unconditional_put() -> list[Patch]:
+    def put(seal: Any, key: str, data: bytes, caps: Any) -> Steps:
+        yield Replace(key, data)
+
+    return [(project, "_put", put)]
+
+
+# -- bugs that the search found in the first draft of this code --------------------------------
+
+
+def _name_free_at_the_delete_entry() -> list[Patch]:
+    real = protocol._conflicts
+
+    def conflicts(state: Any, seal: Any, *, replace: bool) -> bool:
+        gone = {k: _gone(s) for k, s in state.saves.items()}
+        return real(_with(state, gone), seal, replace=replace)
+
+    return [(protocol, "_conflicts", conflicts)]
+
+
+def _gone(save: Any) -> Any:
+    return replace(save, gone=save.deleted)
+
+
+def _with(state: Any, saves: Any) -> Any:
+    return replace(state, saves=saves)
+
+
+def _dead_on_arrival() -> list[Patch]:
+    return [(protocol, "_rank", lambda seal: (0,))]
+
+
+def _newer_trash_taken() -> list[Patch]:
+    def take(generation: Generation, caps: Any) -> Steps:
+        from ckptfs.commit.ops import List
+
+        mine = reclaim.trash_of(generation)
+        yield MakeDir(mine)
+        for entry in (yield List(layout.TRASH)):
+            if f"{layout.TRASH}/{entry.name}" != mine:
+                yield RemoveTree(f"{layout.TRASH}/{entry.name}")
+
+    return [(recovery, "take_trash", take)]
+
+
+def _older_trash_left() -> list[Patch]:
+    def take_away(older: str, mine: str) -> Steps:
+        return
+        yield
+
+    return [(reclaim, "_take_away", take_away)]
+
+
+def _replaced_save_comes_back() -> list[Patch]:
+    real = protocol.commits
+
+    def undeleted(views: Any) -> Any:
+        return [x for x in real(views) if not protocol._deleted(x.seal.save_id, views)]
+
+    return [(protocol, "commits", undeleted)]
+
+
+def _pins_forgotten() -> list[Patch]:
+    return [(protocol, "_kept", lambda views: {x.seal.save_id for x in protocol.catalog(views)})]
+
+
+def _bytes_before_the_entry() -> list[Patch]:
+    real = reclaim.delete_save
+
+    def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
+        yield from reclaim._erase(seal, views, domain, holder, caps)
+        return (yield from real(seal, views, domain, holder, caps, **more))
+
+    from tests.model import programs
+
+    return [(programs, "delete_save", delete), (recovery, "delete_save", delete)]
+
+
+def _delete_in_one_domain_is_enough() -> list[Patch]:
+    real = reclaim.finish_delete
+
+    def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
+        more.pop("reason")
+        more.pop("still", None)
+        return (yield from real(seal, views, domain, holder, caps, **more))
+
+    return [(recovery, "delete_save", delete)]
+
+
+def _exists_taken_for_a_conflict() -> list[Patch]:
+    real = log._settle
+
+    def settle(number: int) -> Steps:
+        entry = yield from real(number)
+        return Entry("nobody", entry.body)
+
+    return [(log, "_settle", settle)]
+
+
+def _decided_once() -> list[Patch]:
+    def append(decide: Any, *, write_id: str, stamp: Any = log.Stamp(), state: Any = None) -> Steps:
+        state = yield from log.catch_up(state)
+        body = decide(state)
+        if isinstance(body, Refused):
+            return body
+        while True:
+            number = state.next
+            if (yield from log._create(number, Entry(write_id, body, stamp))):
+                return Appended(number, fold.fold_entry(state, body))
+            state = yield from log.catch_up(state)
+
+    return [(saving, "append", append)]
+
+
+def _plain_saves_ignore_fences() -> list[Patch]:
+    real = protocol.may_seal
+
+    def may_seal(state: Any, seal: Any, *, replace: bool) -> Any:
+        found = real(state, seal, replace=replace)
+        if isinstance(found, Refused) and found.reason is Refusal.FENCED and not seal.fenced:
+            return seal
+        return found
+
+    return [(saving, "may_seal", may_seal)]
+
+
+def _abort_without_base() -> list[Patch]:
+    """Recovery aborts nothing."""
+    real = recovery.plan_recovery
+
+    def plan(reports: Mapping[str, Any], holder: Generation) -> Any:
+        return replace(real(reports, holder), abort=())
+
+    return [(recovery, "plan_recovery", plan)]
+
+
+def _one_look_for_the_record() -> list[Patch]:
+    def begin(keys: AttemptKeys, base: Generation) -> Steps:
+        home = keys.record.rsplit("/", 1)[0]
+        yield MakeDir(home)
+        yield saving.Write(keys.record, recovery.encode_record(keys.save_id, keys.name, base))
+
+    return [(saving, "begin", begin)]
+
+
+PLANTED: dict[str, Mistake] = {
+    "projecting a later save before an earlier one's sources are consumed": Mistake(
+        "plain-replaced", "I7", _sources_not_consumed
+    ),
+    "a reader that looks in step_N before attempts": Mistake(
+        "fresh", "I2", _reader_looks_in_the_step_first
+    ),
+    "stopping at ENOENT in a projection": Mistake(
+        "replace-recovered-twice", "I7", _stopping_at_enoent
+    ),
+    "equal generations": Mistake("tie", "I3", _equal_generations),
+    "deleting a step by name": Mistake("delete-saved-again", "foreign", _deleting_a_step_by_name),
+    "deleting without looking who it is": Mistake(
+        "delete-beside-foreign", "foreign", _deleting_without_looking_who_it_is
+    ),
+    "aborting the rest, newer bases too": Mistake("plain", "I6", _aborting_the_rest),
+    "unlinking entries below a snapshot": Mistake("plain", "", _unlinking_below_a_snapshot),
+    "manifest read from a fixed key": Mistake("object-replace", "I2", _manifest_from_a_fixed_key),
+    "unconditional projection PUT": Mistake("object-replace", "I", _unconditional_put),
+    "a name that is free as soon as the delete entry is there": Mistake(
+        "delete-while-plain-save", "I", _name_free_at_the_delete_entry
+    ),
+    "a save that is committed behind its successor": Mistake(
+        "plain-overtaken", "I5", _dead_on_arrival
+    ),
+    "a newcomer that takes a newer one's trash": Mistake(
+        "delete-three-generations", "I", _newer_trash_taken
+    ),
+    "a trash that is not taken from a stalled deleter": Mistake(
+        "delete-saved-again", "I", _older_trash_left
+    ),
+    "a replaced save that comes back when its successor is deleted": Mistake(
+        "delete-the-replacement", "", _replaced_save_comes_back
+    ),
+    "pins forgotten": Mistake("pinned", "I", _pins_forgotten),
+    "bytes deleted before the entry": Mistake(
+        "delete-the-replacement", "I1", _bytes_before_the_entry
+    ),
+    "a delete recorded in one domain only": Mistake(
+        "two-domains-delete", "I1", _delete_in_one_domain_is_enough
+    ),
+    "exists taken for a conflict after a lost answer": Mistake(
+        "lost", "I9", _exists_taken_for_a_conflict
+    ),
+    "a decision not taken again at the next number": Mistake("plain", "I3", _decided_once),
+    "plain saves that ignore fences": Mistake("plain", "I3", _plain_saves_ignore_fences),
+    "a recovery that aborts nothing": Mistake("two-domains", "I7", _abort_without_base),
+    "an attempt that dies of a recovery's sweep": Mistake("plain", "I6", _one_look_for_the_record),
+}

@@ -1,0 +1,405 @@
+"""The processes of the search: the real programs of ``ckptfs.commit``, put together as ranks do.
+
+Each yields ``(domain, operation)``. What ranks tell each other over the control plane appears as
+facts: ``Tell`` states one, ``Hear`` waits for it. They belong to the model alone.
+
+    saver     one owner's part of one save, as Attempt drives it
+    holder    prepare_run, then what the holder does
+    reader    finds a live save and reads every file of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.commit import recovery, saving
+from ckptfs.commit.catalog import find
+from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import AttemptKeys
+from ckptfs.commit.log import Appended, Refused, append, catch_up
+from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
+from ckptfs.commit.ops import Read, RemoveTree
+from ckptfs.commit.protocol import catalog, may_fence, name_taken, next_seq
+from ckptfs.commit.reclaim import delete_save
+from ckptfs.commit.saving import Means
+from ckptfs.errors import (
+    CkptfsError,
+    FencedError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+)
+from ckptfs.storage.base import Capabilities, Shape
+from tests.model.disk import HalfRemove, Puts
+
+Steps = Generator[Any, Any, Any]
+
+FILESYSTEM = Capabilities(Shape.FILESYSTEM, True, True, False, True)  # noqa: FBT003
+OBJECT = Capabilities(Shape.OBJECT, True, True, True, True)  # noqa: FBT003
+PLAIN_OBJECT = Capabilities(Shape.OBJECT, True, True, False, True)  # noqa: FBT003
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Others may learn ``fact`` from now on; ``value`` travels with it."""
+
+    fact: tuple[str, ...]
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hear:
+    """Blocks until every one of ``facts`` was told, and replies with the last one's value; or until
+    any one of ``unless``, and replies False."""
+
+    facts: tuple[tuple[str, ...], ...]
+    unless: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class What:
+    """One save of a scenario. gen: of the run that holds it, None for a plain save.
+
+    fine: whether the small files are written one by one (more interleavings).
+    """
+
+    save_id: str
+    name: str = "s1"
+    gen: Generation | None = None
+    domains: tuple[str, ...] = ("A",)
+    replace: bool = False
+    artifact: Kind = Kind.CHECKPOINT
+    fine: bool = False
+    caps: Capabilities = FILESYSTEM
+
+    @property
+    def keys(self) -> AttemptKeys:
+        return AttemptKeys(self.caps.shape, self.name, self.save_id)
+
+    def data_path(self, domain: str) -> str:
+        """Path of this domain's data file, relative to the step directory."""
+        if self.artifact is Kind.DIRECTORY:
+            return f"model-{domain}.bin"
+        return f"{self.save_id}/__{domain}_0.distcp"
+
+    def data(self, domain: str) -> bytes:
+        return f"data of {self.save_id} in {domain}".encode()
+
+    def small(self) -> dict[str, bytes]:
+        """The files that lie beside the manifest."""
+        files = {} if self.artifact is Kind.DIRECTORY else {".metadata": self.metadata}
+        listed = tuple(
+            FileRecord(self.data_path(d), len(self.data(d)), domain=d) for d in self.domains
+        )
+        manifest = Manifest(
+            self.save_id,
+            self.name,
+            None,
+            listed,
+            tuple(DomainRecord(d, (0,)) for d in self.domains),
+            artifact=self.artifact,
+        )
+        return {**files, "ckptfs.json": encode_manifest(manifest)}
+
+    @property
+    def metadata(self) -> bytes:
+        return f"metadata of {self.save_id}".encode()
+
+    def seal(self, base: Generation, seq: int) -> Seal:
+        return Seal(
+            self.save_id,
+            base,
+            seq,
+            self.gen is not None,
+            self.name,
+            None,
+            self.artifact,
+            self.domains,
+            digest_of(self.small()["ckptfs.json"]),
+        )
+
+
+def ids(prefix: str) -> Iterator[str]:
+    """Write ids that tell their writer."""
+    number = 0
+    while True:
+        yield f"{prefix}-{number}"
+        number += 1
+
+
+def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
+    """Run a program of ``ckptfs.commit`` in one domain; a recursive removal takes two steps."""
+    try:
+        op = next(program)
+        while True:
+            try:
+                if isinstance(op, RemoveTree):
+                    yield domain, HalfRemove(op.key)
+                reply = yield domain, op
+            except Exception as error:  # noqa: BLE001 - all of them belong to the program
+                op = program.throw(error)
+            else:
+                op = program.send(reply)
+    except StopIteration as stop:
+        return stop.value
+
+
+# -- saving -----------------------------------------------------------------------------------
+
+
+def saver(
+    what: What, domain: str, ending: str = "finish", after: tuple[str, ...] = ()
+) -> Steps:
+    """One owner's part of one save. ``ending``: finish, or give up before the seal (undo)."""
+    if after:
+        yield domain, Hear((after,))
+    lead = domain == what.domains[0]
+    means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}"))
+    state = yield from on(domain, saving.survey())
+    if lead:
+        views = {domain: state}
+        for other in what.domains[1:]:
+            views[other] = yield from on(other, catch_up())
+        newest = max(v.generation for v in views.values())
+        if what.gen is not None and newest > what.gen:
+            return "fenced"
+        if not what.replace and name_taken(what.name, views) is not None:
+            return "taken"
+        base = what.gen or min(v.generation for v in views.values())
+        seq = next_seq(base, views, fenced=what.gen is not None)
+        yield domain, Tell(("base", what.save_id), (base, seq))
+        del views
+    else:
+        base, seq = yield domain, Hear((("base", what.save_id),))
+    try:
+        return (yield from _save(what, domain, means, state, base, seq, ending))
+    except CkptfsError as error:
+        yield domain, Tell(("broke", what.save_id, type(error).__name__))
+        return "broke"
+
+
+def _save(
+    what: What,
+    domain: str,
+    means: Means,
+    state: LogState,
+    base: Generation,
+    seq: int,
+    ending: str,
+) -> Steps:
+    keys = what.keys
+    yield from on(domain, saving.begin(keys, base))
+    yield from _write(what, domain)
+    if len(what.domains) > 1:
+        # The barrier before the seals: no owner seals before all have written.
+        yield domain, Tell(("written", what.save_id, domain))
+        yield domain, Hear(tuple(("written", what.save_id, d) for d in what.domains))
+    if ending == "undo":
+        return (yield from on(domain, saving.undo(keys, base, means)))
+    seal = what.seal(base, seq)
+    outcome = yield from on(domain, saving.seal_save(seal, means, state, replace=what.replace))
+    sealed = not isinstance(outcome, Refused)
+    state = outcome.state
+    reason = "" if sealed else str(outcome.reason)
+    del outcome
+    # One verdict over all owners, as the control plane would give it.
+    yield domain, Tell(("sealed" if sealed else "refused", what.save_id, domain))
+    if len(what.domains) > 1:
+        verdicts = tuple(("sealed", what.save_id, d) for d in what.domains)
+        refusals = tuple(("refused", what.save_id, d) for d in what.domains)
+        good = yield domain, Hear(verdicts, unless=refusals)
+    else:
+        good = sealed
+    if not good:
+        yield domain, Tell(("failed", what.save_id))
+        yield from _give_up(what, domain, means, base, sealed=sealed)
+        return f"refused {reason}"
+    yield domain, Tell(("acknowledged", what.save_id))
+    yield from on(domain, saving.finish(seal, means, state, holder=what.gen))
+    yield domain, Tell(("finished", what.save_id, domain))
+    return "committed"
+
+
+def _give_up(
+    what: What, domain: str, means: Means, base: Generation, *, sealed: bool
+) -> Steps:
+    """A sure failure: abort where the seal is missing; only then record that where it is not."""
+    aborted = yield from on(domain, saving.undo(what.keys, base, means))
+    if len(what.domains) == 1:
+        return
+    yield domain, Tell(("undone" if aborted else "left", what.save_id, domain))
+    undone = tuple(("undone", what.save_id, d) for d in what.domains)
+    if sealed and (yield domain, Hear((), unless=undone)) is False:
+        yield from on(domain, saving.record_abort(what.save_id, means))
+
+
+def _write(what: What, domain: str) -> Steps:
+    keys = what.keys
+    data = (f"{keys.data.rpartition('/')[0]}/{what.data_path(domain)}", what.data(domain))
+    if what.fine:
+        yield domain, Puts((data,))
+        yield from on(domain, saving.prepare(keys, what.small()))
+        return
+    small = what.small()
+    files = [data, *((f"{keys.data}/{name}", b) for name, b in small.items())]
+    if what.caps.shape is Shape.FILESYSTEM:
+        files += [(f"{keys.attempt}/{name}", b) for name, b in small.items()]
+    yield domain, Puts(tuple(files))
+
+
+# -- holding ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """The holder deletes the live save of a name."""
+
+    name: str = "s1"
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One prepare_run and what follows."""
+
+    gen: Generation
+    domains: tuple[str, ...] = ("A",)
+    acts: tuple[What | Delete, ...] = ()
+    mode: FenceMode = FenceMode.RESUME
+    caps: Capabilities = FILESYSTEM
+    fenced: bool = field(default=False)
+
+
+def holder(spec: Holder) -> Steps:
+    """prepare_run over the reachable domains, then the acts; ``fenced``: it holds the run already."""
+    name = f"P{spec.gen.number}{spec.gen.nonce}"
+    own = ids(name)
+    first = spec.domains[0]
+    try:
+        if not spec.fenced:
+            ok = yield from _claim(spec, own)
+            if not ok:
+                return "fenced"
+        for act in spec.acts:
+            if isinstance(act, Delete):
+                yield from _delete(spec, act.name, own)
+            else:
+                for domain in act.domains:
+                    yield from saver(act, domain)
+            yield first, Tell(("did", name, str(act.name)))
+    except FencedError:
+        return "fenced"
+    yield first, Tell(("idle", *_text(spec.gen)))
+    return "done"
+
+
+def _text(gen: Generation) -> tuple[str, str]:
+    return str(gen.number), gen.nonce
+
+
+def _claim(spec: Holder, own: Iterator[str]) -> Steps:
+    fence = Fence(spec.gen, spec.mode)
+    for domain in spec.domains:
+        yield from on(domain, saving.survey())
+    for domain in spec.domains:
+        outcome = yield from on(
+            domain, append(lambda seen: may_fence(seen, fence), write_id=next(own))
+        )
+        if isinstance(outcome, Refused):
+            return False
+    reports = {}
+    for domain in spec.domains:
+        reports[domain] = yield from on(domain, recovery.report(domain, spec.gen, spec.caps))
+    plan = recovery.plan_recovery(reports, spec.gen)
+    if any(v.generation > spec.gen for v in plan.views.values()):
+        return False
+    del reports, outcome
+    for domain in spec.domains:
+        yield from on(
+            domain, recovery.settle(plan, domain, spec.gen, spec.caps, ids=own)
+        )
+    yield spec.domains[0], Tell(("ready", *_text(spec.gen), *spec.domains))
+    return True
+
+
+def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
+    views: dict[str, LogState] = {}
+    for domain in spec.domains:
+        views[domain] = yield from on(domain, catch_up())
+    found = [live.seal for live in catalog(views) if live.seal.name == name]
+    if not found:
+        return
+    for domain in found[-1].domains:
+        outcome = yield from on(
+            domain,
+            delete_save(
+                found[-1], views, domain, spec.gen, spec.caps, reason="asked", ids=own
+            ),
+        )
+        if isinstance(outcome, Refused):
+            return
+        views = {**views, domain: outcome.state}
+
+
+# -- reading ----------------------------------------------------------------------------------
+
+
+def reader(what: dict[str, What], name: str, domain: str = "A", tries: int = 3) -> Steps:
+    """Read the newest save of a name; a miss while it is still live is an error."""
+    caps = next(iter(what.values())).caps
+    for _ in range(tries):
+        state = yield from on(domain, catch_up())
+        lives = [live.seal for live in catalog({domain: state}) if live.seal.name == name]
+        if not lives:
+            return "nothing"
+        seal = lives[-1]
+        try:
+            found = yield from on(domain, find(seal, caps.shape, name))  # type: ignore[arg-type]
+        except NotFoundError:
+            found = None
+        except (IntegrityError, ManifestError):
+            yield domain, Tell(("unreadable", seal.save_id))
+            return "unreadable"
+        data = None
+        if found is not None:
+            spec = what[seal.save_id]
+            for home in (found.home, name):
+                try:
+                    data = yield domain, Read(f"{home}/{spec.data_path(domain)}")
+                    break
+                except NotFoundError:
+                    continue
+            if data is not None and what[seal.save_id].artifact is Kind.DIRECTORY:
+                # Plain names may be taken by a successor: the digest catches it, look again.
+                data = data if data == spec.data(domain) else None
+            if data is not None:
+                if data != spec.data(domain):
+                    yield domain, Tell(("mixed", seal.save_id))
+                yield domain, Tell(("read", seal.save_id))
+                return "read"
+        del found, data
+        state = yield from on(domain, catch_up())
+        if any(live.seal.save_id == seal.save_id for live in catalog({domain: state})):
+            yield domain, Tell(("unreadable", seal.save_id))
+            return "unreadable"
+    return "moving"
+
+
+__all__ = [
+    "FILESYSTEM",
+    "OBJECT",
+    "PLAIN_OBJECT",
+    "Appended",
+    "Delete",
+    "Hear",
+    "Holder",
+    "Tell",
+    "What",
+    "holder",
+    "ids",
+    "on",
+    "reader",
+    "saver",
+]

@@ -1,0 +1,56 @@
+"""The commit protocol holds in every interleaving that the search reaches in a short time.
+
+``python -m tests.model.campaign`` searches every scenario to its end.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfs.commit import log
+from ckptfs.storage.base import Shape
+from tests.model.scenarios import SCENARIOS, build
+from tests.model.search import Result, explore
+
+MAX_STATES = 20_000  # of breadth first: short interleavings all, long ones in the campaign
+
+
+def _told(result: Result) -> str:
+    return "\n".join(str(found) for found in result.found)
+
+
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
+    """Crashes, stalls, lost and late answers at every operation break no promise of the protocol."""
+    result = explore(build(name), max_states=MAX_STATES)
+    assert not result.found, _told(result)
+
+
+@pytest.mark.parametrize("name", ["fine", "lost", "plain", "save-delete-save", "delete-saved-again"])
+def test_small_scenarios_are_searched_whole(name: str) -> None:
+    """These have few enough states to be searched to the end every time."""
+    result = explore(build(name))
+    assert result.complete
+    assert not result.found, _told(result)
+
+
+def test_every_process_comes_to_its_point() -> None:
+    """The scenarios do what their names say: saves commit, newcomers become ready, readers read."""
+    ends = explore(build("replace"), max_states=40_000).ends
+    assert "committed" in ends["W"]
+    assert "done" in ends["P2"]
+    assert "read" in ends["R"]
+
+
+def test_snapshots_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot after every other entry, found through a hint that may be stale, is never seen."""
+    monkeypatch.setattr(log, "SNAPSHOT_EVERY", 2)
+    for name in ("plain", "save-delete-save", "replace", "plain-first"):
+        result = explore(build(name), max_states=MAX_STATES)
+        assert not result.found, _told(result)
+
+
+def test_object_scenarios_use_the_object_shape() -> None:
+    """Names promise what runs: object scenarios have no directories."""
+    for name in SCENARIOS:
+        assert (build(name).shape is Shape.OBJECT) == name.startswith("object-")

@@ -1,0 +1,640 @@
+"""Rank processes for tests: started with a store of their own, steered, collected, killed.
+
+    def body(rank: Rank) -> object:            # module-level, in a test file; returns JSON-able data
+        rank.init_group()                      # gloo, over the harness's store (or rank.store())
+        rank.tell("ready")                     # an event for the test
+        rank.hold("go")                        # blocks until the test calls ranks.release("go")
+        return rank.number
+
+    with launch(body, 4, args={"uri": "..."}) as ranks:
+        ranks.wait("ready")                    # from every rank; no sleeps
+        ranks.kill(3)                          # SIGKILL; also freeze (SIGSTOP) and thaw
+        ranks.release("go")
+        for result in ranks.results(timeout_s=30): ...    # value, error (type, message, data), log
+
+Every wait has a deadline and leaving the ``with`` block kills every process that was started.
+``store="test"`` hosts the c10d store in the test process, ``"rank0"`` inside rank 0 and ``"apart"``
+in a process of its own (``ranks.kill_store()``). Ranks are forked from one process that imported
+torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters.
+``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+HOST = "127.0.0.1"
+# A c10d store looks up the name of every client, on its only thread; where a name server does not
+# answer, everybody waits 5 s for that. One second, once, is enough here.
+RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
+os.environ.update(RESOLVER)
+START_TIMEOUT_S = 60.0
+StoreHost = Literal["test", "rank0", "apart", "none"]
+Body = Callable[["Rank"], object]
+
+
+# -- inside a rank -----------------------------------------------------------------------------
+
+
+class Rank:
+    """One rank process as its body sees it: who it is, its store, and a line to the test."""
+
+    def __init__(self, spec: Mapping[str, Any], line: socket.socket | None) -> None:
+        self.number: int = spec["rank"]
+        self.size: int = spec["size"]
+        self.args: dict[str, Any] = spec["args"]
+        self._port: int | None = spec.get("port")
+        self._hosts = spec.get("store") == "rank0" and self.number == 0
+        self._line = line
+        self._reader = line.makefile("r") if line else None
+        self._store: Any = None
+
+    def store(self) -> Any:
+        """This process's client of the harness's store; made once."""
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            self._store = TCPStore(
+                HOST,
+                0 if self._hosts else self.port(),
+                is_master=self._hosts,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
+            if self._hosts:
+                self.tell("port", port=self._store.port)
+        return self._store
+
+    def port(self) -> int:
+        """The store's port; waits for rank 0 where that one hosts it."""
+        if self._port is None:
+            self._port = int(self.hold("port")["port"])
+        return self._port
+
+    def init_group(self, backend: str = "gloo") -> None:
+        """init_process_group over the harness's store."""
+        import torch.distributed as dist
+
+        dist.init_process_group(backend, store=self.store(), rank=self.number, world_size=self.size)
+
+    def tell(self, event: str, **data: object) -> None:
+        """Send the test an event; ``ranks.wait(event)`` returns its data."""
+        if self._line:
+            text = json.dumps({"event": event, "data": data}, default=str)
+            self._line.sendall(text.encode() + b"\n")
+
+    def hold(self, name: str) -> dict[str, Any]:
+        """Block until the test calls ``ranks.release(name)``; returns what it sent along."""
+        assert self._reader, "hold() needs launch(); torchrun() has no line to the test"
+        for text in self._reader:
+            message: dict[str, Any] = json.loads(text)
+            if message["release"] == name:
+                return dict(message["data"])
+        raise EOFError("the test is gone")
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as JSON: dotted class, text, and the public attributes of ckptfs errors."""
+    data = {
+        key: value
+        for key, value in vars(error).items()
+        if isinstance(value, str | int | float | tuple | list) or value is None
+    }
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, Mapping):
+        data["failures"] = {
+            str(rank): {name: getattr(f, name) for name in ("rank", "node", "type", "message")}
+            for rank, f in failures.items()
+            if hasattr(f, "message")
+        }
+    return {
+        "type": f"{type(error).__module__}.{type(error).__qualname__}",
+        "message": str(error),
+        "data": data,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _load(file: str) -> ModuleType:
+    name = f"_rank_bodies_{Path(file).stem}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _rank_main(spec: Mapping[str, Any], line: socket.socket | None) -> int:
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(spec["env"])
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    rank = Rank(spec, line)
+    rank.tell("pid", pid=os.getpid())
+    try:
+        body = _load(spec["file"])
+        for part in spec["name"].split("."):
+            body = getattr(body, part)
+        outcome: dict[str, Any] = {"value": body(rank)}  # type: ignore[operator]
+    except BaseException as error:  # noqa: BLE001 - whatever ends a rank is its result
+        traceback.print_exc()
+        outcome = {"error": describe(error)}
+    if line:
+        rank.tell("result", **outcome)
+    else:
+        Path(spec["result"]).write_text(json.dumps(outcome, default=str))
+    return 0 if "value" in outcome else 1
+
+
+def _host_store(rank: Rank) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    rank.tell("port", port=store.port)
+    with contextlib.suppress(EOFError):
+        rank.hold("never")
+
+
+# -- in the test -------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """How one rank ended. ``value`` and ``error`` are None for a rank that was killed."""
+
+    rank: int
+    value: Any = None
+    error: dict[str, Any] | None = None
+    died: bool = False
+    log: str = ""
+
+    @property
+    def error_type(self) -> str:
+        """The last part of the error's class path, or ""."""
+        return str(self.error["type"]).rsplit(".", 1)[-1] if self.error else ""
+
+
+@dataclass
+class _Process:
+    """One started process, its line, and everything it has said so far."""
+
+    line: socket.socket
+    log: Path
+    news: threading.Condition
+    popen: subprocess.Popen[bytes] | None = None
+    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    ended: bool = False
+
+    def listen(self) -> None:
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError), self.line.makefile("r") as lines:
+            for text in lines:
+                message = json.loads(text)
+                with self.news:
+                    self.events.append((message["event"], message["data"]))
+                    self.news.notify_all()
+        with self.news:
+            self.ended = True
+            self.news.notify_all()
+
+    def find(self, event: str) -> dict[str, Any] | None:
+        return next((data for name, data in self.events if name == event), None)
+
+    def signal(self, number: int) -> None:
+        told = self.find("pid")
+        if told and not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(told["pid"], number)
+
+
+class Ranks:
+    """The rank processes of one ``launch``, seen from the test."""
+
+    def __init__(self, processes: list[_Process], news: threading.Condition) -> None:
+        self._processes = processes
+        self._news = news
+        self._store_host: _Process | None = None
+        self.store: Any = None  # the c10d store itself, with store="test"
+
+    def _until(self, what: str, timeout_s: float, done: Callable[[], bool]) -> None:
+        with self._news:
+            if not self._news.wait_for(done, timeout_s):
+                self._dump_stacks()
+                raise AssertionError(f"{what}: not within {timeout_s:g} s\n{self.logs()}")
+
+    def _dump_stacks(self) -> None:
+        """Every rank's threads into its log: what a hang is made of."""
+        for process in self._processes:
+            process.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def wait(
+        self, event: str, *, rank: int | None = None, timeout_s: float = 30.0
+    ) -> dict[str, Any]:
+        """Wait for an event of one rank (None: of all); returns its data (of the last rank)."""
+        chosen = self._processes if rank is None else [self._processes[rank]]
+        self._until(
+            f"event {event!r} of rank {rank}",
+            timeout_s,
+            lambda: all(p.find(event) is not None or p.ended for p in chosen),
+        )
+        found = [p.find(event) for p in chosen]
+        assert all(f is not None for f in found), f"a rank ended first\n{self.logs()}"
+        return found[-1] or {}
+
+    def release(self, name: str, *, rank: int | None = None, **data: object) -> None:
+        """Let one rank (None: all) out of ``rank.hold(name)``."""
+        text = json.dumps({"release": name, "data": data}).encode() + b"\n"
+        for process in self._processes if rank is None else [self._processes[rank]]:
+            with contextlib.suppress(OSError):  # a dead rank needs no release
+                process.line.sendall(text)
+
+    def pid(self, rank: int) -> int:
+        """The process id of a rank."""
+        return int(self.wait("pid", rank=rank)["pid"])
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL."""
+        self._processes[rank].signal(signal.SIGKILL)
+
+    def freeze(self, rank: int) -> None:
+        """SIGSTOP."""
+        self._processes[rank].signal(signal.SIGSTOP)
+
+    def thaw(self, rank: int) -> None:
+        """SIGCONT."""
+        self._processes[rank].signal(signal.SIGCONT)
+
+    def kill_store(self) -> None:
+        """SIGKILL the process that hosts the store (``store="apart"``)."""
+        assert self._store_host
+        self._store_host.signal(signal.SIGKILL)
+
+    def freeze_store(self) -> None:
+        """SIGSTOP the process that hosts the store (``store="apart"``)."""
+        assert self._store_host
+        self._store_host.signal(signal.SIGSTOP)
+
+    def results(
+        self, *, timeout_s: float = 60.0, ranks: Sequence[int] | None = None
+    ) -> list[Result]:
+        """Wait until these ranks (None: all) have ended or given a result."""
+        wanted = range(len(self._processes)) if ranks is None else ranks
+        chosen = [(n, self._processes[n]) for n in wanted]
+        self._until(
+            "results",
+            timeout_s,
+            lambda: all(p.ended or p.find("result") is not None for _, p in chosen),
+        )
+        return [self._result(n, p) for n, p in chosen]
+
+    def values(self, *, timeout_s: float = 60.0) -> list[Any]:
+        """The values of all ranks; AssertionError with the logs when a rank failed or died."""
+        results = self.results(timeout_s=timeout_s)
+        assert all(r.error is None and not r.died for r in results), self.logs()
+        return [r.value for r in results]
+
+    @staticmethod
+    def _result(number: int, process: _Process) -> Result:
+        told = process.find("result")
+        log = process.log.read_text(errors="replace") if process.log.exists() else ""
+        if told is None:
+            return Result(number, died=True, log=log)
+        return Result(number, value=told.get("value"), error=told.get("error"), log=log)
+
+    def logs(self) -> str:
+        """What every rank wrote to stdout and stderr, last 3000 characters each."""
+        parts = []
+        for number, process in enumerate(self._processes):
+            text = process.log.read_text(errors="replace") if process.log.exists() else ""
+            parts.append(f"--- rank {number} (ended: {process.ended})\n{text[-3000:]}")
+        return "\n".join(parts)
+
+    def close(self) -> None:
+        """Kill every process that is left."""
+        for process in [*self._processes, *([self._store_host] if self._store_host else [])]:
+            process.signal(signal.SIGKILL)
+            if process.popen:
+                process.popen.kill()
+                process.popen.wait(10)
+            process.line.close()
+
+
+class _Zygote:
+    """One process that has imported torch and forks ranks on request; dies with the test."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self.popen = subprocess.Popen(
+                [sys.executable, __file__, "--zygote", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment({}),
+            )
+        self.line = ours
+
+    def start(self, spec_file: Path, line: socket.socket) -> None:
+        socket.send_fds(self.line, [str(spec_file).encode()], [line.fileno()])
+
+
+_zygote: _Zygote | None = None
+_zygote_lock = threading.Lock()
+
+
+def _warm() -> _Zygote:
+    global _zygote  # noqa: PLW0603 - one per test session, started by the first test that needs it
+    with _zygote_lock:
+        if _zygote is None or _zygote.popen.poll() is not None:
+            _zygote = _Zygote()
+        return _zygote
+
+
+def _zygote_main(fd: int) -> None:
+    import torch
+    import torch.distributed
+    import torch.distributed.checkpoint  # noqa: F401 - the imports are what the forks share
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped at once: no zombies
+    line = socket.socket(fileno=fd)
+    while True:
+        message, fds, _, _ = socket.recv_fds(line, 4096, 1)
+        if not message:
+            return
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            line.close()
+            _die_with_parent()
+            spec = json.loads(Path(message.decode()).read_text())
+            code = _rank_main(spec, socket.socket(fileno=fds[0]))
+            _leave(code)
+        os.close(fds[0])
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives the test
+
+
+def _leave(code: int) -> None:
+    """End a forked rank as an interpreter would: atexit hooks and flushed streams, no more."""
+    import atexit
+
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    base = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    return {**os.environ, **base, **RESOLVER, **extra}
+
+
+@contextlib.contextmanager
+def launch(
+    body: Body,
+    size: int,
+    *,
+    args: Mapping[str, object] | None = None,
+    store: StoreHost = "test",
+    nodes: Sequence[str] | None = None,
+    env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
+    launcher_env: bool = False,
+    warm: bool = True,
+    prefix: Callable[[int], Sequence[str]] | None = None,
+) -> Iterator[Ranks]:
+    """Start ``size`` rank processes that run ``body``; see the module's docstring.
+
+    nodes: simulated node name of each rank (CKPTFS_NODE). launcher_env: set what torchrun sets
+    (RANK, WORLD_SIZE, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE=True) over the harness's store.
+    prefix: command words put before the interpreter of each rank, such as nsenter.
+    """
+    news = threading.Condition()
+    held, port = None, None
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        ranks = Ranks([], news)
+        try:
+            if store == "test":
+                from torch.distributed import TCPStore
+
+                held = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+                port = held.port
+            elif store == "apart":
+                spec = _spec(_host_store, -1, size, {}, Path(scratch), {})
+                ranks._store_host = _start(spec, Path(scratch), news, warm=True, prefix=())
+                apart = Ranks([ranks._store_host], news)
+                port = apart.wait("port", timeout_s=START_TIMEOUT_S)["port"]
+            for number in range(size):
+                extra = dict(env(number) if callable(env) else env or {})
+                if nodes:
+                    extra["CKPTFS_NODE"] = nodes[number]
+                if launcher_env:
+                    extra |= _launcher_environment(number, size, port)
+                spec = _spec(body, number, size, dict(args or {}), Path(scratch), extra)
+                spec |= {"port": port, "store": store}
+                words = prefix(number) if prefix else ()
+                ranks._processes.append(
+                    _start(spec, Path(scratch), news, warm=warm and not prefix, prefix=words)
+                )
+            if store == "rank0":
+                _forward_port(ranks)
+            ranks.wait("pid", timeout_s=START_TIMEOUT_S)
+            ranks.store = held
+            yield ranks
+        finally:
+            ranks.close()
+
+
+def _launcher_environment(number: int, size: int, port: int | None) -> dict[str, str]:
+    assert port is not None, "launcher_env needs a store outside the ranks"
+    return {
+        "RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(number),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def _forward_port(ranks: Ranks) -> None:
+    """Tell the others where rank 0 listens, as soon as its body has opened the store."""
+
+    def forward() -> None:
+        with contextlib.suppress(AssertionError):
+            port = ranks.wait("port", rank=0, timeout_s=START_TIMEOUT_S)["port"]
+            for number in range(1, len(ranks._processes)):
+                ranks.release("port", rank=number, port=port)
+
+    threading.Thread(target=forward, daemon=True).start()
+
+
+def _spec(
+    body: Body,
+    number: int,
+    size: int,
+    args: dict[str, object],
+    scratch: Path,
+    env: Mapping[str, str],
+) -> dict[str, Any]:
+    return {
+        "file": inspect.getfile(body),
+        "name": body.__qualname__,
+        "rank": number,
+        "size": size,
+        "args": args,
+        "log": str(scratch / f"log-{number}"),
+        "result": str(scratch / f"result-{number}"),
+        "env": {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
+    }
+
+
+def _start(
+    spec: dict[str, Any],
+    scratch: Path,
+    news: threading.Condition,
+    *,
+    warm: bool,
+    prefix: Sequence[str],
+) -> _Process:
+    file = scratch / f"spec-{spec['rank']}.json"
+    file.write_text(json.dumps(spec, default=str))
+    ours, theirs = socket.socketpair()
+    process = _Process(ours, Path(spec["log"]), news)
+    with theirs:
+        if warm:
+            _warm().start(file, theirs)
+        else:
+            process.popen = subprocess.Popen(
+                [*prefix, sys.executable, __file__, "--rank", str(file), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=_environment(spec["env"]),
+            )
+    process.listen()
+    return process
+
+
+def torchrun(
+    body: Body,
+    nproc_per_node: int,
+    *,
+    nnodes: int = 1,
+    args: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    timeout_s: float = 120.0,
+) -> list[Result]:
+    """Run ``body`` under the real torchrun; one agent per node, each with its own CKPTFS_NODE.
+
+    Results in order of rank; a rank without a result is ``died``; the agents' output is the log.
+    """
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as scratch:
+        size = nproc_per_node * nnodes
+        spec = _spec(body, 0, size, dict(args or {}), Path(scratch), {})
+        (Path(scratch) / "spec.json").write_text(json.dumps(spec, default=str))
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = probe.getsockname()[1]
+        agents = []
+        deadline = time.monotonic() + timeout_s
+        try:
+            for node in range(nnodes):
+                with Path(scratch, f"agent-{node}").open("wb") as log:
+                    agents.append(
+                        subprocess.Popen(
+                            _torchrun_command(nproc_per_node, nnodes, node, port, max_restarts)
+                            + [__file__, "--torchrun", scratch],
+                            env=_environment({"CKPTFS_NODE": f"node{node}", **(env or {})}),
+                            stdout=log,
+                            stderr=subprocess.STDOUT,
+                        )
+                    )
+            for agent in agents:
+                agent.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            for agent in agents:
+                _end_agent(agent)
+        return [_torchrun_result(Path(scratch), number) for number in range(size)]
+
+
+def _torchrun_command(
+    nproc_per_node: int, nnodes: int, node: int, port: int, max_restarts: int
+) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node)),
+        *("--node-rank", str(node), "--max-restarts", str(max_restarts)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:{port}", "--rdzv-id", "test"),
+        *("--local-addr", HOST),
+    ]
+
+
+def _end_agent(agent: subprocess.Popen[bytes]) -> None:
+    if agent.poll() is None:
+        agent.terminate()  # torchrun ends its workers on SIGTERM
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(15)
+        agent.kill()
+        agent.wait(10)
+
+
+def _torchrun_result(scratch: Path, number: int) -> Result:
+    log = "".join(p.read_text(errors="replace") for p in sorted(scratch.glob("agent-*")))
+    file = scratch / f"result-{number}"
+    if not file.exists():
+        return Result(number, died=True, log=log)
+    outcome = json.loads(file.read_text())
+    return Result(number, value=outcome.get("value"), error=outcome.get("error"), log=log)
+
+
+def _torchrun_main(scratch: str) -> int:
+    spec = json.loads(Path(scratch, "spec.json").read_text())
+    number = int(os.environ["RANK"])
+    spec |= {
+        "rank": number,
+        "log": f"{scratch}/log-{number}",
+        "result": f"{scratch}/result-{number}",
+    }
+    return _rank_main(spec, None)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["--zygote", fd]:
+            _zygote_main(int(fd))
+        case ["--rank", file, fd]:
+            _die_with_parent()
+            content = json.loads(Path(file).read_text())
+            sys.exit(_rank_main(content, socket.socket(fileno=int(fd))))
+        case ["--torchrun", scratch]:
+            sys.exit(_torchrun_main(scratch))

@@ -1,0 +1,516 @@
+"""The control plane between real processes: gloo, no group, threads, subgroups, death, silence."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from ckptfs.topology.control import Control, open_control
+from tests.multiprocess.harness import Rank, Ranks, StoreHost, launch, torchrun
+
+TIMEOUT_S = 60.0  # far above what a death may cost: only silence may need it
+
+
+class _PickyError(Exception):
+    """needs.md row 16: unpickling it calls __init__ with one argument and dies."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code = code
+
+
+# -- bodies: what a rank does ------------------------------------------------------------------
+
+
+def add_over_gloo(rank: Rank) -> dict[str, Any]:
+    """Steps over the default group's store, on the main thread and at once on another."""
+    rank.init_group()
+    with open_control(timeout_s=TIMEOUT_S) as control:
+        other = control.clone()
+        found: list[list[int]] = []
+        thread = threading.Thread(
+            target=lambda: found.append(
+                [other.step(f"b{i}", lambda: rank.number, sum) for i in range(20)]
+            )
+        )
+        thread.start()
+        mine = [control.step(f"a{i}", lambda: rank.number + 1, sum) for i in range(20)]
+        thread.join()
+        pids = [world.pid for world in control.worlds]
+        return {"main": set(mine), "thread": set(found[0]), "pids": len(set(pids))}
+
+
+def subgroup_sums(rank: Rank) -> dict[str, Any]:
+    """Two disjoint groups on one store: rank in the control is the group's rank."""
+    import torch.distributed as dist
+
+    rank.init_group()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[rank.number % 2]
+    with open_control(process_group=group, timeout_s=TIMEOUT_S) as control:
+        numbers = control.step("who", lambda: rank.number)
+        return {"rank": control.rank, "size": control.size, "numbers": numbers}
+
+
+def without_group(rank: Rank) -> dict[str, Any]:
+    """No init_process_group: torchrun's environment and its agent's store are enough."""
+    import sys
+
+    before = "torch" in sys.modules
+    with open_control(timeout_s=TIMEOUT_S) as control:
+        numbers = control.step("who", lambda: control.world.local_rank)
+        return {"numbers": numbers, "group": control.world.has_group, "torch_before": before}
+
+
+def raise_on_one(rank: Rank) -> None:
+    """One rank fails in a way that no other rank could unpickle."""
+    rank.init_group()
+    with open_control(timeout_s=TIMEOUT_S) as control:
+
+        def local() -> None:
+            if rank.number == 1:
+                raise _PickyError(7, "s3://key:secret@bucket went away")
+
+        control.step("write", local)
+
+
+def typed_error_then_on(rank: Rank) -> dict[str, Any]:
+    """A typed error of decide, and the control works on after it."""
+    from ckptfs.errors import NoSpaceError
+
+    rank.init_group()
+    with open_control(timeout_s=TIMEOUT_S) as control:
+
+        def decide(_: list[None]) -> None:
+            raise NoSpaceError("full", errno=28, uri="file:///run", hint="make room")
+
+        try:
+            control.step("commit", lambda: None, decide)
+        except NoSpaceError as error:
+            caught = [type(error).__name__, error.errno, error.uri, error.hint]
+        return {"caught": caught, "next": control.step("on", lambda: 1, sum)}
+
+
+def large_values(rank: Rank) -> list[int]:
+    """Values and an answer far above what one message of the store may hold."""
+    rank.init_group()
+    with open_control(timeout_s=TIMEOUT_S) as control:
+        for round_ in range(2):
+            value = bytes([rank.number + round_]) * ((9 << 20) + rank.number)
+            answer = control.step("big", lambda value=value: value, b"".join)
+            sums = [answer.count(bytes([number + round_])) for number in range(rank.size)]
+        return sums
+
+
+def step_until_released(rank: Rank) -> float:
+    """One step, then a second one that a victim never enters: ``hold`` keeps it out."""
+    rank.init_group()
+    control = open_control(timeout_s=rank.args.get("timeout_s", TIMEOUT_S))
+    control.step("first", lambda: None)
+    rank.tell("ready")
+    if rank.number in rank.args["victims"]:
+        rank.hold("never")
+    rank.hold("go")
+    begun = time.monotonic()
+    try:
+        control.step("second", lambda: None)
+    finally:
+        rank.tell("took", seconds=time.monotonic() - begun)
+    return 0.0
+
+
+def works_for_long(rank: Rank) -> int:
+    """A rank that computes for far longer than timeout_s, with a living heartbeat."""
+    rank.init_group()
+    with open_control(timeout_s=2.0) as control:
+
+        def local() -> int:
+            if rank.number == 1:
+                rank.hold("done")
+            return 1
+
+        return int(control.step("long", local, sum))
+
+
+def leave_early(rank: Rank) -> None:
+    """One rank ends without closing; the others still call."""
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+    control.step("first", lambda: None)
+    if rank.number == rank.args["who"]:
+        return
+    for name in ("second", "third"):
+        try:
+            control.step(name, lambda: None)
+        except RuntimeError as error:
+            last = error
+    raise last
+
+
+def host_ends_first(rank: Rank) -> int:
+    """Rank 0 hosts the store and returns as soon as the last step allows it."""
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+    total = control.step("last", lambda: rank.number, sum)
+    if rank.number:
+        control.close()
+    return int(total)  # rank 0: closed at exit, which is when its process takes the store along
+
+
+def other_version(rank: Rank) -> None:
+    """Rank 2 runs another version of ckptfs."""
+    from ckptfs.topology.store import StoreControl
+    from ckptfs.topology.world import World
+
+    rank.init_group()
+    version = "9.9" if rank.number == 2 else "0.1.0"
+    StoreControl(World.detect(), rank.store(), timeout_s=TIMEOUT_S, version=version)
+
+
+def many_controls(rank: Rank) -> dict[str, Any]:
+    """Controls one after another and side by side, and what they leave in the store."""
+    rank.init_group()
+    sums = []
+    for i in range(5):
+        with open_control(timeout_s=TIMEOUT_S) as control:
+            sums.append(control.step("x", lambda i=i: i, sum))
+    with open_control(timeout_s=TIMEOUT_S) as a, open_control(timeout_s=TIMEOUT_S) as b:
+        sums.append(a.step("a", lambda: 10, sum))
+        sums.append(b.step("b", lambda: 20, sum))
+    return {"sums": sums}
+
+
+def interrupted(rank: Rank) -> str:
+    """Ctrl-C on one rank inside its part."""
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+
+    def local() -> None:
+        if rank.number == rank.args["who"]:
+            raise KeyboardInterrupt
+
+    try:
+        control.step("x", local)
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    except RuntimeError as error:
+        return f"{type(error).__name__} {list(getattr(error, 'failures', {}))}"
+    return "nothing"
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+def took_s(ranks: Ranks, number: int) -> float:
+    """How long the rank's second step took."""
+    return float(ranks.wait("took", rank=number)["seconds"])
+
+
+def test_steps_over_gloo_from_two_threads_at_once() -> None:
+    """A clone's steps on another thread and the main thread's steps do not mix or block."""
+    with launch(add_over_gloo, 3) as ranks:
+        for value in ranks.values():
+            assert value == {"main": "{6}", "thread": "{3}", "pids": 3}
+
+
+def test_disjoint_subgroups_share_a_store_without_meeting() -> None:
+    """Each group gets an answer of its own, and rank means the group's rank."""
+    with launch(subgroup_sums, 4) as ranks:
+        values = ranks.values()
+    assert [v["rank"] for v in values] == [0, 0, 1, 1]
+    assert [v["numbers"] for v in values] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_without_a_group_over_the_launchers_store() -> None:
+    """Processes that torchrun started agree without init_process_group."""
+    with launch(without_group, 3, launcher_env=True) as ranks:
+        for value in ranks.values():
+            assert value["numbers"] == [0, 1, 2]
+            assert value["group"] is False
+
+
+@pytest.mark.timeout(120)
+def test_without_a_group_under_real_torchrun() -> None:
+    """The real agent's store carries a control; two agents are two nodes."""
+    results = torchrun(without_group, 1, nnodes=2)
+    assert [r.value and r.value["numbers"] for r in results] == [[0, 0]] * 2, results[0].log
+
+
+def test_error_with_its_own_init_travels_to_all_ranks() -> None:
+    """Row 16: stock DCP dies unpickling it; here it is text, with credentials masked."""
+    with launch(raise_on_one, 3) as ranks:
+        results = ranks.results()
+    for result in results:
+        assert result.error_type == "CollectiveError"
+        assert result.error
+        failure = result.error["data"]["failures"]["1"]
+        assert failure["type"].endswith("._PickyError")
+        assert "went away (7)" in failure["message"]
+        assert "secret" not in str(result.error["message"])
+    messages = {str(r.error and r.error["message"]) for r in results}
+    assert len(messages) == 1
+
+
+def test_typed_error_of_decide_arrives_as_its_type_and_the_control_goes_on() -> None:
+    """Class, errno, URI and hint are equal on all ranks; the next step works."""
+    with launch(typed_error_then_on, 3) as ranks:
+        for value in ranks.values():
+            assert value["caught"] == ["NoSpaceError", 28, "file:///run", "make room"]
+            assert value["next"] == 3
+
+
+def test_values_of_many_mebibytes_travel_in_chunks() -> None:
+    """9 MiB per rank and 27 MiB back; one such message would kill the store's connection."""
+    with launch(large_values, 3) as ranks:
+        for value in ranks.values():
+            assert value == [(9 << 20) + n for n in range(3)]
+
+
+@pytest.mark.parametrize("victims", [[2], [0], [1, 2]])
+def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list[int]) -> None:
+    """The pid is seen gone by its node: nobody waits for the 60 s of silence."""
+    with launch(step_until_released, 4, args={"victims": victims}) as ranks:
+        ranks.wait("ready")
+        alive = [n for n in range(4) if n not in victims]
+        for number in alive:
+            ranks.release("go", rank=number)
+        for victim in victims:
+            ranks.kill(victim)
+        for result in ranks.results(ranks=alive, timeout_s=20):
+            assert result.error_type == "CollectiveError", result.log
+            assert result.error
+            assert [int(r) for r in result.error["data"]["failures"]] == victims
+            assert "gone" in result.error["message"]
+            assert took_s(ranks, result.rank) < 10
+
+
+def test_zombie_counts_as_dead() -> None:
+    """A killed child that its parent has not waited for still has a pid."""
+    with launch(step_until_released, 2, args={"victims": [1]}, warm=False) as ranks:
+        ranks.wait("ready")
+        ranks.release("go", rank=0)
+        ranks.kill(1)
+        (result,) = ranks.results(ranks=[0], timeout_s=20)
+    assert result.error_type == "CollectiveError", result.log
+
+
+def test_death_on_another_node_that_has_a_survivor_is_told_at_once() -> None:
+    """Ranks 2 and 3 share a node; 3 is busy elsewhere, sees 2 die and tells ranks 0 and 1."""
+    args = {"victims": [2, 3]}  # 3 only holds: it works on something else
+    with launch(step_until_released, 4, args=args, nodes=["a", "a", "b", "b"]) as ranks:
+        ranks.wait("ready")
+        for number in (0, 1):
+            ranks.release("go", rank=number)
+        ranks.kill(2)
+        for result in ranks.results(ranks=[0, 1], timeout_s=20):
+            assert result.error
+            assert list(result.error["data"]["failures"]) == ["2"]
+            assert took_s(ranks, result.rank) < 10
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_frozen_rank_is_named_after_timeout_s_of_silence(victim: int) -> None:
+    """SIGSTOP: DeadlineError within timeout_s on all others, also when it is the coordinator."""
+    args = {"victims": [victim], "timeout_s": 3.0}
+    with launch(step_until_released, 3, args=args) as ranks:
+        ranks.wait("ready")
+        others = [n for n in range(3) if n != victim]
+        for number in others:
+            ranks.release("go", rank=number)
+        ranks.freeze(victim)
+        for result in ranks.results(ranks=others, timeout_s=20):
+            assert result.error_type == "DeadlineError", result.log
+            assert result.error
+            assert result.error["data"]["silent"] == [victim]
+            assert 1.5 < took_s(ranks, result.rank) < 10
+            assert f"rank {victim}" in result.log  # the warning, before the error
+
+
+def test_frozen_rank_that_wakes_up_gets_the_same_answer() -> None:
+    """The verdict of the step is one: who slept through it obeys it and accuses nobody."""
+    args = {"victims": [], "timeout_s": 3.0}
+    with launch(step_until_released, 3, args=args) as ranks:
+        ranks.wait("ready")
+        ranks.freeze(1)
+        for number in range(3):
+            ranks.release("go", rank=number)
+        ranks.results(ranks=[0, 2], timeout_s=20)
+        ranks.thaw(1)
+        (result,) = ranks.results(ranks=[1], timeout_s=20)
+    assert result.error_type == "DeadlineError", result.log
+    assert result.error
+    assert result.error["data"]["silent"] == [1]
+
+
+def test_rank_that_works_for_longer_than_timeout_s_is_waited_for() -> None:
+    """timeout_s bounds silence, not work."""
+    with launch(works_for_long, 3) as ranks:
+        ranks.wait("pid")
+        with pytest.raises(AssertionError, match="not within"):
+            ranks.results(timeout_s=6)
+        ranks.release("done", rank=1)
+        assert ranks.values() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("store", ["apart", "rank0"])
+def test_lost_store_is_the_same_typed_error_everywhere(store: StoreHost) -> None:
+    """The store's host is killed, apart or as rank 0: ControlPlaneLostError within seconds."""
+    victims = [0] if store == "rank0" else [9]
+    with launch(step_until_released, 3, args={"victims": [*victims, 1]}, store=store) as ranks:
+        ranks.wait("ready")
+        waiting = [2] if store == "rank0" else [0, 2]
+        for number in waiting:
+            ranks.release("go", rank=number)
+        if store == "rank0":
+            ranks.kill(0)
+        else:
+            ranks.kill_store()
+        for result in ranks.results(ranks=waiting, timeout_s=20):
+            assert result.error_type == "ControlPlaneLostError", result.log
+            assert took_s(ranks, result.rank) < 10
+            assert result.error
+            assert ("its process is gone" in result.error["message"]) == (store == "rank0")
+
+
+def test_frozen_store_costs_timeout_s_and_no_more() -> None:
+    """A host that does not answer holds no rank longer than the silence allowed."""
+    args = {"victims": [], "timeout_s": 3.0}
+    with launch(step_until_released, 2, args=args, store="apart") as ranks:
+        ranks.wait("ready")
+        ranks.freeze_store()
+        ranks.release("go")
+        for result in ranks.results(timeout_s=40):
+            assert result.error_type == "ControlPlaneLostError", result.log
+            assert took_s(ranks, result.rank) < 10
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_rank_that_ends_is_named_at_once_and_in_every_later_step(who: int) -> None:
+    """Whoever leaves says goodbye at exit: later steps of the others fail, none waits."""
+    with launch(leave_early, 3, args={"who": who}) as ranks:
+        results = ranks.results(timeout_s=20)
+    for result in results:
+        if result.rank != who:
+            assert result.error_type == "CollectiveError", result.log
+            assert result.error
+            assert list(result.error["data"]["failures"]) == [str(who)]
+
+
+def test_coordinator_that_hosts_the_store_lingers_until_all_have_read() -> None:
+    """Rank 0 takes the store along when it ends: not before the last answer is read."""
+    for _ in range(5):
+        with launch(host_ends_first, 4, store="rank0") as ranks:
+            assert ranks.values(timeout_s=20) == [6] * 4
+
+
+def test_ranks_on_different_versions_all_get_the_same_typed_error() -> None:
+    """The handshake names versions and ranks; nobody opens a control."""
+    with launch(other_version, 3) as ranks:
+        results = ranks.results(timeout_s=20)
+    for result in results:
+        assert result.error_type == "CollectiveError", result.log
+        assert result.error
+        assert "0.1.0 on ranks [0, 1], 9.9 on ranks [2]" in result.error["message"]
+        assert list(result.error["data"]["failures"]) == ["2"]
+
+
+def test_controls_one_after_another_leave_nothing_in_the_store() -> None:
+    """Keys are unique per control and deleted at the end: a store must not grow with saves."""
+    with launch(many_controls, 3) as ranks:
+        for value in ranks.values():
+            assert value["sums"] == [0, 3, 6, 9, 12, 30, 60]
+        left = _keys(ranks.store)
+    assert [key for key in left if "ckptfs" in key] == []
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_interrupt_on_one_rank_frees_all(who: int) -> None:
+    """Ctrl-C is raised as itself where it happens, and is a failure of that rank elsewhere."""
+    with launch(interrupted, 3, args={"who": who}) as ranks:
+        values = ranks.values(timeout_s=20)
+    assert values[who] == "KeyboardInterrupt"
+    assert {v for n, v in enumerate(values) if n != who} == {f"CollectiveError [{who}]"}
+
+
+# -- stale keys: ranks as threads of this process, over a real store ---------------------------
+
+
+def _open(store: Any, rank: int, size: int, timeout_s: float) -> Control:
+    from dataclasses import replace
+
+    from ckptfs.topology.store import StoreControl
+    from ckptfs.topology.world import World
+
+    return StoreControl(replace(World.solo(), rank=rank, size=size), store, timeout_s=timeout_s)
+
+
+def _store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+
+
+def test_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
+    """Row 23: the same store and names as a run that stopped half way; still one rank is missing."""
+    from ckptfs.errors import DeadlineError
+
+    store = _store()
+    ends: dict[str, object] = {}
+
+    def half_a_run(rank: int, name: str) -> None:
+        try:
+            _open(store, rank, 3, timeout_s=1.0)
+            ends[f"{name}{rank}"] = "passed"
+        except DeadlineError as error:
+            ends[f"{name}{rank}"] = error.silent
+
+    for name in ("first", "second"):  # the second meets what the first left behind
+        threads = [threading.Thread(target=half_a_run, args=(r, name)) for r in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert set(ends.values()) == {(2,)}
+
+
+def take_part_as(rank: Rank) -> list[int]:
+    """Be the rank that the test says, when it says so."""
+    who = rank.args["ranks"][rank.number]
+    rank.hold("open")
+    control = _open(rank.store(), who, 3, timeout_s=20.0)
+    numbers: list[int] = control.step("who", lambda: rank.number)
+    control.close()
+    return numbers
+
+
+def test_hello_of_a_dead_process_is_replaced_by_the_living_one() -> None:
+    """Rank 1 dies after its hello: rank 0 offers, is not answered, and waits for the successor."""
+    with launch(take_part_as, 4, args={"ranks": [0, 2, 1, 1]}) as ranks:
+        ranks.release("open", rank=2)  # the first rank 1
+        _until_key(ranks.store, "/hello/1")
+        ranks.kill(2)
+        for number in (0, 1):
+            ranks.release("open", rank=number)
+        _until_key(ranks.store, "/welcome/")  # the offer to the dead
+        ranks.release("open", rank=3)  # the second rank 1
+        results = ranks.results(ranks=[0, 1, 3])
+    assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
+
+
+def _keys(store: Any) -> list[str]:
+    if not hasattr(store, "list_keys"):
+        pytest.skip("this torch cannot list the keys of a store")
+    return list(store.list_keys())
+
+
+def _until_key(store: Any, part: str) -> None:
+    deadline = time.monotonic() + 20
+    while not any(part in key for key in _keys(store)):
+        assert time.monotonic() < deadline, f"no key with {part}"
+        time.sleep(0.01)

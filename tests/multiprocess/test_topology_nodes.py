@@ -1,0 +1,163 @@
+"""Nodes and domains between real processes: mount namespaces, simulated nodes, a dying owner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiprocess.harness import Rank, launch
+
+TIMEOUT_S = 60.0
+
+
+def probe_and_make(rank: Rank) -> dict[str, Any]:
+    """Probe two places and make a directory in each, without any process group."""
+    from ckptfs.storage.registry import open_storage
+    from ckptfs.topology.control import open_control
+    from ckptfs.topology.directory import ensure_dir
+    from ckptfs.topology.domain import probe_domains
+
+    found: dict[str, Any] = {}
+    with open_control(timeout_s=TIMEOUT_S) as control:
+        for name in ("shared", "private"):
+            storage = open_storage(str(rank.args[name]))
+            placement = probe_domains(control, storage)
+            ensure_dir(control, storage, placement, "step_20/data")
+            found[name] = [list(d.ranks) for d in placement.domains]
+            found[f"{name}_seen"] = storage.stat("step_20/data").is_dir
+        found["hosts"] = len({world.hostname for world in control.worlds})
+        found["nodes"] = len({world.node for world in control.worlds})
+    return found
+
+
+def make_counted(rank: Rank) -> dict[str, Any]:
+    """ensure_dir on simulated node-local disks; which make_dir did this rank do?"""
+    from ckptfs.storage.local import LocalStorage
+    from ckptfs.topology.control import open_control
+    from ckptfs.topology.directory import ensure_dir
+    from ckptfs.topology.domain import probe_domains
+    from ckptfs.uri import Uri
+
+    made: list[str] = []
+
+    class Counted(LocalStorage):
+        def make_dir(self, key: str) -> None:
+            made.append(key)
+            super().make_dir(key)
+
+    from ckptfs.testing.nodes import node_directory
+
+    uri = Uri.parse(f"nodes+file://{rank.args['base']}/@node/run")
+    storage = Counted(uri, directory=node_directory(uri, os.environ["CKPTFS_NODE"]))
+    rank.init_group()
+    with open_control(timeout_s=TIMEOUT_S) as control:
+        placement = probe_domains(control, storage)
+        for step in (10, 20):
+            ensure_dir(control, storage, placement, f"step_{step}")
+    return {"made": made, "id": placement.mine.id, "owner": placement.mine.owner}
+
+
+def die_while_making(rank: Rank) -> None:
+    """The owner is killed inside its mkdir."""
+    from ckptfs.storage.local import LocalStorage
+    from ckptfs.topology.control import open_control
+    from ckptfs.topology.directory import ensure_dir
+    from ckptfs.topology.domain import probe_domains
+    from ckptfs.uri import Uri
+
+    class Slow(LocalStorage):
+        def make_dir(self, key: str) -> None:
+            if key == "step_20" and rank.number == 0:
+                rank.tell("inside")
+                rank.hold("never")
+            super().make_dir(key)
+
+    storage = Slow(Uri.parse(str(rank.args["run"])))
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+    ensure_dir(control, storage, probe_domains(control, storage), "step_20")
+
+
+@pytest.fixture
+def namespaces(tmp_path: Path) -> Iterator[list[int]]:
+    """Two mount namespaces: ``private`` is a tmpfs of each, ``shared`` is bound into both."""
+    if os.geteuid() != 0:
+        pytest.skip("mount namespaces need root")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "private").mkdir()
+    script = (
+        f"mount -t tmpfs tmpfs {tmp_path}/private && "
+        f"mount --bind {tmp_path}/real {tmp_path}/shared && echo ready && exec sleep 600"
+    )
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
+    holders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for holder in holders:
+            assert holder.stdout
+            if holder.stdout.readline() != b"ready\n":
+                pytest.skip("this kernel or container allows no mount namespace")
+        yield [holder.pid for holder in holders]
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+            assert holder.stdout
+            holder.stdout.close()
+
+
+@pytest.mark.timeout(180)
+def test_row22_mount_namespaces_are_nodes_and_only_the_bytes_say_what_is_shared(
+    namespaces: list[int], tmp_path: Path
+) -> None:
+    """One host, one hostname, one path twice: the bind is one domain, the tmpfs are two."""
+    places = {name: str(tmp_path / name) for name in ("shared", "private")}
+    with launch(
+        probe_and_make,
+        4,
+        args=places,
+        launcher_env=True,
+        prefix=lambda rank: ["nsenter", "-t", str(namespaces[rank // 2]), "-m"],
+    ) as ranks:
+        values = ranks.values(timeout_s=120)
+    for value in values:
+        assert value == {
+            "shared": [[0, 1, 2, 3]],
+            "private": [[0, 1], [2, 3]],
+            "shared_seen": True,
+            "private_seen": True,
+            "hosts": 1,
+            "nodes": 2,
+        }
+    assert list((tmp_path / "real/step_20/data").iterdir()) == []
+    assert not (tmp_path / "private/step_20").exists()
+
+
+def test_n1_each_node_local_directory_is_made_by_one_process_per_node(tmp_path: Path) -> None:
+    """N1, counted in real processes: of three ranks per node one makes each directory."""
+    nodes = ["a"] * 3 + ["b"] * 3
+    with launch(make_counted, 6, args={"base": str(tmp_path)}, nodes=nodes) as ranks:
+        values = ranks.values()
+    for number, value in enumerate(values):
+        made = [key for key in value["made"] if key.startswith("step")]
+        assert made == (["step_10", "step_20"] if number in (0, 3) else [])
+        assert value["owner"] == (0 if number < 3 else 3)
+    assert len({value["id"] for value in values}) == 2
+    assert (tmp_path / "a/run/step_20").is_dir()
+    assert (tmp_path / "b/run/step_20").is_dir()
+
+
+def test_n2_owner_killed_inside_the_step_is_named_by_every_other_rank(tmp_path: Path) -> None:
+    """N2: the owner is SIGKILLed in its mkdir; nobody waits for the 60 s of silence."""
+    with launch(die_while_making, 4, args={"run": str(tmp_path)}) as ranks:
+        ranks.wait("inside", rank=0)
+        ranks.kill(0)
+        for result in ranks.results(ranks=[1, 2, 3], timeout_s=20):
+            assert result.error_type == "CollectiveError", result.log
+            assert result.error
+            assert list(result.error["data"]["failures"]) == ["0"]

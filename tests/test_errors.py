@@ -1,0 +1,151 @@
+"""The exception tree is the one that is drawn, and every error survives a trip between processes."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import pickle
+import re
+
+import pytest
+
+from ckptfs import errors
+from ckptfs.errors import (
+    CkptfsError,
+    CollectiveError,
+    DeadlineError,
+    Failure,
+    NoSpaceError,
+    StateError,
+    StorageError,
+)
+
+# One row per error: itself, its parent in the tree, the builtin that it also is. Rows are added and
+# never changed: users' except clauses depend on them.
+FROZEN = {
+    "UriError": ("CkptfsError", "ValueError"),
+    "MissingDriverError": ("UriError", "ImportError"),
+    "StateError": ("CkptfsError", "ValueError"),
+    "StorageError": ("CkptfsError", "OSError"),
+    "NotFoundError": ("StorageError", "FileNotFoundError"),
+    "AlreadyExistsError": ("StorageError", "FileExistsError"),
+    "AccessError": ("StorageError", "PermissionError"),
+    "NoSpaceError": ("StorageError", None),
+    "StaleError": ("StorageError", None),
+    "TransientError": ("StorageError", None),
+    "AnswerLostError": ("StorageError", None),
+    "UnsupportedError": ("StorageError", None),
+    "CollectiveError": ("CkptfsError", "RuntimeError"),
+    "DeadlineError": ("CkptfsError", "TimeoutError"),
+    "ControlPlaneLostError": ("CkptfsError", "ConnectionError"),
+    "FencedError": ("CkptfsError", "RuntimeError"),
+    "RunBusyError": ("CkptfsError", "RuntimeError"),
+    "CommitConflictError": ("CkptfsError", "FileExistsError"),
+    "CommitInDoubtError": ("CkptfsError", "RuntimeError"),
+    "IncompleteCheckpointError": ("CkptfsError", "FileNotFoundError"),
+    "IntegrityError": ("CkptfsError", "ValueError"),
+    "ManifestError": ("CkptfsError", "ValueError"),
+}
+
+ALL = sorted(
+    (e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, CkptfsError)),
+    key=lambda e: e.__name__,
+)
+
+
+def _drawn() -> dict[str, tuple[str, str | None]]:
+    """Read the tree off the drawing in the module's docstring."""
+    rows: dict[str, tuple[str, str | None]] = {}
+    parents: dict[int, str] = {0: "CkptfsError"}
+    for line in (errors.__doc__ or "").splitlines():
+        found = re.match(r"( *[| ]*)[|`]-- (\w+)(?: \((\w+)\))?", line)
+        if found:
+            depth = len(found[1]) // 4
+            parents[depth] = found[2]
+            rows[found[2]] = (parents[depth - 1], found[3])
+    return rows
+
+
+def test_the_tree_is_frozen() -> None:
+    """Each error has the parent and the builtin that users' except clauses rely on."""
+    assert {e.__name__ for e in ALL} == {*FROZEN, "CkptfsError"}
+    for name, (parent, builtin) in FROZEN.items():
+        kind = getattr(errors, name)
+        assert kind.__bases__[0] is getattr(errors, parent), name
+        assert builtin is None or issubclass(kind, getattr(builtins, builtin)), name
+
+
+def test_the_drawing_is_the_tree() -> None:
+    """The docstring that users read draws the classes that exist, no more and no fewer."""
+    assert _drawn() == FROZEN
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_pickles_to_an_equal_error(kind: type[CkptfsError]) -> None:
+    """Type, text and every attribute come back; a custom __init__ does not break the trip."""
+    error = kind(
+        "it broke", uri="s3://bucket/run", rank=3, node="n1", hint="mend it", outcome="unknown"
+    )
+    if isinstance(error, StorageError):
+        error.errno = errno.EDQUOT
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is kind
+    assert str(back) == str(error) == "it broke [uri s3://bucket/run, rank 3, node n1] -- mend it"
+    assert vars(back) == vars(error)
+    assert back.args == error.args
+    assert getattr(back, "errno", None) == getattr(error, "errno", None)
+
+
+class PickyError(CkptfsError):
+    """An error as a user may derive it: it cannot be made without its own argument."""
+
+    def __init__(self, message: str, *, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
+class PickyStorageError(StorageError):
+    """The same below an error that is an OSError too, which pickles in its own way."""
+
+    def __init__(self, needed: int, /) -> None:
+        super().__init__(f"needed {needed}")
+        self.needed = needed
+
+
+@pytest.mark.parametrize("error", [PickyError("x", needed=3), PickyStorageError(3)], ids=repr)
+def test_a_derived_error_with_its_own_arguments_travels(error: CkptfsError) -> None:
+    """Stock DCP loses the coordinator to an exception that needs arguments to be unpickled."""
+    back = pickle.loads(pickle.dumps(error))
+    assert type(back) is type(error)
+    assert vars(back) == vars(error)
+
+
+def test_attributes_of_their_own_travel_too() -> None:
+    """Failures by rank and silent ranks are there after pickling."""
+    failure = Failure(2, "n1", "ckptfs.errors.NoSpaceError", "full", errno.ENOSPC, "Traceback ...")
+    collective = CollectiveError("1 of 4 ranks failed", failures={2: failure})
+    assert pickle.loads(pickle.dumps(collective)).failures == {2: failure}
+    silent = DeadlineError("ranks 1 and 3 are silent", silent=(1, 3))
+    assert pickle.loads(pickle.dumps(silent)).silent == (1, 3)
+
+
+def test_all_are_follows_the_tree() -> None:
+    """all_are answers for subclasses, and is false for a mix and for no failures at all."""
+
+    def of(*kinds: str) -> CollectiveError:
+        return CollectiveError(
+            "failed", failures={n: Failure(n, "n1", k, "text") for n, k in enumerate(kinds)}
+        )
+
+    full = of("ckptfs.errors.NoSpaceError", "ckptfs.errors.NoSpaceError")
+    assert full.all_are(NoSpaceError)
+    assert full.all_are(StorageError)
+    assert not full.all_are(StateError)
+    assert not of("ckptfs.errors.NoSpaceError", "builtins.OSError").all_are(StorageError)
+    assert not of().all_are(CkptfsError)
+
+
+def test_outcome_defaults_say_what_is_known() -> None:
+    """Only the errors that leave a commit open say "unknown" unasked."""
+    unknown = {e.__name__ for e in ALL if e("x").outcome == "unknown"}
+    assert unknown == {"AnswerLostError", "CommitInDoubtError"}

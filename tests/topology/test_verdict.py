@@ -1,0 +1,108 @@
+"""The wire format of steps: errors arrive as what they were, or as text that names them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfs import errors
+from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure, NoSpaceError
+from ckptfs.topology.control import SoloControl
+from ckptfs.topology.verdict import (
+    Said,
+    Verdict,
+    decode_said,
+    decode_verdict,
+    encode_said,
+    encode_verdict,
+    failure_of,
+)
+from ckptfs.topology.world import World
+
+EVERY_CLASS = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, CkptfsError)
+]
+
+
+@pytest.mark.parametrize("cls", EVERY_CLASS, ids=lambda c: str(c.__name__))
+def test_every_ckptfs_error_arrives_as_itself(cls: type[CkptfsError]) -> None:
+    """Class, text, uri, rank, node, hint and outcome are equal on the other side."""
+    sent = cls("it failed", uri="file:///run", rank=3, node="n", hint="do", outcome="unknown")
+    got = decode_verdict(encode_verdict(Verdict(error=sent))).error
+    assert type(got) is cls
+    assert str(got) == str(sent)
+    assert vars(got).items() >= {k: v for k, v in vars(sent).items() if k != "__notes__"}.items()
+    assert getattr(got, "errno", None) == getattr(sent, "errno", None)
+
+
+def test_extra_attributes_survive() -> None:
+    """The failures of a CollectiveError and the silent ranks of a DeadlineError travel."""
+    failure = Failure(1, "n", "ckptfs.errors.NoSpaceError", "full", 28, "Traceback ...")
+    sent = CollectiveError("failed", failures={1: failure})
+    got = decode_verdict(encode_verdict(Verdict(error=sent, final=True)))
+    assert isinstance(got.error, CollectiveError)
+    assert got.error.failures == {1: failure}
+    assert got.error.all_are(NoSpaceError)
+    assert got.final
+    late = decode_verdict(encode_verdict(Verdict(error=DeadlineError("late", silent=(2, 5))))).error
+    assert isinstance(late, DeadlineError)
+    assert late.silent == (2, 5)
+
+
+class _OursError(NoSpaceError):
+    """A subclass that the other side may not have."""
+
+
+def test_unknown_subclass_arrives_as_the_nearest_known_class() -> None:
+    """A plug-in's own error is at least caught by what it derives from."""
+    got = decode_verdict(encode_verdict(Verdict(error=_OursError("full")))).error
+    assert type(got) is NoSpaceError
+    assert failure_of(_OursError("full"), World.solo()).type == "ckptfs.errors.NoSpaceError"
+
+
+@given(
+    st.one_of(st.none(), st.binary(), st.text(), st.lists(st.integers())), st.text(min_size=1)
+)
+def test_values_round_trip(value: object, label: str) -> None:
+    """What a rank says is what the coordinator hears, newlines and all."""
+    assert decode_said(encode_said(Said(label, value=value))) == Said(label, value=value)
+    assert decode_verdict(encode_verdict(Verdict(value=value))) == Verdict(value=value)
+
+
+def test_failure_masks_credentials_everywhere() -> None:
+    """Neither the message nor the traceback of a failure carries a secret to the other logs."""
+    try:
+        raise OSError(5, "GET https://user:hunter2@host/x failed")
+    except OSError as error:
+        failure = failure_of(error, World.solo())
+    assert failure.errno == 5
+    assert "hunter2" not in failure.message + failure.traceback
+    assert "OSError" in failure.type
+
+
+def test_solo_has_the_semantics_of_many() -> None:
+    """One process: a local failure is a CollectiveError, a typed error of decide is itself."""
+    control = SoloControl()
+    assert control.step("x", lambda: 2) == [2]
+    assert control.step("x", lambda: 2, sum) == 2
+
+    def full() -> None:
+        raise NoSpaceError("full")
+
+    with pytest.raises(CollectiveError, match="x failed on 1 of 1 ranks") as caught:
+        control.step("x", full)
+    assert caught.value.all_are(NoSpaceError)
+    assert isinstance(caught.value.__cause__, NoSpaceError)
+    with pytest.raises(NoSpaceError):
+        control.step("x", lambda: None, lambda _: full())
+    with pytest.raises(CollectiveError, match="KeyError"):
+        control.step("x", lambda: {}, lambda values: values[0]["missing"])
+    with pytest.raises(KeyboardInterrupt):
+        control.step("x", _interrupt)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
