@@ -69,6 +69,10 @@ def show(result: dict[str, Any]) -> None:
     )
     if result["note"]:
         out.print(result["note"])
+    if about["reverse_lookup_s"] > 0.1:
+        out.print(
+            f"[bold]Looking up ::1 took {about['reverse_lookup_s']} s: put it into /etc/hosts[/]"
+        )
     table = _table(
         "",
         "ranks",

@@ -27,7 +27,6 @@ from benchmarks import machine, report
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-JOB_TIMEOUT_S = 1800.0
 GOAL = 1.05  # median ratio of ckptfs to stock
 
 
@@ -57,7 +56,15 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         size_bytes = options.mib * MIB if ranks in options.ranks else 0
         commits = options.commits if ranks in options.commit_ranks else 0
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
-        jobs.append(_run(ranks, size_bytes, commits, options.pairs, directory / str(ranks)))
+        asked = [
+            "--bytes",
+            str(size_bytes),
+            "--pairs",
+            str(options.pairs),
+            "--commits",
+            str(commits),
+        ]
+        jobs.append(_run(ranks, asked, directory / str(ranks), options.timeout_s))
     return {
         "what": "ckptfs beside torch.distributed.checkpoint (FileSystemWriter, FileSystemReader)",
         "date": started.isoformat(timespec="seconds"),
@@ -71,14 +78,13 @@ def measure(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     }
 
 
-def _run(ranks: int, size_bytes: int, commits: int, pairs: int, directory: Path) -> dict[str, Any]:
+def _run(ranks: int, asked: list[str], directory: Path, timeout_s: float) -> dict[str, Any]:
     """One torchrun job; its result. On any end no process of it is left."""
     directory.mkdir()
     result = directory / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(ranks), str(HERE / "worker.py")]
-    command += [str(directory), str(result), "--bytes", str(size_bytes)]
-    command += ["--pairs", str(pairs), "--commits", str(commits)]
+    command += [str(directory), str(result), *asked]
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     if sys.platform == "linux":
@@ -87,7 +93,7 @@ def _run(ranks: int, size_bytes: int, commits: int, pairs: int, directory: Path)
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        output, _ = process.communicate(timeout=JOB_TIMEOUT_S)
+        output, _ = process.communicate(timeout=timeout_s)
     finally:
         if process.poll() is None:
             process.terminate()  # torchrun ends its ranks
@@ -117,6 +123,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="the result file")
     parser.add_argument("--note", default="", help="what else ran, and what was special")
+    parser.add_argument("--timeout-s", type=float, default=1800.0, help="of each torchrun job")
     parser.add_argument("--check", action="store_true", help=f"fail above a median ratio of {GOAL}")
     return parser.parse_args()
 

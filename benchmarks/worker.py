@@ -10,6 +10,7 @@ earlier save wrote, os.sync(), emptying caches, and a barrier, so that all ranks
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -34,6 +35,7 @@ KIB, MIB = 1 << 10, 1 << 20
 # Bytes of one layer's shards on one rank: attention, two large matrices, norms and biases.
 LAYER = (4 * MIB, 4 * MIB, 11 * MIB, 11 * MIB, 64 * KIB, 16 * KIB, 16 * KIB)
 PEERS = ("stock", "ckptfs")
+PHASES = ("plan_s", "stage_s", "write_s", "sync_s", "read_s", "verify_s", "commit_s")
 
 State = dict[str, Any]
 
@@ -53,6 +55,7 @@ class Bench:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (self.size,))
         self.directory = directory
+        self.last: ckptfs.SaveResult | ckptfs.LoadResult | None = None  # of the newest call
         torch.manual_seed(self.rank)
         self.state = self._sharded(size_bytes, torch.rand)
         self.target = self._sharded(size_bytes, torch.zeros)
@@ -87,27 +90,32 @@ class Bench:
             self._save(peer, -1)
             self._load(peer, -1)
             self._same()
-        found: dict[str, Any] = {"save": [], "load_hot": [], "load_cold": []}
-        for pair in range(pairs):
-            found["save"].append(self._pair(pair, lambda peer, n=pair: self._save(peer, n)))
         last = pairs - 1
-        for pair in range(pairs):
-            found["load_hot"].append(self._pair(pair, lambda peer: self._load(peer, last)))
-        for pair in range(pairs):
-            found["load_cold"].append(
-                self._pair(pair, lambda peer: self._load(peer, last, cold=True))
-            )
+
+        def hot(peer: str) -> Spent:
+            return self._load(peer, last)
+
+        def cold(peer: str) -> Spent:
+            return self._load(peer, last, cold=True)
+
+        found = {
+            "save": [self._pair(n, functools.partial(self._save, number=n)) for n in range(pairs)],
+            "load_hot": [self._pair(n, hot) for n in range(pairs)],
+            "load_cold": [self._pair(n, cold) for n in range(pairs)],
+        }
         self._same()
         return found
 
     def _pair(self, number: int, measure: Callable[[str], Spent]) -> dict[str, Any]:
         order = PEERS if number % 2 == 0 else PEERS[::-1]
         spent = {peer: measure(peer) for peer in order}
+        counted = self.last.total.as_dict() if self.last else {}
         return {
             "first": order[0],
             **{f"{peer}_s": spent[peer].wall_s for peer in PEERS},
             **{f"{peer}_cpu_s": spent[peer].cpu_s for peer in PEERS},
             "ratio": spent["ckptfs"].wall_s / spent["stock"].wall_s,
+            "ckptfs_phases_s": {k: v for k, v in counted.items() if k in PHASES and v},
         }
 
     def _where(self, peer: str, number: int) -> Path:
@@ -121,7 +129,7 @@ class Bench:
             dcp.save(self.state, storage_writer=dcp.FileSystemWriter(str(where)))
 
         def ours() -> None:
-            ckptfs.save(self.state, str(where))
+            self.last = ckptfs.save(self.state, str(where))
 
         self._on_one(lambda: self._forget(peer, number - 1))
         return self._timed(stock if peer == "stock" else ours)
@@ -133,7 +141,7 @@ class Bench:
             dcp.load(self.target, storage_reader=dcp.FileSystemReader(str(where)))
 
         def ours() -> None:
-            ckptfs.load(self.target, str(where))
+            self.last = ckptfs.load(self.target, str(where))
 
         if cold:
             self._on_one(lambda: _evict(where))
@@ -178,7 +186,7 @@ class Bench:
 
     def _each(self, save: Callable[[int], None], saves: int) -> list[float]:
         """Seconds of each save but the first, which makes what the others find."""
-        return [self._timed(lambda n=n: save(n)).wall_s for n in range(saves + 1)][1:]
+        return [self._timed(functools.partial(save, n)).wall_s for n in range(saves + 1)][1:]
 
     def _operations(self, tiny: State) -> dict[str, int]:
         """Storage operations of one save in a held run, all ranks together, by name."""

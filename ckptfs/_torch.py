@@ -43,11 +43,11 @@ def group_store(group: Any) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     if group is None:
-        return c10d._get_default_store()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return c10d._get_default_store()  # noqa: SLF001
     held = c10d._world.pg_map.get(group)  # noqa: SLF001
     # A group made by splitting a communicator may be absent from the map: all its members still
     # share the default store, and every control has a namespace of its own there.
-    return held[1] if held and held[1] is not None else c10d._get_default_store()  # type: ignore[no-untyped-call]  # noqa: SLF001
+    return held[1] if held and held[1] is not None else c10d._get_default_store()  # noqa: SLF001
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> Any:
@@ -76,9 +76,10 @@ def reconnect_store(store: Any) -> Any:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        return connect_store(store.host, store.port, store.timeout.total_seconds())
+        wait_s = store.timeout.total_seconds()  # type: ignore[attr-defined] # the stubs lack it
+        return connect_store(store.host, store.port, wait_s)
     if isinstance(store, FileStore):
-        return FileStore(store.path, -1)
+        return FileStore(store.path, -1)  # type: ignore[attr-defined] # the stubs lack it
     return store  # HashStore: threads of one process, its waits block nobody
 
 

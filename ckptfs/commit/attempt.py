@@ -44,7 +44,15 @@ from ckptfs.commit.protocol import name_taken, next_seq
 from ckptfs.commit.saving import Means, begin, finish, prepare, survey
 from ckptfs.commit.sealing import seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart, fresh_ids, now_text
+from ckptfs.commit.spec import (
+    Committed,
+    IfExists,
+    SaveSpec,
+    SmallFile,
+    WrittenPart,
+    fresh_ids,
+    now_text,
+)
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
@@ -73,7 +81,7 @@ class _Gathered:
     """What the owners seal; ``files`` is empty on the wire when only the coordinator needs it."""
 
     digest: str
-    files: Mapping[str, bytes]
+    files: Mapping[str, SmallFile]
     counters: tuple[Counters, ...]
 
 
@@ -191,7 +199,7 @@ class Attempt:
     def commit(
         self,
         write: Callable[[], WrittenPart],
-        finish: Callable[[list[WrittenPart]], Mapping[str, bytes]],
+        finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
     ) -> Committed:
         """Collective. Write, then seal what all ranks wrote; committed when this returns.
 
@@ -201,7 +209,7 @@ class Attempt:
         call abandon(). CommitInDoubtError: the next begin or prepare_run settles it.
         """
         control = self.seat.control
-        kept: dict[str, bytes] = {}
+        kept: dict[str, SmallFile] = {}
         gathered = control.step("write", write, lambda parts: self._gather(parts, finish, kept))
         started = time.perf_counter()
         files = kept or gathered.files
@@ -225,32 +233,36 @@ class Attempt:
     def _gather(
         self,
         parts: list[WrittenPart],
-        finish: Callable[[list[WrittenPart]], Mapping[str, bytes]],
-        kept: dict[str, bytes],
+        finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
+        kept: dict[str, SmallFile],
     ) -> _Gathered:
         files = dict(finish(parts))
         manifest = self._manifest([f for part in parts for f in part.files], files)
-        files[MANIFEST] = encode_manifest(manifest)
+        encoded = encode_manifest(manifest)
+        files[MANIFEST] = encoded
         counters = tuple(part.counters for part in parts)
-        digest = digest_of(files[MANIFEST])
+        digest = digest_of(encoded)
         if len(self._planned.domains) == 1 and self._owner:
             kept.update(files)  # the coordinator is the only owner: nothing large on the wire
             return _Gathered(digest, {}, counters)
         return _Gathered(digest, files, counters)
 
-    def _manifest(self, files: list[FileRecord], extra: Mapping[str, bytes]) -> Manifest:
+    def _manifest(self, files: list[FileRecord], extra: Mapping[str, SmallFile]) -> Manifest:
         plan, spec, placement = self._planned, self.spec, self.seat.placement
         small = [
-            FileRecord(f"{plan.save_id}/{name}", len(data), digest=digest_of(data))
-            for name, data in extra.items()
+            FileRecord(f"{plan.save_id}/{name}", len(data), domain, digest=digest_of(data))
+            for name, file in extra.items()
+            for domain, data in ([(None, file)] if isinstance(file, bytes) else file.items())
         ]
         return Manifest(
             save_id=plan.save_id,
             name=spec.name,
             step=spec.step,
             # Two ranks may have uploaded one and the same file; it is one file.
-            files=tuple({f.path: f for f in (*files, *small)}.values()),
-            domains=tuple(DomainRecord(d.id, d.ranks, d.nodes) for d in placement.domains),
+            files=tuple({(f.path, f.domain): f for f in (*files, *small)}.values()),
+            domains=tuple(
+                DomainRecord(d.id, d.ranks, self._hosts(d.ranks)) for d in placement.domains
+            ),
             base=plan.base,
             artifact=spec.artifact,
             world_size=self.seat.control.size,
@@ -260,9 +272,16 @@ class Attempt:
             per_rank=spec.per_rank,
         )
 
-    def _prepare(self, files: Mapping[str, bytes]) -> None:
+    def _hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """The hosts of a domain, for people who look for a lost shard."""
+        worlds = self.seat.control.worlds
+        return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
+
+    def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:
-            drive(prepare(self._named, files), self.storage)
+            here = self._means.domain
+            mine = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
+            drive(prepare(self._named, mine), self.storage)
 
     def _seal(self, digest: str) -> Seal:
         plan, spec = self._planned, self.spec

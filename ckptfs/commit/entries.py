@@ -12,8 +12,8 @@
 
 An entry is one JSON object of a few hundred bytes: the body's fields, ``kind``, the ``id`` of the
 write that made it (a lost answer is proven by it), and ``at``/``by``, which inform people and
-decide nothing. Unknown fields are ignored and unknown kinds are kept as ``Foreign``, so that an
-older reader survives a newer writer.
+decide nothing. Unknown fields are ignored; unknown kinds, and kinds with an unknown word in a closed
+field, are kept as ``Foreign``, so that an older reader survives a newer writer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ckptfs.errors import ManifestError
 
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 FORMAT = 1
+
+_E = TypeVar("_E", bound=StrEnum)
 
 
 class Generation(NamedTuple):
@@ -211,11 +213,15 @@ Body = Seal | Abort | Decided | Fence | Release | Delete | Gone | Pin | Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry as it lies in the log."""
+    """One entry as it lies in the log.
+
+    partial: a newer writer put fields into it that this version does not know.
+    """
 
     write_id: str
     body: Body
     stamp: Stamp = Stamp()
+    partial: bool = field(default=False, compare=False)
 
 
 _KINDS: dict[str, type] = {
@@ -230,6 +236,7 @@ _KINDS: dict[str, type] = {
     "snapshot": Snapshot,
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
+_ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -270,8 +277,20 @@ def decode_entry(data: bytes, where: str) -> Entry:
         )
         if kind not in _KINDS:
             return Entry(write_id, Foreign(kind), stamp)
-        return Entry(write_id, body_from(_KINDS[kind], record), stamp)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cls = _KINDS[kind]
+        partial = not {*[f.name for f in fields(cls)], *_ENVELOPE}.issuperset(record)
+        try:
+            return Entry(write_id, body_from(cls, record), stamp, partial)
+        except _UnknownValueError:
+            return Entry(write_id, Foreign(kind), stamp)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+    ) as error:
         raise ManifestError(
             f"not a run log entry: {error!r}",
             uri=where,
@@ -296,10 +315,30 @@ def _rich(name: str, value: Any) -> Any:
                 PartRef(p["name"], p["save_id"], p["digest"], tuple(p.get("domains", ())))
                 for p in value
             )
+        case "save_id" | "name":
+            return _component(value)
         case "outcome":
-            return Outcome(value)
+            return _member(Outcome, value)
         case "mode":
-            return FenceMode(value)
+            return _member(FenceMode, value)
         case "artifact":
-            return Kind(value)
+            return _member(Kind, value)
     return value
+
+
+def _component(value: Any) -> str:
+    """One path component: keys are made of it, and a log in a bucket is not trusted."""
+    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:
+        raise ValueError(f"{value!r} is not one path component")
+    return value
+
+
+class _UnknownValueError(Exception):
+    """A word that this version does not know: the entry means something to a newer one only."""
+
+
+def _member(kind: type[_E], value: Any) -> _E:
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise _UnknownValueError(str(error)) from error

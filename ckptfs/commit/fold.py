@@ -67,7 +67,8 @@ class LogState:
     """The fold of entries 0 .. next-1 of one domain's log.
 
     fence: the newest fence; fence_at: its number. released: the newest fence's owner left.
-    foreign: an entry of an unknown kind lies in the prefix (no snapshot may be written then).
+    foreign: something that this version does not know lies in the prefix (no snapshot may be written
+    then, it would lose that).
     """
 
     next: int = 0
@@ -135,6 +136,9 @@ def _fold_save(
             return replace(save, pinned=pinned)
 
 
+_SNAPSHOT_FIELDS = frozenset({"fence", "fence_at", "released", "overwrites", "saves"})
+
+
 def snapshot_of(state: LogState) -> Snapshot:
     """The snapshot entry to append as number ``state.next``; never with foreign entries below."""
     if state.foreign:
@@ -165,6 +169,11 @@ def snapshot_of(state: LogState) -> Snapshot:
 def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
     """The state after a snapshot entry that lies at ``number``, without the entries below it."""
     raw: Mapping[str, Any] = snapshot.state
+    fields = {*SaveState.__dataclass_fields__}
+    # A newer version's snapshot tells more than is read here: it must not be summed up again.
+    newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
+        not fields.issuperset(s) for s in raw["saves"]
+    )
     saves = {
         s["save_id"]: SaveState(
             s["save_id"],
@@ -186,6 +195,7 @@ def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
         overwrites=tuple(
             Overwrite(Generation(int(g[0]), str(g[1])), at) for g, at in raw["overwrites"]
         ),
+        foreign=newer,
         snapshot_at=number,
         saves=saves,
     )

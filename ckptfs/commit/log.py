@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ckptfs.commit.entries import Body, Entry, Snapshot, Stamp, decode_entry, encode_entry
@@ -97,6 +97,9 @@ def catch_up(state: LogState | None = None) -> Program[LogState]:
         if entry is None:
             return state
         state = fold_entry(state, entry.body)
+        if entry.partial:
+            # A snapshot by this version would lose what it does not understand.
+            state = replace(state, foreign=True)
 
 
 def _from_snapshot() -> Program[LogState]:
@@ -109,7 +112,8 @@ def _from_snapshot() -> Program[LogState]:
         return LogState()
     if entry is None or not isinstance(entry.body, Snapshot):
         return LogState()
-    return state_from_snapshot(number, entry.body)
+    state = state_from_snapshot(number, entry.body)
+    return replace(state, foreign=True) if entry.partial else state
 
 
 def _read_entry(number: int) -> Program[Entry | None]:

@@ -124,7 +124,7 @@ def decode_manifest(data: bytes, where: object) -> Manifest:
     try:
         record = json.loads(data)
         needs = int(record["min_reader_version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(
             f"not a ckptfs manifest: {error!r}",
             uri=where,
@@ -138,7 +138,7 @@ def decode_manifest(data: bytes, where: object) -> Manifest:
         )
     try:
         return _from_record(record)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ManifestError(f"damaged manifest: {error!r}", uri=where) from error
 
 
@@ -151,7 +151,7 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
         files=tuple(
             FileRecord(
                 _path(f["path"]),
-                int(f["size"]),
+                _size(f["size"]),
                 f.get("domain"),
                 None if f.get("digests") is None else _path(f["digests"]),
                 f.get("digest"),
@@ -177,11 +177,17 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
 def _path(path: str) -> str:
     """A path below the step directory, or ValueError: a manifest from a bucket is not trusted."""
     clean = posixpath.normpath(path)
-    if not path or clean != path or path.startswith("/") or path.split("/", maxsplit=1)[0] == "..":
+    if clean != path or path.split("/", maxsplit=1)[0] in ("", ".", ".."):
         raise ValueError(f"path {path!r} leaves the checkpoint")
     if "\\" in path or "\0" in path or "://" in path:
         raise ValueError(f"path {path!r} is not a relative path")
     return path
+
+
+def _size(size: Any) -> int:
+    if not isinstance(size, int) or size < 0:
+        raise ValueError(f"{size!r} is not a size in bytes")
+    return size
 
 
 def _name(name: str) -> str:

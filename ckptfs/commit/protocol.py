@@ -116,7 +116,8 @@ def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str
 
 def commits(views: Views) -> list[Live]:
     """All saves that were ever committed, in commit order, deleted ones included: a replaced save
-    must not come back to life when its successor is deleted."""
+    must not come back to life when its successor is deleted.
+    """
     ids = {save_id: None for view in views.values() for save_id in view.saves}
     lives = [
         Live(seal, order_key(seal, views))
@@ -319,7 +320,8 @@ class Doomed:
 def doomed(views: Views) -> list[Doomed]:
     """Saves that the holder deletes without being asked again: replaced ones, one commit after
     their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
-    hid, once something was committed under it. Pinned and referenced saves stay."""
+    hid, once something was committed under it. Pinned and referenced saves stay.
+    """
     lives = commits(views)
     used = {live.seal.base for live in lives}
     kept = _kept(views)

@@ -44,6 +44,7 @@ from ckptfs.commit.ops import (
     RemoveDir,
     RemoveTree,
     Rename,
+    Sync,
 )
 from ckptfs.commit.project import discard_source, names_save, project
 from ckptfs.commit.protocol import (
@@ -190,7 +191,8 @@ def _erase(
     trash = trash_of(holder)
     if caps.shape is Shape.FILESYSTEM:
         # Its projection source first, or somebody who stalls over it projects a deleted save.
-        yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
+        if (yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")):
+            yield Sync(ATTEMPTS)
     successor = successor_here(views[domain], seal)
     if successor is not None:
         if standing(successor.save_id, views) is not Standing.COMMITTED:
@@ -203,11 +205,14 @@ def _erase(
     if successor is None:
         yield from _unproject(keys, seal, trash)
     yield from _to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
+    # Nobody looks again once the log says "gone": no power cut may bring the names back.
+    yield from _sync_if_there(keys.name)
     if successor is None:
         try:
             yield RemoveDir(keys.name)
         except AlreadyExistsError:
             return True  # somebody else's files: theirs to remove
+        yield Sync("")
     return True
 
 
@@ -216,6 +221,8 @@ def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
     for piece in (METADATA, MANIFEST):
         if (yield from _names_it(f"{keys.name}/{piece}", keys.save_id)):
             yield from _to_trash(f"{keys.name}/{piece}", f"{trash}/{seal.save_id}.{piece}")
+    # Or after a power cut `.metadata` is back and its data is not.
+    yield from _sync_if_there(keys.name)
     if seal.artifact is Kind.DIRECTORY:
         for top in (yield from _plain_names(keys)):
             yield from _to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
@@ -242,18 +249,27 @@ def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
     return [top for top in tops if top != keys.save_id]
 
 
-def _to_trash(source: str, target: str) -> Program[None]:
+def _to_trash(source: str, target: str) -> Program[bool]:
+    """Whether it was there to be moved and removed."""
     try:
         yield Rename(source, target)
     except NotFoundError:
-        return  # gone already, or a newer holder took our trash away: not ours any more
+        return False  # gone already, or a newer holder took our trash away: not ours any more
     except AlreadyExistsError:
         yield RemoveTree(target)  # left by our own earlier try under this generation
         try:
             yield Rename(source, target)
         except NotFoundError:
-            return
+            return False
     yield RemoveTree(target)
+    return True
+
+
+def _sync_if_there(key: str) -> Program[None]:
+    try:
+        yield Sync(key)
+    except NotFoundError:
+        return
 
 
 def discard_attempt(

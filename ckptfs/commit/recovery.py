@@ -259,7 +259,8 @@ def _complete_deletes(
     stamp: Stamp,
 ) -> Program[Mapping[str, LogState]]:
     """Finish deletes whose bytes a crash left, and deletes that another domain began: the entry
-    here too, before any byte, or this domain alone would believe in a save that is not there."""
+    here too, before any byte, or this domain alone would believe in a save that is not there.
+    """
     leftovers = []
     for save in list(views[domain].saves.values()):
         if save.seal is None or standing(save.save_id, views) is not Standing.DELETED:

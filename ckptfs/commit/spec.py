@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -12,7 +12,18 @@ from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.events import Counters
 
-__all__ = ["Committed", "IfExists", "SaveSpec", "WrittenPart", "fresh_ids", "now_text"]
+__all__ = [
+    "Committed",
+    "IfExists",
+    "SaveSpec",
+    "SmallFile",
+    "WrittenPart",
+    "fresh_ids",
+    "now_text",
+]
+
+# A small file beside the manifest: the same in every domain, or one for each domain id.
+SmallFile = bytes | Mapping[str, bytes]
 
 
 class IfExists(Enum):

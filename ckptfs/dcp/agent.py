@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
 from ckptfs.commit.run import claim
-from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.errors import DeadlineError, StateError
 from ckptfs.topology.client import StoreClient, wait_for
 from ckptfs.topology.control import Control, SoloControl
@@ -85,7 +85,7 @@ class Desk:
     order: Future[SaveOrder] = field(default_factory=Future)
     begun: Future[Begun] = field(default_factory=Future)
     part: Future[WrittenPart] = field(default_factory=Future)
-    files: Future[Mapping[str, bytes]] = field(default_factory=Future)
+    files: Future[Mapping[str, SmallFile]] = field(default_factory=Future)
     done: Future[Committed] = field(default_factory=Future)
 
     def cancel(self, why: str) -> None:

@@ -20,15 +20,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.catalog import Found
-from ckptfs.commit.layout import METADATA
 from ckptfs.commit.locate import locate
-from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.run import Run, claim
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.opened import read_metadata, source_of, who_holds
 from ckptfs.dcp.pipeline import (
     PlannedLoad,
     finish_save,
@@ -40,9 +38,8 @@ from ckptfs.dcp.pipeline import (
     write,
 )
 from ckptfs.dcp.space import check_space
-from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
+from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters, LoadResult, SaveResult
-from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri, options_of
 
@@ -112,7 +109,10 @@ def _save(  # noqa: PLR0917 - the call's own arguments
     threads: int,
 ) -> SaveResult:
     control = seat.control
-    planned = plan_save(state_dict, control, per_rank=spec.per_rank)
+    domains = {d.id: d.ranks for d in seat.placement.domains}
+    planned = plan_save(
+        state_dict, control, per_rank=spec.per_rank, domains=tuple(domains.values())
+    )
     warnings = check_space(seat, planned, threads, required=require_space)
     attempt = Attempt(seat, spec)
 
@@ -126,8 +126,10 @@ def _save(  # noqa: PLR0917 - the call's own arguments
             threads=threads,
         )
 
-    def finish(parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        return finish_save(planned, parts, save_id=attempt.save_id, checkpoint_id=str(target))
+    def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
+        return finish_save(
+            planned, parts, save_id=attempt.save_id, checkpoint_id=str(target), domains=domains
+        )
 
     try:
         attempt.begin()
@@ -168,8 +170,9 @@ def load(
     result, or converted. verify: "read" compares every block that is read with its digest.
     Checkpoints written by stock torch load too, unverified. Reads only; repairs nothing.
 
-    NotFoundError, IncompleteCheckpointError, IntegrityError, ManifestError name URI, file and rank.
-    After an error tensors are undefined.
+    NotFoundError, IncompleteCheckpointError: no such checkpoint, or not all of it. What single ranks
+    meet while they read (IntegrityError, ManifestError, a missing file) is a CollectiveError on all;
+    its ``failures`` name rank, URI and file. After an error tensors are undefined.
     """
     started = time.perf_counter()
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
@@ -180,7 +183,7 @@ def load(
             found = locate(seat, target.name)
             manifest = found.manifest
             held: list[Metadata] = []
-            control.step("metadata", lambda: held.append(_read_metadata(seat.storage, found)))
+            control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
             metadata = held[0]
             flat = unwrap_stateful(state_dict)
             planned = plan_load(
@@ -190,7 +193,7 @@ def load(
                 strict=strict,
                 saved_world=None if manifest is None else manifest.world_size,
             )
-            source = _source(seat, found, checking)
+            source = source_of(seat.storage, found, checking, control.rank)
             per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
     restore_stateful(state_dict, flat)
     return LoadResult(
@@ -207,49 +210,12 @@ def load(
     )
 
 
-def _read_metadata(storage: Storage, found: Found) -> Metadata:
-    """The checkpoint's ``.metadata``, as sealed where it was sealed."""
-    raw, where = storage.read(found.metadata), storage.uri(found.metadata)
-    manifest = found.manifest
-    if manifest is not None:
-        path = f"{manifest.save_id}/{METADATA}"
-        record = next((f for f in manifest.files if f.path == path), None)
-        if record is not None and record.digest not in (None, digest_of(raw)):
-            raise IntegrityError(
-                "the metadata is not what was saved",
-                uri=where,
-                hint="the file was changed after the commit; load another checkpoint",
-            )
-    return decode_metadata(raw, where)
-
-
-def _source(seat: Seat, found: Found, verify: Verify) -> Source:
-    files = () if found.manifest is None else found.manifest.files
-    sidecars = {f.path: f.digests for f in files if f.digests is not None}
-    return Source(seat.storage, found.home, sidecars, verify, seat.control.rank)
-
-
 def _read(planned: PlannedLoad, source: Source, found: Found) -> Counters:
     try:
         return read(planned, source)
     except IncompleteCheckpointError as error:
-        error.hint = _who_holds(error.uri or "", found) or error.hint
+        error.hint = who_holds(error.uri or "", found) or error.hint
         raise
-
-
-def _who_holds(uri: str, found: Found) -> str | None:
-    """Which nodes hold a file that this one does not see."""
-    if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
-        return None
-    record = next((f for f in found.manifest.files if uri.endswith(f.path)), None)
-    domain = next((d for d in found.manifest.domains if record and d.id == record.domain), None)
-    if domain is None:
-        return None
-    ranks = ", ".join(str(rank) for rank in domain.ranks)
-    return (
-        f"domain {domain.id} holds it, written by ranks {ranks} on {', '.join(domain.hosts)}: "
-        "start these ranks there again, or copy the shards together first"
-    )
 
 
 @contextlib.contextmanager

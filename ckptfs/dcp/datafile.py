@@ -27,9 +27,19 @@ from ckptfs.errors import (
     ManifestError,
     NotFoundError,
 )
+from ckptfs.events import Counters
 from ckptfs.storage.base import DataReader, Storage
 
-__all__ = ["WINDOW_BYTES", "DataFile", "Source", "Verify", "gather", "read_digests"]
+__all__ = [
+    "WINDOW_BYTES",
+    "DataFile",
+    "Source",
+    "Verify",
+    "gather",
+    "open_data",
+    "read_digests",
+    "verify_file",
+]
 
 WINDOW_BYTES = 4 << 20
 _SMALL_BYTES = 256 << 10  # items up to this are gathered
@@ -141,6 +151,15 @@ class DataFile:
             self._compare(item, 0, memoryview(data), key)
         return bytes(data)
 
+    def check(self, item: ItemDigests) -> None:
+        """Read and compare all blocks of an item."""
+        if item.offset + item.length > self._reader.size_bytes:
+            raise self.damaged(f"it has {self._reader.size_bytes} bytes: truncated")
+        for block in item.blocks_of(0, item.length):
+            data = memoryview(bytearray(block.stop - block.start))
+            self._raw(item.offset + block.start, data)
+            self._compare(item, block.start, data, f"the item at {item.offset}")
+
     def tensor(self, info: Any, item: ItemDigests | None, key: str) -> torch.Tensor:
         """The tensor in a blob whose payload is not known, by torch.load(weights_only=True)."""
         stream: Any = _ItemStream(self, info.offset, info.length)
@@ -234,6 +253,38 @@ class _ItemStream(io.RawIOBase):
             self._file.raw(self._offset + self._at, view[:count])
             self._at += count
         return count
+
+
+def verify_file(source: Source, path: str) -> Counters:
+    """Compare every byte of every item of a data file with its digests. Local; for tools.
+
+    IntegrityError names the range; IncompleteCheckpointError: the file or its digests are missing.
+    """
+    started = time.perf_counter()
+    digests = read_digests(source, path) or {}
+    with open_data(source, path) as reader:
+        file = DataFile(reader, source, path, digests, ())
+        for item in digests.values():
+            file.check(item)
+    return Counters(
+        size_bytes=file.read_bytes,
+        files=1,
+        items=len(digests),
+        read_s=time.perf_counter() - started - file.verify_s,
+        verify_s=file.verify_s,
+    )
+
+
+def open_data(source: Source, path: str) -> DataReader:
+    """Open a data file; IncompleteCheckpointError when it is missing."""
+    try:
+        return source.storage.open_read(source.key(path))
+    except NotFoundError as error:
+        raise IncompleteCheckpointError(
+            f"data file {path} is missing",
+            uri=source.storage.uri(source.key(path)),
+            hint="restore it, or load another checkpoint",
+        ) from error
 
 
 def read_digests(source: Source, path: str) -> dict[int, ItemDigests] | None:

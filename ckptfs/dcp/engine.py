@@ -1,20 +1,27 @@
 """The buffered write engine: one pass over the data, no copy of large tensors.
 
     torch.save(tensor) --head---> bytearray --+
-                       --memory-------------> FileStream --> digests, count --> DataWriter.write
+                       --memory-------------> FileStream --> digests, count --> Pump --> DataWriter
                        --tail---> bytearray --+
 
 torch.save hands the tensor's memory to its stream in one piece; that piece is recognised by its
 address, so its place in the blob, the payload offset, is known without parsing torch's format.
 Should a version of torch hand over something else, the payload is unknown, the file is still
 right, and readers fall back to torch.load.
+
+torch.save computes a CRC of every tensor, which takes as long as writing it: the pump writes one
+piece on a thread of its own while torch works on the next.
 """
 
 from __future__ import annotations
 
 import io
+import queue
+import threading
 import time
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -28,6 +35,8 @@ __all__ = ["buffered_engine"]
 
 _DIRECT_BYTES = 256 << 10  # pieces of at least this go to the file by themselves, uncopied
 _GATHER_BYTES = 1 << 20  # smaller ones are gathered up to this
+_PUMP_BYTES = 4 << 20  # files with a piece of this get a thread; smaller ones are not worth it
+_AHEAD = 1  # pieces that wait for the pump: one staged tensor more in memory, no two
 
 
 def buffered_engine(
@@ -37,8 +46,7 @@ def buffered_engine(
     started = time.perf_counter()
     stage_s = 0.0
     placed: list[Placed] = []
-    with storage.open_write(task.key) as writer:
-        stream = _FileStream(writer)
+    with storage.open_write(task.key) as writer, _FileStream(_Pump(writer)) as stream:
         for position, item in task.items:
             cancelled.raise_if_set()
             began = time.perf_counter()
@@ -48,7 +56,6 @@ def buffered_engine(
             stage_s += time.perf_counter() - began
             digests = _write_item(stream, data)
             placed.append(Placed(position, digests.offset, digests.length))
-        stream.flush()
     return FileWritten(
         size_bytes=stream.position,
         payload_bytes=sum(item.payload_length or item.length for item in stream.items),
@@ -65,37 +72,103 @@ def _write_item(stream: _FileStream, data: torch.Tensor | io.BytesIO) -> ItemDig
         blob = _BlobSink(stream, data)
         torch.save(data, blob)  # type: ignore[arg-type]  # it needs write and flush, no more
         return stream.end_item(*blob.finish())
-    with data.getbuffer() as view:
-        stream.append(view)
+    stream.append(data.getbuffer())
     return stream.end_item(0, 0)
+
+
+class _Pump:
+    """Writes pieces in order, on a thread once a large one comes; their memory must stay as it is."""
+
+    def __init__(self, writer: DataWriter) -> None:
+        self._writer = writer
+        self._pieces: queue.Queue[bytearray | memoryview | None] = queue.Queue(_AHEAD)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def put(self, piece: bytearray | memoryview) -> None:
+        """Write this piece, now or soon. Raises what writing an earlier one raised."""
+        if self._thread is None and len(piece) < _PUMP_BYTES:
+            self._writer.write(piece)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckptfs-pump", daemon=True)
+            self._thread.start()
+        if self._error is not None:
+            raise self._error
+        self._pieces.put(piece)
+
+    def finish(self) -> None:
+        """Return when all is written; raises what writing raised."""
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, why: BaseException) -> None:
+        """Write nothing more and return when nothing is being written."""
+        self._error = self._error or why
+        if self._thread is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        # After an error it goes on taking pieces, or put() would block for ever.
+        while (piece := self._pieces.get()) is not None:
+            if self._error is None:
+                try:
+                    self._writer.write(piece)
+                except BaseException as error:  # noqa: BLE001 - raised by put() or finish()
+                    self._error = error
 
 
 @dataclass(slots=True)
 class _FileStream:
     """The one place where bytes meet the file: it counts, digests, and gathers small pieces."""
 
-    writer: DataWriter
+    pump: _Pump
     position: int = 0
     items: list[ItemDigests] = field(default_factory=list)
     _gathered: bytearray = field(default_factory=bytearray)
     _digester: BlockDigester = field(default_factory=BlockDigester)
     _item_offset: int = 0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self.pump.stop(exc)
+            return
+        try:
+            self._flush()
+        except BaseException as error:
+            self.pump.stop(error)
+            raise
+        self.pump.finish()
+
     def begin_item(self) -> None:
         self._item_offset = self.position
         self._digester = BlockDigester()
 
-    def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Bytes of the current item; ``data`` may be reused on return."""
+    def append(self, data: bytearray | memoryview) -> None:
+        """Bytes of the current item. Large ones must stay as they are until the file is done."""
         self._digester.update(data)
         self.position += len(data)
         if len(data) >= _DIRECT_BYTES:
-            self.flush()
-            self.writer.write(data)
+            self._flush()
+            self.pump.put(data)
             return
         self._gathered += data
         if len(self._gathered) >= _GATHER_BYTES:
-            self.flush()
+            self._flush()
 
     def cut(self) -> int:
         """Begin a region of digests here; returns the offset within the item."""
@@ -113,10 +186,10 @@ class _FileStream:
         self.items.append(item)
         return item
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         if self._gathered:
-            self.writer.write(self._gathered)
-            self._gathered.clear()
+            full, self._gathered = self._gathered, bytearray()
+            self.pump.put(full)
 
 
 class _BlobSink:
@@ -134,16 +207,16 @@ class _BlobSink:
         if size == len(self._payload) and size and self._is_payload(data):
             self._release()
             start = self._stream.cut()
+            # Our own view of the same memory: torch's is gone when this returns.
             self._stream.append(self._payload)
             self._stream.cut()
             self._found = (start, size)
             # One tensor has one payload; a second piece of the same address is not it.
             self._payload = memoryview(b"")
-        elif size >= _GATHER_BYTES:
-            self._release()
-            self._stream.append(data)
         else:
             self._frame += data
+            if len(self._frame) >= _GATHER_BYTES:
+                self._release()
         return size
 
     def flush(self) -> None:

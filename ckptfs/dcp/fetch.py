@@ -24,13 +24,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from ckptfs.commit.digests import ItemDigests
 from ckptfs.dcp.boxes import narrowed, pieces_of, strides_of
-from ckptfs.dcp.datafile import WINDOW_BYTES, DataFile, Source, Verify, gather, read_digests
+from ckptfs.dcp.datafile import (
+    WINDOW_BYTES,
+    DataFile,
+    Source,
+    Verify,
+    gather,
+    open_data,
+    read_digests,
+)
 from ckptfs.dcp.resolve import memory_of
 from ckptfs.errors import (
     CkptfsError,
-    IncompleteCheckpointError,
     ManifestError,
-    NotFoundError,
     StateError,
 )
 from ckptfs.events import Counters
@@ -64,15 +70,7 @@ def _fetch_file(
     started = time.perf_counter()
     digests = read_digests(source, path)
     infos = [_info(metadata, item) for item in items]
-    try:
-        reader = source.storage.open_read(source.key(path))
-    except NotFoundError as error:
-        raise IncompleteCheckpointError(
-            f"data file {path} is missing",
-            uri=source.storage.uri(source.key(path)),
-            hint="restore it, or load another checkpoint",
-        ) from error
-    with reader:
+    with open_data(source, path) as reader:
         file = DataFile(
             reader, source, path, digests, gather([(i.offset, i.length) for i in infos])
         )

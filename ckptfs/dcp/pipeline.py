@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.spec import WrittenPart
+from ckptfs.commit.spec import SmallFile, WrittenPart
+from ckptfs.dcp.copies import Place, copies_for, places_for
 from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.engine import buffered_engine
 from ckptfs.dcp.fetch import fetch
@@ -48,6 +49,7 @@ __all__ = [
     "decode_placed",
     "encode_placed",
     "finish_save",
+    "metadata_files",
     "plan_load",
     "plan_save",
     "read",
@@ -56,6 +58,7 @@ __all__ = [
     "unwrap_stateful",
     "write",
     "written_part",
+    "written_places",
 ]
 
 METADATA = ".metadata"
@@ -104,11 +107,13 @@ def plan_save(
     *,
     per_rank: Sequence[str] = (),
     planner: SavePlanner | None = None,
+    domains: Sequence[Sequence[int]] = (),
 ) -> PlannedSave:
     """Collective. Who writes what, with every check that needs no file. Nothing is written.
 
     state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
-    level. per_rank: fnmatch patterns of flattened keys that every rank keeps for itself. On every
+    level. per_rank: fnmatch patterns of flattened keys that every rank keeps for itself. domains: the
+    ranks of each domain; where there are several, each gets its copy of replicated items. On every
     rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
     """
     started = time.perf_counter()
@@ -126,9 +131,18 @@ def plan_save(
         with gc_paused():
             plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
             chosen, metadata = planner.create_global_plan(plans)
+            kept = [{i.index for i in plan.items} for plan in chosen]
+            held = [[(i.index, _item_bytes(i)) for i in plan.items] for plan in plans]
+            extra = copies_for(domains, held, kept)
+            writes = [one | other for one, other in zip(kept, extra, strict=True)]
+            # As the metadata names them: with the place of each chunk in its tensor.
+            named = {i.index: i.index for plan in chosen for i in plan.items}
             known["metadata"] = metadata
-            known["indexes"] = tuple(tuple(i.index for i in plan.items) for plan in chosen)
-            return [_bitmap(plan, kept) for plan, kept in zip(plans, chosen, strict=True)]
+            known["indexes"] = tuple(
+                tuple(named[i.index] for i in plan.items if i.index in mine)
+                for plan, mine in zip(plans, writes, strict=True)
+            )
+            return [_bitmap(plan, mine) for plan, mine in zip(plans, writes, strict=True)]
 
     bitmaps = control.step("plan the save", local, decide)
     mine = held[0]
@@ -196,32 +210,63 @@ def written_part(written: Written, save_id: str, domain: str | None) -> WrittenP
 
 
 def finish_save(
-    planned: PlannedSave, parts: Sequence[WrittenPart], *, save_id: str, checkpoint_id: str
-) -> dict[str, bytes]:
+    planned: PlannedSave,
+    parts: Sequence[WrittenPart],
+    *,
+    save_id: str,
+    checkpoint_id: str,
+    domains: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, SmallFile]:
     """Coordinator only. The extra files of the commit: ``.metadata``. Pure.
 
-    checkpoint_id: the step's URI, bare. IncompleteCheckpointError when what was written is not
+    checkpoint_id: the step's URI, bare. domains: id -> ranks; where there are several, each gets a
+    ``.metadata`` of its own that points to its own copies. IncompleteCheckpointError when what was written is not
     what was planned: such a save must not be committed.
     """
     if planned.metadata is None:
         raise RuntimeError("finish_save belongs to the coordinator")
-    metadata = describe(
-        planned.metadata,
-        storage_data_of(planned.indexes, parts),
-        checkpoint_id=checkpoint_id,
-        save_id=save_id,
+    written = written_places(planned.indexes, parts)
+    return metadata_files(
+        planned.metadata, written, domains or {}, checkpoint_id=checkpoint_id, save_id=save_id
     )
-    return {METADATA: encode_metadata(metadata)}
+
+
+def metadata_files(
+    metadata: Metadata,
+    written: Sequence[Mapping[MetadataIndex, Place]],
+    domains: Mapping[str, Sequence[int]],
+    *,
+    checkpoint_id: str,
+    save_id: str,
+) -> dict[str, SmallFile]:
+    """``.metadata``, one for all, or one for each of several domains. Coordinator only."""
+
+    def encoded(ranks: Sequence[int]) -> bytes:
+        places = places_for(ranks, written)
+        described = describe(metadata, places, checkpoint_id=checkpoint_id, save_id=save_id)
+        return encode_metadata(described)
+
+    if len(domains) < 2:  # noqa: PLR2004
+        return {METADATA: encoded(())}
+    return {METADATA: {domain: encoded(ranks) for domain, ranks in domains.items()}}
 
 
 def storage_data_of(
     indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
-) -> dict[MetadataIndex, tuple[str, int, int]]:
+) -> dict[MetadataIndex, Place]:
     """Item -> (path, offset, length); IncompleteCheckpointError unless planned == written."""
-    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    return places_for((), written_places(indexes, parts))
+
+
+def written_places(
+    indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
+) -> list[dict[MetadataIndex, Place]]:
+    """Per rank: item -> place. IncompleteCheckpointError unless planned == written."""
     if len(indexes) != len(parts):
         raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, {len(parts)} wrote")
+    everything = []
     for rank, (planned, part) in enumerate(zip(indexes, parts, strict=True)):
+        places: dict[MetadataIndex, Place] = {}
         data_files = [record for record in part.files if record.digests is not None]
         placed = decode_placed(part.payload)
         if len(placed) != len(planned):
@@ -236,7 +281,8 @@ def storage_data_of(
                     f"rank {rank} says that {index.fqn!r} lies outside its files", rank=rank
                 )
             places[index] = (data_files[number].path, offset, length)
-    return places
+        everything.append(places)
+    return everything
 
 
 def encode_placed(written: Written) -> bytes:
@@ -335,10 +381,9 @@ def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> N
             state_dict[key] = loaded[key]
 
 
-def _bitmap(plan: SavePlan, kept: SavePlan) -> bytes:
+def _bitmap(plan: SavePlan, writes: set[MetadataIndex]) -> bytes:
     """One bit per item of a rank's plan: does this rank write it."""
-    indexes = {item.index for item in kept.items}
-    return np.packbits([item.index in indexes for item in plan.items]).tobytes()
+    return np.packbits([item.index in writes for item in plan.items]).tobytes()
 
 
 def _item_bytes(item: WriteItem) -> int:

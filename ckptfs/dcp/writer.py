@@ -10,6 +10,7 @@ with subgroups, from async_save's thread, and pickled into async_save's process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -20,23 +21,22 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptfs import _torch
-from ckptfs.commit.layout import METADATA
 from ckptfs.commit.opening import Place
 from ckptfs.commit.run import Run
-from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile
 from ckptfs.dcp.agent import Desk, Task, hire, send_orders
+from ckptfs.dcp.copies import copies_for
 from ckptfs.dcp.crossing import crossing
 from ckptfs.dcp.engine import buffered_engine
 from ckptfs.dcp.layout import Written, write_files
-from ckptfs.dcp.metadata import describe, encode_metadata
 from ckptfs.dcp.per_rank import listed, original_item, rename_plan
-from ckptfs.dcp.pipeline import written_part
+from ckptfs.dcp.pipeline import metadata_files, written_part
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.topology.control import default_timeout_s
 from ckptfs.uri import Uri, options_of
@@ -87,6 +87,8 @@ class StorageWriter(TorchStorageWriter):
         self._group = process_group
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._desk: Desk | None = None
+        self._plan: SavePlan | None = None  # this rank's, before deduplication
+        self._domains: dict[str, tuple[int, ...]] = {}
         self._rank = 0
         if run is not None:
             run.check(Uri.parse(uri))
@@ -120,15 +122,28 @@ class StorageWriter(TorchStorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """All ranks. Keys of ``per_rank`` get names of their own. Makes nothing."""
         with crossing(self._rank):
-            return rename_plan(plan, self._spec.per_rank, self._rank)
+            plan = rename_plan(plan, self._spec.per_rank, self._rank)
+            if (
+                plan.items or self._plan is None
+            ):  # stock's plan cache sends an empty one for "as before"
+                self._plan = plan
+            # What this rank could write, before DCP gives it to another one: see copies.py.
+            return dataclasses.replace(plan, storage_data=[(i.index, _size(i)) for i in plan.items])
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator. The attempt begins on all ranks: its directory exists when this returns."""
         with crossing(self._rank):
             desk = self._seated
             send_orders(desk, len(plans), self._store())
-            desk.wait(desk.begun, "the attempt's begin")
-        return plans
+            begun = desk.wait(desk.begun, "the attempt's begin")
+            self._domains = {d.id: d.ranks for d in begun.attempt.seat.placement.domains}
+            held = [plan.storage_data or [] for plan in plans]
+            kept = [{item.index for item in plan.items} for plan in plans]
+            extra = copies_for(tuple(self._domains.values()), held, kept)
+            return [
+                dataclasses.replace(plan, storage_data=more)
+                for plan, more in zip(plans, extra, strict=True)
+            ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """All ranks. Write this rank's files; durable on return. Local."""
@@ -136,6 +151,7 @@ class StorageWriter(TorchStorageWriter):
         with crossing(self._rank):
             begun = desk.wait(desk.begun, "the attempt's begin")
             attempt = begun.attempt
+            plan = self._with_copies(plan)
             try:
                 written = write_files(
                     attempt.storage,
@@ -161,7 +177,7 @@ class StorageWriter(TorchStorageWriter):
         with crossing(self._rank):
             try:
                 save_id = desk.wait(desk.begun, "the attempt's begin").attempt.save_id
-                desk.files.set_result({METADATA: self._describe(metadata, results, save_id)})
+                desk.files.set_result(self._describe(metadata, results, save_id))
             except BaseException as error:
                 desk.files.set_exception(error)
                 raise
@@ -189,7 +205,7 @@ class StorageWriter(TorchStorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without group and agent: neither exists in the other process."""
-        return self.__dict__ | {"_group": None, "_desk": None}
+        return self.__dict__ | {"_group": None, "_desk": None, "_plan": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Never raises: an error in the child's unpickling would hang every other rank's."""
@@ -234,18 +250,31 @@ class StorageWriter(TorchStorageWriter):
             per_rank=self._spec.per_rank,
         )
 
+    def _with_copies(self, plan: SavePlan) -> SavePlan:
+        """The plan and what this rank writes for its domain besides (``storage_data``)."""
+        if not plan.storage_data or self._plan is None:
+            return plan
+        more = [item for item in self._plan.items if item.index in plan.storage_data]
+        return dataclasses.replace(plan, items=[*plan.items, *more])
+
     def _describe(
         self, metadata: Metadata, results: list[list[WriteResult]], save_id: str
-    ) -> bytes:
-        places = {result.index: result.storage_data for rank in results for result in rank}
-        _refuse_unwritten(metadata, places)
-        described = describe(
-            metadata,
-            {i: (p.relative_path, p.offset, p.length) for i, p in places.items()},
-            checkpoint_id=self.checkpoint_id,
-            save_id=save_id,
+    ) -> dict[str, SmallFile]:
+        written = [
+            {
+                r.index: (
+                    r.storage_data.relative_path,
+                    r.storage_data.offset,
+                    r.storage_data.length,
+                )
+                for r in rank
+            }
+            for rank in results
+        ]
+        _refuse_unwritten(metadata, {index for rank in written for index in rank})
+        return metadata_files(
+            metadata, written, self._domains, checkpoint_id=self.checkpoint_id, save_id=save_id
         )
-        return encode_metadata(described)
 
 
 def _results(plan: SavePlan, written: Written, save_id: str) -> list[WriteResult]:
@@ -260,7 +289,11 @@ def _results(plan: SavePlan, written: Written, save_id: str) -> list[WriteResult
     ]
 
 
-def _refuse_unwritten(metadata: Metadata, places: Mapping[MetadataIndex, Any]) -> None:
+def _size(item: WriteItem) -> int:
+    return item.tensor_storage_size() or 0
+
+
+def _refuse_unwritten(metadata: Metadata, places: set[MetadataIndex]) -> None:
     """IncompleteCheckpointError unless all that the metadata describes was written."""
     missing = []
     for key, value in metadata.state_dict_metadata.items():

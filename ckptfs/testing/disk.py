@@ -104,7 +104,8 @@ class SimulatedDisk(Posix):
         """Write the durable image to ``path``, which must not exist.
 
         lucky: asked with the path of each name, and of each file's bytes, that were not synced:
-        True where they reached the disk all the same, as any of them may.
+        True where they reached the disk all the same, as any of them may. Equal paths must get
+        equal answers.
         """
         with self._lock:
             places = dict(_places(self._top, self.directory))
@@ -268,8 +269,10 @@ def _write_out(
     os.mkdir(path)
     names = dict(node.durable)
     for name in {*node.durable, *node.volatile}:
-        changed = node.durable.get(name) is not node.volatile.get(name)
-        if changed and lucky(f"{origin}/{name}"):
+        before, now = node.durable.get(name), node.volatile.get(name)
+        # A rename is one step of the journal: both its names are asked for by the newer one.
+        moved = places.get(before) if before is not None and now is None else None
+        if before is not now and lucky(moved or f"{origin}/{name}"):
             names.pop(name, None)
             if name in node.volatile:
                 names[name] = node.volatile[name]

@@ -301,7 +301,8 @@ class ThreadControl:
             failed = collective_error(label, {0: failure}, hall.worlds)
             data = encode_verdict(Verdict(error=failed))
         with hall.news:
-            step.answer = step.answer or data
+            if step.answer is None:
+                step.answer = data
             hall.news.notify_all()
         if raised is not None and not isinstance(raised, Exception):
             raise raised
@@ -318,7 +319,7 @@ class ThreadControl:
                     step.answer = encode_verdict(Verdict(error=failed))
                 elif not hall.news.wait(hall.timeout_s) and not step.deciding:
                     error = self._silent(label, step.said)
-                    step.answer = step.answer or encode_verdict(Verdict(error=error))
+                    step.answer = encode_verdict(Verdict(error=error))
             hall.news.notify_all()
             return step.answer
 

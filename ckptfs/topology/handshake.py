@@ -5,7 +5,7 @@ under fixed names prove nothing; only a nonce that this process has just drawn d
 
     rank r    hello/<r> = nonce_r, version, World                                (a fixed name)
     rank 0    reads all hellos, draws the control's nonce C
-              welcome/<nonce_r>/<i> = C, all Worlds                    for each r, the i-th offer
+              <C>/table = all Worlds,  welcome/<nonce_r>/<i> = C       for each r, the i-th offer
     rank r    finds the key that holds its own nonce, answers  ack/<C>/<r>, waits for go/<C>
     rank 0    all acked, no hello has changed meanwhile        go/<C> = "go"
               a hello has changed: it was a dead process's      go/<C> = "again", next offer
@@ -108,7 +108,8 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
         if problem is not None:
             _refuse(place, hellos, offers, problem)
         place.call(lambda store: prepare(store, nonce))  # noqa: B023 - called at once
-        data = encode_verdict(Verdict(value={"nonce": nonce, "table": table}))
+        place.call(lambda store: put(store, _table(place, nonce), json.dumps(table).encode()))  # noqa: B023
+        data = encode_verdict(Verdict(value=nonce))
         for rank in others:
             _welcome(place, hellos[rank], offers, data)
         if _await_acks(place, nonce, hellos, offers):
@@ -163,6 +164,7 @@ def _await_acks(
         for rank in stale:
             key = _welcome_key(place, hellos[rank], offers, -1)
             place.call(lambda store: drop(store, key))  # noqa: B023 - called at once
+        place.call(lambda store: drop(store, _table(place, nonce)))  # read after "go" only
     return not stale
 
 
@@ -249,9 +251,8 @@ def _follow(
         while True:
             key = _welcome_key(place, hello, offers, 0)
             offers[str(hello["nonce"])] += 1
-            told = _await_told(place, key, silent=lambda: (0,))
+            nonce = str(_await_told(place, key, silent=lambda: (0,)))
             place.call(lambda s: drop(s, key))  # noqa: B023 - called at once
-            nonce = str(told["nonce"])
 
             def acknowledge(store: Any, nonce: str = nonce) -> None:
                 prepare(store, nonce)
@@ -260,7 +261,8 @@ def _follow(
             place.call(acknowledge)
             absent = lambda: _absent(place, nonce)  # noqa: B023, E731 - called in this turn only
             if _await_told(place, _go(place, nonce), silent=absent) == "go":
-                return _meeting(nonce, told["table"])
+                table = place.call(lambda s: take(s, _table(place, nonce))[0])  # noqa: B023
+                return _meeting(nonce, json.loads(table))
     except BaseException:
         # So that rank 0 does not offer again to a process that has given up.
         place.client.submit(lambda s: _withdraw(s, place, hello))
@@ -318,6 +320,10 @@ def _ack(place: _Place, nonce: str, rank: int) -> str:
 
 def _go(place: _Place, nonce: str) -> str:
     return f"{place.base}/{nonce}/go"
+
+
+def _table(place: _Place, nonce: str) -> str:
+    return f"{place.base}/{nonce}/table"
 
 
 def _welcome_key(place: _Place, hello: Mapping[str, Any], offers: Counter[str], shift: int) -> str:

@@ -23,7 +23,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -132,7 +131,7 @@ class StoreControl:
         self._stuck: Future[Any] | None = None  # a wait that was given up
         self._io = StoreClient(ground.source, f"ckptfs-control-{world.rank}")
         # A control that was forgotten still says goodbye, so that nobody waits for its rank.
-        self._forget_exit = _close_at_exit(self)
+        atexit.register(self.close)
 
     @property
     def worlds(self) -> tuple[World, ...]:
@@ -365,7 +364,7 @@ class StoreControl:
         self._io.close()
         if self._is_root:
             self._ground.pulse.close()
-        self._forget_exit()
+        atexit.unregister(self.close)
 
     def _linger(self) -> None:
         """Let the others read the last verdict: when this process ends, the store may end too."""
@@ -401,18 +400,6 @@ class StoreControl:
         store.delete_key(f"{self._prefix}/closed")
         if self._is_root:
             drop(store, f"{self._prefix}/go")
+            drop(store, f"{self._prefix}/table")
             for name in self._ground.monitor.keys():  # noqa: SIM118 - not a mapping
                 store.delete_key(name)
-
-
-def _close_at_exit(control: StoreControl) -> Callable[[], None]:
-    """Close at exit unless closed before; holds no reference. Returns what forgets it."""
-    held = weakref.ref(control)
-
-    def close() -> None:
-        found = held()
-        if found is not None:
-            found.close()
-
-    atexit.register(close)
-    return lambda: atexit.unregister(close)

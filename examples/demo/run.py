@@ -319,6 +319,9 @@ def main() -> int:
         stock = StockReader(home / "logs/stock.log")
         try:
             Demo(home, story, cluster, stock).play()
+        except BaseException:
+            print(f"logs and checkpoints lie in {home}", file=sys.stderr)
+            raise
         finally:
             stock.close()
     keep = options.dir is not None or not story.all_hold

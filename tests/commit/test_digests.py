@@ -35,6 +35,7 @@ def digest_item(data: bytes, offset: int, cuts: tuple[int, int], step: int) -> I
 
 
 def sample(size: int = 3 * MIB + 77, step: int = 1 << 19) -> tuple[bytes, ItemDigests]:
+    """Some bytes and their item, fed in pieces of ``step``."""
     data = bytes(range(256)) * (size // 256 + 1)
     return data[:size], digest_item(data[:size], 5, (704, size - 900), step)
 

@@ -1,13 +1,14 @@
 """Many ranks one after the other in one process: torch's fake process group, real DTensors.
 
-    stock_save(path, 4, build)    the checkpoint that stock DCP writes of build(rank) on 4 ranks
-    our_save(storage, 4, build)   ours, through the same functions as ckptfs.save
-    load(...)                     any planner and metadata, rank by rank
+stock_save(path, 4, build)    the checkpoint that stock DCP writes of build(rank) on 4 ranks
+our_save(storage, 4, build)   ours, through the same functions as ckptfs.save
+load(...)                     any planner and metadata, rank by rank
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.digests import FileDigests  # noqa: F401 - re-exported for tests
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.engine import buffered_engine
 from ckptfs.dcp.fetch import fetch
@@ -86,7 +86,7 @@ def our_save(
                 f"{SAVE_ID}/",
                 rank,
                 chosen[rank].items,
-                lambda item, rank=rank: planners[rank].resolve_data(original_item(item, rank)),
+                functools.partial(_resolve, planners[rank], rank),
                 engine=buffered_engine,
                 threads=threads,
             )
@@ -97,6 +97,10 @@ def our_save(
     )
     storage.replace(".metadata", encode_metadata(described))
     return described
+
+
+def _resolve(planner: SavePlanner, rank: int, item: Any) -> Any:
+    return planner.resolve_data(original_item(item, rank))
 
 
 def source(storage: Storage, *, rank: int = 0, verify: Verify = Verify.READ) -> Source:
@@ -110,7 +114,7 @@ def source(storage: Storage, *, rank: int = 0, verify: Verify = Verify.READ) -> 
     return Source(storage, "", sidecars, verify, rank)
 
 
-def load(  # noqa: PLR0913 - a test's knobs
+def load(
     storage: Storage,
     size: int,
     build: Build,

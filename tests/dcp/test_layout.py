@@ -33,6 +33,11 @@ from tests.dcp.fake_ranks import source
 STATE = {f"w{n}": torch.arange(50_000.0) + n for n in range(8)} | {"step": 3}
 
 
+def full_disk() -> OSError:
+    """What a write gets when the disk is full."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def write_state(storage: Storage, threads: int = 1, state: Any = None) -> Written:
     """All of STATE into save-1/ by this process alone."""
     planned = plan_save(STATE if state is None else state, SoloControl())
@@ -59,9 +64,7 @@ def test_items_are_exactly_what_torch_saves(tmp_path: Path) -> None:
 
     raw = (tmp_path / "save-1" / "__0_0.xxh3").read_bytes()
     items = decode_digests(raw, "x").items
-    for (name, tensor), place, item in zip(
-        state.items(), written.placed[0], items, strict=True
-    ):
+    for (name, tensor), place, item in zip(state.items(), written.placed[0], items, strict=True):
         blob = io.BytesIO()
         torch.save(tensor, blob)
         assert data[place.offset : place.offset + place.length] == blob.getvalue(), name
@@ -89,13 +92,14 @@ def _stock_without_space() -> Iterator[type[FileSystem]]:
         @contextmanager
         def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
             if "__0_1" in str(path):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise full_disk()
             with super().create_stream(path, mode) as stream:
                 yield stream
 
     yield Full
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # stock's
 def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
     """needs.md row 1: ENOSPC in one writer thread is the save's error, and nothing is lost quietly.
 
@@ -111,7 +115,7 @@ def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
         assert set(metadata.state_dict_metadata) > {i.fqn for i in metadata.storage_data}
         assert "__0_1.distcp" not in files
     inner = open_storage(tmp_path)
-    fault = Fault("write", "*__0_1.distcp", 1, Fail("ENOSPC"))
+    fault = Fault("write", "*__0_1.distcp", 1, Fail(full_disk()))
     with pytest.raises(NoSpaceError, match="__0_1"):
         write_state(FaultyStorage(inner, Plan([fault])), threads=4)
     assert not [e.name for e in inner.list("save-1") if e.name.startswith("__0_1")]
@@ -119,7 +123,7 @@ def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
 
 def test_every_failed_thread_is_named(tmp_path: Path) -> None:
     """Two threads fail: the error is typed and its text tells both."""
-    faults = [Fault("close", f"*__0_{n}.distcp", 1, Fail("ENOSPC")) for n in range(4)]
+    faults = [Fault("close", f"*__0_{n}.distcp", 1, Fail(full_disk())) for n in range(4)]
     with pytest.raises(NoSpaceError) as caught:
         write_state(FaultyStorage(open_storage(tmp_path), Plan(faults)), threads=4)
     told = str(caught.value)

@@ -176,13 +176,9 @@ def test_sharded_tensor_of_fsdp1() -> None:
 
     def build(rank: int) -> dict[str, Any]:
         shards = [ShardMetadata([2 * r, 0], [2, 3], f"rank:{r}/cpu") for r in range(2)]
-        whole = ShardedTensorMetadata(
-            shards, torch.Size([4, 3]), Properties(dtype=torch.float32)
-        )
+        whole = ShardedTensorMetadata(shards, torch.Size([4, 3]), Properties(dtype=torch.float32))
         mine = OldShard(torch.full((2, 3), float(rank)), shards[rank])
-        return {
-            "st": ShardedTensor._init_from_local_shards_and_global_metadata([mine], whole)  # noqa: SLF001
-        }
+        return {"st": ShardedTensor._init_from_local_shards_and_global_metadata([mine], whole)}
 
     compare(2, build)
 
@@ -285,11 +281,12 @@ def test_stock_executes_the_same_pickle(tmp_path: Path) -> None:
 def test_dotted_names_do_not_reach_further() -> None:
     """Protocol 4 lets a name be 'Size.__class__...'; such a name is not on the list."""
     raw = b"\x80\x04\x8c\x05torch\x8c\x0eSize.__class__\x93."
-    with pytest.raises(ManifestError, match="Size.__class__"):
+    with pytest.raises(ManifestError, match=r"Size\.__class__"):
         decode_metadata(raw, "here")
 
 
 def tensor_metadata() -> TensorStorageMetadata:
+    """A tensor of four elements in one chunk."""
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     return TensorStorageMetadata(TensorProperties(), torch.Size([4]), [chunk])
 

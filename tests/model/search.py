@@ -39,7 +39,7 @@ from tests.model.judge import Judge
 from tests.model.machine import Machine
 from tests.model.programs import Hear, Tell, What
 
-__all__ = ["Found", "Result", "Scenario", "explore"]
+__all__ = ["Found", "Result", "Scenario", "brief", "explore"]
 
 _LASTING = frozenset({CONTROL, LOG, TMP, ATTEMPTS, TRASH})
 LOST = Failed(AnswerLostError, "?")
@@ -253,13 +253,13 @@ class _World:
         name = "network" if who < 0 else self.machines[who].name
         domain = where if isinstance(where, str) else self.domains[where]
         prefix = f"{domain}:" if len(self.domains) > 1 else ""
-        return f"{name}  {prefix}{_brief(op)}{note}"
+        return f"{name}  {prefix}{brief(op)}{note}"
 
 
 _SEEN = object()
 
 
-def _brief(op: Any) -> str:
+def brief(op: Any) -> str:
     if isinstance(op, Puts):
         return f"Puts({op.files[0][0].rpartition('/')[0]}/*)"
     parts = []

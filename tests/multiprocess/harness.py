@@ -104,7 +104,8 @@ class Rank:
 
     def hold(self, name: str) -> dict[str, Any]:
         """Block until the test calls ``ranks.release(name)``; returns what it sent along."""
-        assert self._reader, "hold() needs launch(); torchrun() has no line to the test"
+        if self._reader is None:
+            raise RuntimeError("hold() needs launch(); torchrun() has no line to the test")
         for text in self._reader:
             message: dict[str, Any] = json.loads(text)
             if message["release"] == name:
@@ -114,7 +115,7 @@ class Rank:
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An exception as JSON: dotted class, text, and the public attributes of ckptfs errors."""
-    data = {
+    data: dict[str, Any] = {
         key: value
         for key, value in vars(error).items()
         if isinstance(value, str | int | float | tuple | list) or value is None
@@ -138,7 +139,8 @@ def _load(file: str) -> ModuleType:
     name = f"_rank_bodies_{Path(file).stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
-        assert spec and spec.loader
+        assert spec
+        assert spec.loader
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module
         spec.loader.exec_module(module)
@@ -376,7 +378,7 @@ def _warm() -> _Zygote:
 def _zygote_main(fd: int) -> None:
     import torch
     import torch.distributed
-    import torch.distributed.checkpoint  # noqa: F401 - the imports are what the forks share
+    import torch.distributed.checkpoint
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped at once: no zombies
@@ -439,7 +441,7 @@ def launch(
     """
     news = threading.Condition()
     held, port = None, None
-    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as scratch:
         ranks = Ranks([], news)
         try:
             if store == "test":
@@ -448,7 +450,7 @@ def launch(
                 held = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
                 port = held.port
             elif store == "apart":
-                spec = _spec(_host_store, -1, size, {}, Path(scratch), {})
+                spec = _spec(_host_store, -1, size, {}, scratch=Path(scratch), env={})
                 ranks._store_host = _start(spec, Path(scratch), news, warm=True, prefix=())
                 apart = Ranks([ranks._store_host], news)
                 port = apart.wait("port", timeout_s=START_TIMEOUT_S)["port"]
@@ -458,7 +460,7 @@ def launch(
                     extra["CKPTFS_NODE"] = nodes[number]
                 if launcher_env:
                     extra |= _launcher_environment(number, size, port)
-                spec = _spec(body, number, size, dict(args or {}), Path(scratch), extra)
+                spec = _spec(body, number, size, dict(args or {}), scratch=Path(scratch), env=extra)
                 spec |= {"port": port, "store": store}
                 words = prefix(number) if prefix else ()
                 ranks._processes.append(
@@ -504,6 +506,7 @@ def _spec(
     number: int,
     size: int,
     args: dict[str, object],
+    *,
     scratch: Path,
     env: Mapping[str, str],
 ) -> dict[str, Any]:
@@ -558,9 +561,9 @@ def torchrun(
 
     Results in order of rank; a rank without a result is ``died``; the agents' output is the log.
     """
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="torchrun-", ignore_cleanup_errors=True) as scratch:
         size = nproc_per_node * nnodes
-        spec = _spec(body, 0, size, dict(args or {}), Path(scratch), {})
+        spec = _spec(body, 0, size, dict(args or {}), scratch=Path(scratch), env={})
         (Path(scratch) / "spec.json").write_text(json.dumps(spec, default=str))
         with socket.socket() as probe:
             probe.bind((HOST, 0))
@@ -572,8 +575,10 @@ def torchrun(
                 with Path(scratch, f"agent-{node}").open("wb") as log:
                     agents.append(
                         subprocess.Popen(
-                            _torchrun_command(nproc_per_node, nnodes, node, port, max_restarts)
-                            + [__file__, "--torchrun", scratch],
+                            [
+                                *_torchrun_command(nproc_per_node, nnodes, port, max_restarts),
+                                *("--node-rank", str(node), __file__, "--torchrun", scratch),
+                            ],
                             env=_environment({"CKPTFS_NODE": f"node{node}", **(env or {})}),
                             stdout=log,
                             stderr=subprocess.STDOUT,
@@ -587,13 +592,11 @@ def torchrun(
         return [_torchrun_result(Path(scratch), number) for number in range(size)]
 
 
-def _torchrun_command(
-    nproc_per_node: int, nnodes: int, node: int, port: int, max_restarts: int
-) -> list[str]:
+def _torchrun_command(nproc_per_node: int, nnodes: int, port: int, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node)),
-        *("--node-rank", str(node), "--max-restarts", str(max_restarts)),
+        *("--max-restarts", str(max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:{port}", "--rdzv-id", "test"),
         *("--local-addr", HOST),
     ]

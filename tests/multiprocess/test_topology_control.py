@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,16 @@ class _PickyError(Exception):
         self.code = code
 
 
+def total(values: list[int]) -> int:
+    """What the coordinator decides."""
+    return sum(values)
+
+
+def joined(values: list[bytes]) -> bytes:
+    """What the coordinator decides."""
+    return b"".join(values)
+
+
 # -- bodies: what a rank does ------------------------------------------------------------------
 
 
@@ -34,11 +47,11 @@ def add_over_gloo(rank: Rank) -> dict[str, Any]:
         found: list[list[int]] = []
         thread = threading.Thread(
             target=lambda: found.append(
-                [other.step(f"b{i}", lambda: rank.number, sum) for i in range(20)]
+                [other.step(f"b{i}", lambda: rank.number, total) for i in range(20)]
             )
         )
         thread.start()
-        mine = [control.step(f"a{i}", lambda: rank.number + 1, sum) for i in range(20)]
+        mine = [control.step(f"a{i}", lambda: rank.number + 1, total) for i in range(20)]
         thread.join()
         pids = [world.pid for world in control.worlds]
         return {"main": set(mine), "thread": set(found[0]), "pids": len(set(pids))}
@@ -56,7 +69,7 @@ def subgroup_sums(rank: Rank) -> dict[str, Any]:
         return {"rank": control.rank, "size": control.size, "numbers": numbers}
 
 
-def without_group(rank: Rank) -> dict[str, Any]:
+def without_group(_rank: Rank) -> dict[str, Any]:
     """No init_process_group: torchrun's environment and its agent's store are enough."""
     import sys
 
@@ -92,7 +105,7 @@ def typed_error_then_on(rank: Rank) -> dict[str, Any]:
             control.step("commit", lambda: None, decide)
         except NoSpaceError as error:
             caught = [type(error).__name__, error.errno, error.uri, error.hint]
-        return {"caught": caught, "next": control.step("on", lambda: 1, sum)}
+        return {"caught": caught, "next": control.step("on", lambda: 1, total)}
 
 
 def large_values(rank: Rank) -> list[int]:
@@ -101,7 +114,7 @@ def large_values(rank: Rank) -> list[int]:
     with open_control(timeout_s=TIMEOUT_S) as control:
         for round_ in range(2):
             value = bytes([rank.number + round_]) * ((9 << 20) + rank.number)
-            answer = control.step("big", lambda value=value: value, b"".join)
+            answer = control.step("big", partial(bytes, value), joined)
             sums = [answer.count(bytes([number + round_])) for number in range(rank.size)]
         return sums
 
@@ -133,7 +146,7 @@ def works_for_long(rank: Rank) -> int:
                 rank.hold("done")
             return 1
 
-        return int(control.step("long", local, sum))
+        return int(control.step("long", local, total))
 
 
 def leave_early(rank: Rank) -> None:
@@ -155,10 +168,10 @@ def host_ends_first(rank: Rank) -> int:
     """Rank 0 hosts the store and returns as soon as the last step allows it."""
     rank.init_group()
     control = open_control(timeout_s=TIMEOUT_S)
-    total = control.step("last", lambda: rank.number, sum)
+    answer = control.step("last", lambda: rank.number, total)
     if rank.number:
         control.close()
-    return int(total)  # rank 0: closed at exit, which is when its process takes the store along
+    return int(answer)  # rank 0: closed at exit, which is when its process takes the store along
 
 
 def other_version(rank: Rank) -> None:
@@ -177,10 +190,10 @@ def many_controls(rank: Rank) -> dict[str, Any]:
     sums = []
     for i in range(5):
         with open_control(timeout_s=TIMEOUT_S) as control:
-            sums.append(control.step("x", lambda i=i: i, sum))
+            sums.append(control.step("x", partial(int, i), total))
     with open_control(timeout_s=TIMEOUT_S) as a, open_control(timeout_s=TIMEOUT_S) as b:
-        sums.append(a.step("a", lambda: 10, sum))
-        sums.append(b.step("b", lambda: 20, sum))
+        sums.append(a.step("a", lambda: 10, total))
+        sums.append(b.step("b", lambda: 20, total))
     return {"sums": sums}
 
 
@@ -200,6 +213,38 @@ def interrupted(rank: Rank) -> str:
     except RuntimeError as error:
         return f"{type(error).__name__} {list(getattr(error, 'failures', {}))}"
     return "nothing"
+
+
+def frozen_while_deciding(rank: Rank) -> str:
+    """The coordinator is stopped inside ``decide``; when it wakes up, decide returns a value."""
+    rank.init_group()
+    control = open_control(timeout_s=3.0)
+
+    def decide(_: list[None]) -> str:
+        rank.tell("inside")
+        rank.hold("thawed")
+        return "committed"
+
+    return str(control.step("commit", lambda: None, decide))
+
+
+def die_after_speaking(rank: Rank) -> dict[str, Any]:
+    """A rank dies when all have spoken and the coordinator is at work."""
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+
+    def decide(values: list[int]) -> int:
+        rank.tell("inside")
+        rank.hold("dead")
+        time.sleep(3)  # far longer than a death needs to be seen
+        return sum(values)
+
+    first = control.step("first", lambda: 1, decide)
+    try:
+        control.step("second", lambda: 1)
+    except RuntimeError as error:
+        return {"first": first, "second": list(getattr(error, "failures", {}))}
+    return {"first": first}
 
 
 # -- tests -------------------------------------------------------------------------------------
@@ -346,6 +391,30 @@ def test_frozen_rank_that_wakes_up_gets_the_same_answer() -> None:
     assert result.error["data"]["silent"] == [1]
 
 
+def test_coordinator_that_slept_obeys_the_verdict_of_the_others() -> None:
+    """One verdict: what decide returned after the others gave up is nobody's answer."""
+    with launch(frozen_while_deciding, 3) as ranks:
+        ranks.wait("inside", rank=0)
+        ranks.freeze(0)
+        ranks.results(ranks=[1, 2], timeout_s=20)
+        ranks.thaw(0)
+        ranks.release("thawed", rank=0)
+        for result in ranks.results(timeout_s=20):
+            assert result.error_type == "DeadlineError", result.log
+            assert result.error
+            assert result.error["data"]["silent"] == [0]
+
+
+def test_death_after_all_have_spoken_does_not_change_the_answer() -> None:
+    """decide may have committed: its answer counts, and the next step names the dead."""
+    with launch(die_after_speaking, 3) as ranks:
+        ranks.wait("inside", rank=0)
+        ranks.kill(2)
+        ranks.release("dead", rank=0)
+        for result in ranks.results(ranks=[0, 1], timeout_s=20):
+            assert result.value == {"first": 3, "second": [2]}, result.log
+
+
 def test_rank_that_works_for_longer_than_timeout_s_is_waited_for() -> None:
     """timeout_s bounds silence, not work."""
     with launch(works_for_long, 3) as ranks:
@@ -456,27 +525,85 @@ def _store() -> Any:
     )
 
 
-def test_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
-    """Row 23: the same store and names as a run that stopped half way; still one rank is missing."""
+class _Keeps:
+    """A store that never deletes: what a run that was killed at any moment may leave behind."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _Keeps:
+        return _Keeps(self._inner.clone())
+
+    def delete_key(self, _key: str) -> bool:
+        return True
+
+
+def _meet(store: Any, ranks: list[int], size: int, timeout_s: float) -> dict[int, object]:
+    """Open a control on these ranks at once; what each got: the sum, or who was silent."""
     from ckptfs.errors import DeadlineError
 
-    store = _store()
-    ends: dict[str, object] = {}
+    ends: dict[int, object] = {}
 
-    def half_a_run(rank: int, name: str) -> None:
+    def body(rank: int) -> None:
         try:
-            _open(store, rank, 3, timeout_s=1.0)
-            ends[f"{name}{rank}"] = "passed"
+            with _open(store, rank, size, timeout_s) as control:
+                ends[rank] = control.step("sum", lambda: rank, total)
         except DeadlineError as error:
-            ends[f"{name}{rank}"] = error.silent
+            ends[rank] = error.silent
 
-    for name in ("first", "second"):  # the second meets what the first left behind
-        threads = [threading.Thread(target=half_a_run, args=(r, name)) for r in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert set(ends.values()) == {(2,)}
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
+    """Every key of a whole earlier run is still there; with one rank missing nobody passes, and
+    with all of them everybody does.
+    """
+    store = _store()
+    assert _meet(_Keeps(store), [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+    assert any("/hello/" in key for key in _keys(store))
+    assert _meet(store, [0, 1], 3, timeout_s=1.5) == {0: (2,), 1: (2,)}
+    assert _meet(store, [1, 2], 3, timeout_s=1.5) == {1: (0,), 2: (0,)}
+    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
+def test_every_kind_of_store_carries_a_control(kind: str, tmp_path: Path) -> None:
+    """What init_process_group may have made: HashStore, FileStore, a PrefixStore over TCP."""
+    from torch.distributed import FileStore, HashStore, PrefixStore
+
+    makers: dict[str, Callable[[], Any]] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), -1),
+        "prefix": lambda: PrefixStore("group/", _store()),
+    }
+    store = makers[kind]()
+    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "prefix"])
+def test_stores_are_reopened_where_torch_has_no_clone(kind: str, tmp_path: Path) -> None:
+    """torch 2.6 and 2.7: another client of the same store, prefixes dropped."""
+    from torch.distributed import FileStore, HashStore, PrefixStore
+
+    from ckptfs import _torch
+
+    makers: dict[str, Callable[[], Any]] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), -1),
+    }
+    base = makers.get(kind, _store)()
+    again = _torch.reconnect_store(PrefixStore("x/", base) if kind == "prefix" else base)
+    base.set("key", "value")
+    assert again.get("key") == b"value"
+    assert kind == "hash" or again is not base
 
 
 def take_part_as(rank: Rank) -> list[int]:

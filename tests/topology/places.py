@@ -27,9 +27,7 @@ class Calls:
 
     def count(self, op: str, *, rank: int | None = None, key: str | None = None) -> int:
         """How many calls match."""
-        return sum(
-            o == op and rank in (None, r) and key in (None, k) for r, o, k in self.seen
-        )
+        return sum(o == op and rank in (None, r) and key in (None, k) for r, o, k in self.seen)
 
     def of(self, rank: int) -> int:
         """How many calls a rank made at all."""

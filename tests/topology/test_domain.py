@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +47,7 @@ def shape_of(ends: list[End[Placement]]) -> list[tuple[int, tuple[int, ...], tup
 
 def test_shared_directory_is_one_domain(tmp_path: Path) -> None:
     """All nodes see the same bytes: one domain, owned by rank 0; one lead per node."""
-    ends = probe(lambda control: Place(tmp_path))
+    ends = probe(lambda _: Place(tmp_path))
     assert shape_of(ends) == [(0, (0, 1, 2, 3, 4, 5), ("a", "b", "c"))]
     assert [end.get().is_node_lead for end in ends] == [True, False] * 3
     left = [p.name for p in (tmp_path / ".ckptfs/tmp").iterdir()]
@@ -79,8 +78,8 @@ def test_mixed_mounts_are_found_as_they_are(tmp_path: Path) -> None:
 def test_ids_are_durable_and_made_once(tmp_path: Path) -> None:
     """A later process finds the id that the first one made; eight at once agree on one."""
     nodes = list("abcdefgh")
-    first = probe(lambda control: Place(tmp_path), nodes)
-    second = probe(lambda control: Place(tmp_path), nodes)
+    first = probe(lambda _: Place(tmp_path), nodes)
+    second = probe(lambda _: Place(tmp_path), nodes)
     ids = {end.get().mine.id for end in [*first, *second]}
     assert len(ids) == 1
     assert (tmp_path / ".ckptfs/domain").read_text() == ids.pop()
@@ -91,7 +90,7 @@ def test_operations_do_not_grow_with_the_ranks_of_a_node(tmp_path: Path) -> None
     counts = []
     for per_node in (1, 6):
         calls = Calls()
-        disks = {node: tmp_path / f"{per_node}" for node in "ab"}
+        disks = dict.fromkeys("ab", tmp_path / f"{per_node}")
         nodes = [node for node in "ab" for _ in range(per_node)]
         shape_of(probe(on_disks(disks, calls), nodes))
         counts.append((calls.of(0), calls.of(per_node)))
@@ -114,7 +113,7 @@ def test_cached_absence_on_one_node_decides_nothing(tmp_path: Path) -> None:
 
 def test_lost_answer_of_the_create_is_settled_by_reading(tmp_path: Path) -> None:
     """The id is whatever is there, ours or another's."""
-    ends = probe(lambda control: LosesAnswers(tmp_path))
+    ends = probe(lambda _: LosesAnswers(tmp_path))
     assert len(shape_of(ends)) == 1
     assert ends[0].get().mine.id == (tmp_path / ".ckptfs/domain").read_text()
 
@@ -134,7 +133,7 @@ def test_run_copied_whole_to_two_disks_is_an_error_that_names_the_nodes(tmp_path
 def test_scope_shared_asks_no_other_node(tmp_path: Path) -> None:
     """The caller knows: one domain, and only the coordinator touches storage."""
     calls = Calls()
-    ends = probe(on_disks({n: tmp_path for n in "abc"}, calls), scope="shared")
+    ends = probe(on_disks(dict.fromkeys("abc", tmp_path), calls), scope="shared")
     assert shape_of(ends) == [(0, (0, 1, 2, 3, 4, 5), ("a", "b", "c"))]
     assert {rank for rank, _, _ in calls.seen} == {0}
     assert ends[5].get().mine.id
@@ -147,7 +146,7 @@ def test_scope_node_needs_no_token_and_refuses_what_is_shared(tmp_path: Path) ->
     ends = probe(on_disks(disks, calls), scope="node")
     assert [owner for owner, _, _ in shape_of(ends)] == [0, 2, 4]
     assert calls.count("replace") == 0
-    for end in probe(lambda control: Place(tmp_path / "x"), scope="node"):
+    for end in probe(lambda _: Place(tmp_path / "x"), scope="node"):
         assert isinstance(end.error, StateError)
         assert "share this storage" in str(end.error)
 
@@ -183,26 +182,24 @@ def test_readers_write_nothing(tmp_path: Path) -> None:
     disks = {"a": tmp_path / "x", "b": tmp_path / "y", "c": tmp_path / "x"}
     made = shape_of(probe(on_disks(disks)))
     calls = Calls()
-    ends = probe(
-        lambda control: ReadOnlyStorage(on_disks(disks, calls)(control)), write=False
-    )
+    ends = probe(lambda control: ReadOnlyStorage(on_disks(disks, calls)(control)), write=False)
     assert shape_of(ends) == made
     assert {op for _, op, _ in calls.seen} <= {"read", "refresh"}
 
 
 def test_reader_of_a_copy_without_its_log_finds_a_domain_per_node(tmp_path: Path) -> None:
     """No id, nothing is known to be shared: id "" and one domain per node; nothing is made."""
-    ends = probe(lambda control: Place(tmp_path), write=False)
+    ends = probe(lambda _: Place(tmp_path), write=False)
     assert [nodes for _, _, nodes in shape_of(ends)] == [("a",), ("b",), ("c",)]
     assert {d.id for d in ends[0].get().domains} == {""}
     assert list(tmp_path.iterdir()) == []
 
 
-def test_object_store_is_one_domain_with_an_id(tmp_path: Path) -> None:
+def test_object_store_is_one_domain_with_an_id() -> None:
     """One domain without a token; the coordinator alone makes the id."""
     root = Uri.parse("memory://bucket/run?shape=object")
     store = MemoryStorage(root, shape=Shape.OBJECT)
-    ends = probe(lambda control: store)
+    ends = probe(lambda _: store)
     assert shape_of(ends) == [(0, (0, 1, 2, 3, 4, 5), ("a", "b", "c"))]
     assert ends[3].get().mine.id == store.read(".ckptfs/domain").decode()
 
@@ -230,7 +227,8 @@ def test_node_that_may_not_write_fails_all_with_its_name(tmp_path: Path) -> None
 )
 def test_grouping_is_a_partition_by_answer(nodes: list[str], answers: dict[str, str]) -> None:
     """For any world and answers: every rank in one domain, nodes never split, equal ids together,
-    unknown ids alone, the owner the lowest rank and a node lead."""
+    unknown ids alone, the owner the lowest rank and a node lead.
+    """
     solo = World.solo()
     worlds = [replace(solo, rank=r, size=len(nodes), node=n) for r, n in enumerate(nodes)]
     keys = {node: answers.get(node, "") for node in nodes}

@@ -1,0 +1,314 @@
+"""The run log: one entry per append, whatever answers are lost and whoever else appends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ckptfs.commit import log
+from ckptfs.commit.entries import Body, Entry, Foreign, Pin, decode_entry, encode_entry
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import HINT, LOG, log_key
+from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.ops import drive
+from ckptfs.errors import (
+    AccessError,
+    AnswerLostError,
+    CommitInDoubtError,
+    ManifestError,
+    NoSpaceError,
+    NotFoundError,
+    TransientError,
+)
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Lose, Plan, When
+from ckptfs.uri import Uri
+from tests.commit.logs import G1, fence, memory, seal, write
+
+CREATE = f"{LOG}/*"
+
+
+def entries(storage: Storage) -> list[Entry]:
+    """Every entry, read around the code under test."""
+    out: list[Entry] = []
+    names = [e.name for e in storage.list(LOG)]
+    assert names == [f"{n:08d}" for n in range(len(names))], "a gap in the log"
+    for name in names:
+        out.append(decode_entry(storage.read(f"{LOG}/{name}"), name))
+    return out
+
+
+def pin(name: str, storage: Storage, state: LogState | None = None) -> Appended:
+    """Append one entry that says its own write id."""
+    done = drive(append(lambda _: Pin(name), write_id=name, state=state), storage)
+    assert isinstance(done, Appended)
+    return done
+
+
+# -- one writer ---------------------------------------------------------------------------------
+
+
+def test_entries_are_numbered_without_gaps_and_read_back() -> None:
+    """Three appends are entries 0, 1, 2, and a cold fold sees all of them."""
+    storage = memory()
+    write(storage, [fence(G1), seal("a"), Pin("a")])
+    assert [type(e.body).__name__ for e in entries(storage)] == ["Fence", "Seal", "Pin"]
+    assert drive(catch_up(), storage).next == 3
+
+
+def test_a_log_that_is_not_there_is_empty() -> None:
+    """Reading needs nothing to exist and makes nothing."""
+    storage = memory()
+    assert drive(catch_up(), storage) == LogState()
+    with pytest.raises(NotFoundError):
+        storage.list("")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("create", CREATE, 1, Lose()),
+        Fault("create", CREATE, 1, Lose(done=False)),
+        Fault("create", CREATE, 1, Lose(later=True, after=1)),
+        Fault("create", CREATE, 1, Lose(later=True, after=2)),
+        Fault("create", CREATE, 1, Lose(later=True, after=9)),
+        Fault("create", CREATE, 1, Fail(TransientError("throttled"), When.BEFORE)),
+        Fault("read", CREATE, 1, Fail(TransientError("throttled"), When.BEFORE)),
+    ],
+    ids=["done", "undone", "late", "later", "after the next entry", "throttled", "read"],
+)
+def test_a_lost_or_late_answer_appends_exactly_once(fault: Fault) -> None:
+    """The own write id is read back: the entry is there once and the caller is told its number."""
+    storage = memory()
+    drive(make_log(), storage)
+    plan = Plan([fault])
+    first = pin("mine", FaultyStorage(storage, plan))
+    assert first.number == 0
+    pin("next", FaultyStorage(storage, plan))
+    plan.deliver()
+    assert [e.write_id for e in entries(storage)] == ["mine", "next"]
+
+
+def test_exists_with_another_ones_bytes_is_folded_and_decided_again() -> None:
+    """What was right at n may be wrong at n+1: the decision sees the entry that took the number."""
+    storage = memory()
+    write(storage, [fence(G1)])
+    stale = drive(catch_up(), storage)
+    write(storage, [seal("other")])
+    seen: list[int] = []
+
+    def decide(state: LogState) -> Body | Refused[str]:
+        seen.append(state.next)
+        return Refused("taken", state) if "other" in state.saves else Pin("x")
+
+    class Late(MemoryStorage):
+        """Shows entry 1 only after a create of it failed, as a stale client would."""
+
+        def read(self, key: str) -> bytes:
+            if key == log_key(1) and not seen[1:]:
+                seen.append(-1)
+                raise NotFoundError("not seen yet")
+            return super().read(key)
+
+    late = Late.__new__(Late)
+    late.__dict__.update(storage.__dict__)
+    outcome = drive(append(decide, write_id="w", state=stale), late)
+    assert isinstance(outcome, Refused)
+    assert len(entries(storage)) == 2
+
+
+def test_no_certain_answer_until_the_deadline_is_in_doubt_and_deletes_nothing() -> None:
+    """A storage that stops answering: the caller is told so, and nothing was removed."""
+    storage = memory()
+    drive(make_log(), storage)
+    faulty = FaultyStorage(storage, Plan([Fault("create", CREATE, None, Lose(done=False))]))
+    program = append(lambda _: Pin("x"), write_id="x")
+    with pytest.raises(CommitInDoubtError) as caught:
+        drive(program, faulty, deadline_s=0.05)
+    assert caught.value.outcome == "unknown"
+    assert entries(storage) == []
+
+
+def test_a_sure_failure_after_a_lost_answer_is_in_doubt_too() -> None:
+    """Permission refused after an answer was lost says nothing about the first try."""
+    storage = memory()
+    drive(make_log(), storage)
+    plan = Plan(
+        [
+            Fault("create", CREATE, 1, Lose(done=False)),
+            Fault("create", CREATE, 2, Fail(AccessError("no"), When.BEFORE)),
+        ]
+    )
+    with pytest.raises(CommitInDoubtError):
+        pin("x", FaultyStorage(storage, plan))
+
+
+def test_a_sure_failure_is_itself() -> None:
+    """No space for the entry: NoSpaceError, outcome failed, and the log is as before."""
+    storage = memory()
+    drive(make_log(), storage)
+    plan = Plan([Fault("create", CREATE, 1, Fail(NoSpaceError("full"), When.BEFORE))])
+    with pytest.raises(NoSpaceError) as caught:
+        pin("x", FaultyStorage(storage, plan))
+    assert caught.value.outcome == "failed"
+    assert entries(storage) == []
+
+
+def test_a_damaged_entry_stops_the_fold_with_its_name() -> None:
+    """An entry that is none is never skipped: what follows it would mean something else."""
+    storage = memory()
+    write(storage, [fence(G1), seal("a")])
+    storage.replace(log_key(0), b"\x00\x00")
+    with pytest.raises(ManifestError, match="00000000"):
+        drive(catch_up(), storage)
+
+
+# -- snapshots ----------------------------------------------------------------------------------
+
+
+class Counting(MemoryStorage):
+    """Counts reads of log entries."""
+
+    reads = 0
+
+    def read(self, key: str) -> bytes:
+        self.reads += key.startswith(LOG)
+        return super().read(key)
+
+
+def _long_log(storage: Storage, length: int) -> LogState:
+    drive(make_log(), storage)
+    state = pin("first", storage).state
+    while state.next < length:
+        state = pin(f"p{state.next % 50}", storage, state).state
+        state = drive(write_snapshot(state, write_id=f"s{state.next}"), storage)
+    return state
+
+
+def test_a_cold_fold_of_ten_thousand_entries_reads_few() -> None:
+    """A snapshot every hundred entries, found through the hint: the fold is the same, the reads
+    are a hundredth."""
+    stores = MemoryStores()
+    storage = Counting(Uri.parse("memory://t/run"), stores=stores)
+    state = _long_log(storage, 10_000)
+    storage.reads = 0
+    cold = drive(catch_up(), storage)
+    assert storage.reads <= log.SNAPSHOT_EVERY + 2
+    assert cold == state
+    storage.remove(HINT)
+    assert drive(catch_up(), storage).saves == state.saves
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        b"",
+        b"garbage",
+        b"{}",
+        b"[1]",
+        b'{"snapshot": 3}',
+        b'{"snapshot": 99999999}',
+        b'{"snapshot": -1}',
+        b'{"snapshot": null}',
+    ],
+)
+def test_the_hint_is_no_authority(hint: bytes) -> None:
+    """Whatever lies there, the fold is right."""
+    storage = memory()
+    state = _long_log(storage, 230)
+    storage.replace(HINT, hint)
+    assert drive(catch_up(), storage).saves == state.saves
+
+
+def test_no_snapshot_above_a_foreign_entry_or_fields() -> None:
+    """Kinds and fields of a newer version: everything is read, nothing is summed up."""
+    for foreign in (
+        b'{"kind":"quota","id":"f","at":"","by_host":"","by_pid":0,"by_rank":null,"v":2}',
+        encode_entry(Entry("f", Pin("x"))).replace(b'{"at"', b'{"colour":1,"at"'),
+    ):
+        storage = memory()
+        write(storage, [fence(G1)])
+        storage.create(log_key(1), foreign, staging=".ckptfs/tmp/f")
+        state = drive(catch_up(), storage)
+        assert state.next == 2
+        assert state.foreign
+        for _ in range(log.SNAPSHOT_EVERY):
+            state = pin("p", storage, state).state
+        after = drive(write_snapshot(state, write_id="s"), storage)
+        assert after.snapshot_at == -1
+    assert decode_entry(b'{"kind":"quota","id":"f"}', "f").body == Foreign("quota")
+
+
+def test_a_snapshot_that_cannot_be_written_fails_nothing() -> None:
+    """The log is slower to read without it, and that is all."""
+    storage = memory()
+    state = _long_log(storage, 90)
+    while state.next - state.snapshot_at < log.SNAPSHOT_EVERY:
+        state = pin("p", storage, state).state
+    plan = Plan([Fault("create", CREATE, 1, Fail(NoSpaceError("full"), When.BEFORE))])
+    assert drive(write_snapshot(state, write_id="s"), FaultyStorage(storage, plan)) == state
+    plan = Plan([Fault("replace", HINT, 1, Fail(AnswerLostError("?"), When.BEFORE))])
+    drive(write_snapshot(state, write_id="s"), FaultyStorage(storage, plan))
+
+
+# -- races --------------------------------------------------------------------------------------
+
+THREADS, EACH = 8, 500
+
+
+@pytest.mark.parametrize("place", ["memory", "memory-object", "local"])
+def test_four_thousand_racing_appends_lose_and_double_none(place: str, tmp_path: Path) -> None:
+    """Eight threads append five hundred entries each: all are there, once, whole, in order."""
+    stores = MemoryStores()
+
+    def opened() -> Storage:
+        if place == "local":
+            return LocalStorage(Uri.parse(str(tmp_path)))
+        shape = Shape.OBJECT if place == "memory-object" else Shape.FILESYSTEM
+        return MemoryStorage(Uri.parse("memory://t/run"), shape=shape, stores=stores)
+
+    drive(make_log(), opened())
+    numbers: dict[str, int] = {}
+    failures: list[BaseException] = []
+
+    def work(who: int) -> None:
+        storage, state = opened(), None
+        try:
+            for turn in range(EACH):
+                name = f"{who}-{turn}"
+                done = pin(name, storage, state)
+                numbers[name], state = done.number, done.state
+        except BaseException as error:  # noqa: BLE001 - told to the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    found = [e.write_id for e in entries(opened())]
+    assert len(found) == THREADS * EACH
+    assert {name: n for n, name in enumerate(found)} == numbers
+
+
+def test_two_hundred_processes_race_for_one_log(tmp_path: Path) -> None:
+    """Real processes at one directory: every append is there once and nothing is left in tmp."""
+    processes, appends = 200, 2
+    subprocess.run(
+        [sys.executable, "-m", "tests.commit.racers", str(tmp_path), str(processes), str(appends)],
+        check=True,
+        timeout=240,
+    )
+    storage = LocalStorage(Uri.parse(str(tmp_path)))
+    counted = Counter(e.write_id for e in entries(storage))
+    assert set(counted.values()) == {1}
+    assert len(counted) == processes * appends
+    assert storage.list(".ckptfs/tmp") == []
