@@ -24,7 +24,7 @@ def crossing(rank: int | None) -> Iterator[None]:
     except CkptfsError as error:
         if error.rank is None:
             error.rank = rank
-        raise _plain(error, rank) from error
+        raise  # ours all pickle, whatever their constructors take
     except Exception as error:
         raise _plain(error, rank) from error
 

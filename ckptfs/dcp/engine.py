@@ -201,8 +201,20 @@ class _BlobSink:
         self._payload = memory_of(tensor)
         self._address = tensor.data_ptr()
         self._found = (0, 0)
+        self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
+        """Take the next bytes. Never raises: torch would finish its archive on the way out, fail at
+        that too, and its RuntimeError would hide that the disk is full.
+        """
+        if self._error is None:
+            try:
+                self._take(data)
+            except BaseException as error:  # noqa: BLE001 - raised by finish()
+                self._error = error
+        return len(data)
+
+    def _take(self, data: bytes | memoryview) -> None:
         size = len(data)
         if size == len(self._payload) and size and self._is_payload(data):
             self._release()
@@ -217,13 +229,17 @@ class _BlobSink:
             self._frame += data
             if len(self._frame) >= _GATHER_BYTES:
                 self._release()
-        return size
 
     def flush(self) -> None:
         """torch.save asks for it; the stream is flushed once per file."""
 
     def finish(self) -> tuple[int, int]:
-        """The payload's offset and length in the blob, (0, 0) when it was not seen."""
+        """The payload's offset and length in the blob, (0, 0) when it was not seen.
+
+        Raises what a write raised.
+        """
+        if self._error is not None:
+            raise self._error
         self._release()
         return self._found
 

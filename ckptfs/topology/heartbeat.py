@@ -4,7 +4,8 @@
     the coordinator           reads all beats, publishes who is silent:    watch
     the others                read watch; one that stands still is the coordinator's own silence
     every rank, twice a s     looks at the processes of its node (pid and start time in /proc);
-                              one that is gone is written to dead/<i>, which all ranks read
+                              one that is gone is written to dead/<i>, which all ranks read,
+                              unless its last beat says that it had left
 
 So each rank reads a fixed number of keys, whatever the world's size. A rank silent for 10 s is
 named in every rank's log; what ends a waiting call is ``Monitor.alarm()``: a dead process, a
@@ -19,13 +20,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, Failure
 from ckptfs.topology.client import StoreClient, answer
-from ckptfs.topology.pulse import Life, Pulses, Tempo, is_gone
+from ckptfs.topology.pulse import LEFT, Life, Pulses, Tempo, is_gone
 from ckptfs.topology.verdict import collective_error
 from ckptfs.topology.world import World
 
@@ -65,8 +67,9 @@ class Alarm:
 
 @dataclass
 class _Seen:
-    """What one visit to the store brought back."""
+    """What one visit to the store brought back. left: suspects that had said goodbye before."""
 
+    left: set[int]
     beats: dict[int, str]
     silent: dict[int, float]
     obituaries: list[dict[str, str]]
@@ -109,6 +112,7 @@ class Monitor:
         self._pulses = Pulses(watched, 2 * tempo.beat_s)
         self._lock = threading.Lock()
         self._dead: dict[int, str] = {}
+        self._left: set[int] = set()
         self._silent: dict[int, float] = {}
         self._lost: ControlPlaneLostError | None = None
         self._warned: set[int] = set()
@@ -130,6 +134,12 @@ class Monitor:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(2.0)
+
+    def farewell(self, store: Any) -> None:
+        """Write the last beat: a process that ends after this has not died. After ``stop``."""
+        store.set(f"{self._prefix}/beat/{self._rank}", LEFT)
+        if self._rank == 0:
+            store.set(f"{self._prefix}/watch", json.dumps([LEFT, {}]))
 
     def alarm(self) -> Alarm | None:
         """Why a waiting call must end now, or None. The dead come first: they stay dead."""
@@ -178,12 +188,11 @@ class Monitor:
     def _run(self) -> None:
         visit: Future[_Seen] | None = None
         asked = last = time.monotonic() - self._tempo.beat_s
-        news = False
         while not self._stop.is_set():
             now = time.monotonic()
-            news = self._bury(self.gone_neighbours()) or news
-            if visit is None and (news or now - asked >= self._tempo.beat_s):
-                asked, news, visit = now, False, self._client.submit(self._visit())
+            suspects = self.gone_neighbours().keys() - self._dead.keys() - self._left
+            if visit is None and (suspects or now - asked >= self._tempo.beat_s):
+                asked, visit = now, self._client.submit(self._visit(suspects))
             if visit is not None and visit.done():
                 self._integrate(visit, now - last)
                 last, visit = now, None
@@ -193,19 +202,21 @@ class Monitor:
                 return
             self._stop.wait(min(self._tempo.look_s, 0.05 if visit is not None else 9.0))
 
-    def _bury(self, gone: Mapping[int, str]) -> bool:
+    def _bury(self, gone: Mapping[int, str]) -> None:
         with self._lock:
             fresh = {rank: why for rank, why in gone.items() if rank not in self._dead}
             self._dead.update(fresh)
         for rank, why in fresh.items():
             log.error("%s", self._obituary(rank, why))
-        return bool(fresh)
 
     def _obituary(self, rank: int, why: str) -> str:
         return f"rank {rank} on {self._worlds[rank].place}: {why}"
 
-    def _visit(self) -> Callable[[Any], _Seen]:
-        """The operation of one beat: write ours, read what concerns us."""
+    def _visit(self, suspects: AbstractSet[int]) -> Callable[[Any], _Seen]:
+        """The operation of one beat: write ours, read what concerns us.
+
+        suspects: processes of this node that have ended; whether they had left, their beat says.
+        """
         self._count += 1
         count, dead, silent = self._count, dict(self._dead), dict(self._silent)
         prefix, rank, size = self._prefix, self._rank, len(self._worlds)
@@ -213,6 +224,8 @@ class Monitor:
         def visit(store: Any) -> _Seen:
             store.set(f"{prefix}/beat/{rank}", str(count))
             beats, heard = {}, {}
+            left = {r for r in suspects if store.get(f"{prefix}/beat/{r}") == LEFT.encode()}
+            dead.update(dict.fromkeys(suspects - left, "its process is gone"))
             if rank == 0:
                 keys = [f"{prefix}/beat/{r}" for r in range(1, size)]
                 beats = {r + 1: b.decode() for r, b in enumerate(_get_all(store, keys))}
@@ -221,7 +234,7 @@ class Monitor:
                 number, told = json.loads(store.get(f"{prefix}/watch"))
                 beats = {0: str(number)}
                 heard = {int(r): float(s) for r, s in told.items()}
-            return _Seen(beats, heard, self._exchange_obituaries(store, dead))
+            return _Seen(left, beats, heard, self._exchange_obituaries(store, dead))
 
         return visit
 
@@ -247,6 +260,7 @@ class Monitor:
         except ControlPlaneLostError as error:
             self._lost = error
             return
+        self._left |= seen.left
         for obituary in seen.obituaries:
             self._bury({int(r): why for r, why in obituary.items() if int(r) != self._rank})
         self._pulses.tick(elapsed_s, seen.beats)

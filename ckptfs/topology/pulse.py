@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Life", "Pulses", "Tempo", "is_gone"]
+__all__ = ["LEFT", "Life", "Pulses", "Tempo", "is_gone"]
+
+LEFT = "left"  # the last beat of a rank that closed its control
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ def _start_ticks(stat: str) -> int:
 class Pulses:
     """How long each rank has been silent. Pure: numbers in, seconds out; the clock is the caller's.
 
+    A rank whose beat is LEFT has said goodbye and is never silent.
+
     longest_tick_s: no tick counts for more, so that a frozen observer does not accuse the others.
     """
 
@@ -80,7 +84,7 @@ class Pulses:
         counted_s = min(elapsed_s, self._longest_tick_s)
         for rank in self._silent_s:
             beat = beats.get(rank, "")
-            moved = beat != self._beats.get(rank, "")
+            moved = beat == LEFT or beat != self._beats.get(rank, "")
             self._silent_s[rank] = 0.0 if moved else self._silent_s[rank] + counted_s
             self._beats[rank] = beat
 

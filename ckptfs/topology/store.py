@@ -56,6 +56,7 @@ T = TypeVar("T")
 
 _SLICE_S = 0.2  # how often a waiting caller looks at the monitor
 _LINGER_S = 10.0
+_LAST_S = 1.0
 _LEAVE_S = 10.0  # closing never takes longer than this over a store that does not answer
 
 log = logging.getLogger(__name__)
@@ -374,7 +375,9 @@ class StoreControl:
         deadline = time.monotonic() + _LINGER_S
         try:
             while not self._ground.pulse.call(last.is_acknowledged, _LEAVE_S):
-                if self._ground.monitor.alarm() or time.monotonic() > deadline:
+                if self._ground.monitor.alarm():  # the dead never read; the living may be about to
+                    deadline = min(deadline, time.monotonic() + _LAST_S)
+                if time.monotonic() > deadline:
                     return
                 time.sleep(0.005)
         except CkptfsError as error:
@@ -390,6 +393,8 @@ class StoreControl:
             keys.end(store, encode_verdict(Verdict(error=error, final=True)))
         else:
             keys.arrive(store, self.rank, encode_said(Said("", failure=failure)))
+        if self._is_root:
+            self._ground.monitor.farewell(store)
         keys.acknowledge(store)  # so that the coordinator does not linger for this rank
         if store.add(f"{self._prefix}/closed", 1) < self.size:
             return

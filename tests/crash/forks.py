@@ -13,6 +13,7 @@ milliseconds and inherits no lock. Each case works on a copy of what lay there b
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import os
@@ -111,12 +112,29 @@ _UNIQUE = (
 )
 
 
-def site_of(call: Fsync, base: str) -> str:
-    """The place in the code: the functions of the storage, and the key without its unique parts."""
-    key = call.path.removeprefix(base)
-    for pattern, name in _UNIQUE:
-        key = re.sub(pattern, name, key)
-    return f"{call.site} {key or '/'}"
+class Sites:
+    """Names the place in the code that each fsync of one victim comes from.
+
+    Lines of the storage by their functions; the commit layer's own ``Sync`` operations, which all
+    come through one line of the storage, by what they sync and for which time.
+    """
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._seen: collections.Counter[str] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def name(self, call: Fsync) -> str:
+        """The name of the place; to be asked once for each call, in order."""
+        key = call.path.removeprefix(self._base)
+        for pattern, name in _UNIQUE:
+            key = re.sub(pattern, name, key)
+        site = f"{call.site} {key or '/'}"
+        if not call.site.startswith("sync>"):
+            return site
+        with self._lock:
+            self._seen[site] += 1
+            return f"{site} #{self._seen[site]}"
 
 
 # -- the warmed process -------------------------------------------------------------------------
@@ -155,7 +173,8 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
     disk = SimulatedDisk(trial)
     values(seats(job.layout, trial, scenario.victim, job="victim", posix=disk))
     if job.how == "sites":
-        return json.dumps(sorted({site_of(call, trial) for call in disk.fsyncs}))
+        names = Sites(trial)
+        return json.dumps(sorted({names.name(call) for call in disk.fsyncs}))
     # The cut after everything was acknowledged comes first: it shows most.
     last = disk.calls + 1
     cuts = [Point(seed, n, "cut") for seed in job.lucky for n in (last, *range(1, last))]
@@ -286,10 +305,9 @@ def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
     """Cut the power at a system call and leave what the machine finds again; "A" if any rank had
     been told that the save is committed."""
     threading.excepthook = lambda _: None  # timers of a machine without power
+    sites = Sites(place)
     disk = SimulatedDisk(
-        place,
-        crash_at=point.nth,
-        deaf_to=lambda call: job.deaf is not None and site_of(call, place) == job.deaf,
+        place, crash_at=point.nth, deaf_to=lambda call: sites.name(call) == job.deaf
     )
     ends = seats(job.layout, place, scenario.victim, job="victim", posix=disk)
     if not disk.is_off:

@@ -37,7 +37,7 @@ from ckptfs.testing.world import End, SimulatedDeath, simulate
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
-RUN = "run"
+RUN = "deep/run"  # so that a newborn run has a missing ancestor too
 DATA_BYTES = 3000
 State = Mapping[str, str]  # name of a checkpoint -> label of the save that it shows
 
@@ -145,7 +145,7 @@ def seats(
 
     def sit(control: Control) -> Any:
         where = layout.directory(base, control.world.node)
-        root = Uri.parse(f"/simulated/{RUN}")  # the same on every node, as node-local paths are
+        root = Uri.parse("/simulated/run")  # the same on every node, as node-local paths are
         storage: Storage = LocalStorage(root, posix=posix, directory=where)
         if plans and control.rank in plans:
             storage = FaultyStorage(storage, plans[control.rank])

@@ -141,10 +141,22 @@ def reset_to_another_uri(rank: Rank, uri: str) -> Any:
 
 def write_fails(rank: Rank, uri: str) -> Any:
     """No space for the data of rank 1."""
+    import torch.distributed.checkpoint as dcp
+
+    writer = _writer("faults+file://" + uri)  # kept: dropping it would tell its agent too
     with _fault(rank, 1, "fail=ENOSPC:write:*__1_0.distcp:1"):
-        failed = _failures(rank, lambda: _save(rank, "faults+file://" + uri))
+        failed = _failures(rank, lambda: dcp.save(_state(rank), storage_writer=writer))
+    left = _left_of_attempts(uri)
     _save(rank, uri)  # the name is free, and every agent is ready again
-    return [failed, _loads(rank, uri)]
+    return [failed, _loads(rank, uri), left]
+
+
+def _left_of_attempts(uri: str) -> list[str]:
+    """What lies in attempts/ once the agents have cleaned up, or after 10 s."""
+    attempts, deadline = Path(uri).parent / ".ckptfs" / "attempts", time.monotonic() + 10
+    while (left := os.listdir(attempts)) and time.monotonic() < deadline:
+        time.sleep(0.02)  # polling for what happens by itself; bounded by the deadline
+    return left
 
 
 def begin_fails(rank: Rank, uri: str) -> Any:
@@ -367,11 +379,16 @@ def test_a_failure_on_one_rank_reaches_all_and_the_next_save_works(
 ) -> None:
     """Every rank gets torch's CheckpointException with the failed rank's error, and soon."""
     for rank, outcome in enumerate(outcomes):
-        failed, after = outcome[name]
+        failed, after, *_ = outcome[name]
         assert failed["type"] == "CheckpointException"
         assert failed["failures"][where][0] == kind, failed
         assert failed["s"] < 10
         assert after == good(rank)
+
+
+def test_agents_clean_up_at_once(outcomes: Any) -> None:
+    """A failed write leaves no attempt behind, while torch's writer still exists."""
+    assert [o["write_fails"][2] for o in outcomes] == [[]] * RANKS
 
 
 def test_a_seal_that_fails_commits_nothing(outcomes: Any) -> None:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -130,6 +131,22 @@ def test_every_failed_thread_is_named(tmp_path: Path) -> None:
     assert sum(f"__0_{n}.distcp" in told for n in range(4)) >= 1
     names = [e.name for e in open_storage(tmp_path).list("save-1")]
     assert not [name for name in names if name.endswith(".distcp")]
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, "close"])
+def test_an_error_on_the_pumps_thread_is_the_saves(tmp_path: Path, number: Any) -> None:
+    """Large pieces are written on a thread; what fails there fails the file, at any piece."""
+    inner = open_storage(tmp_path)
+    state = {f"w{n}": torch.ones(2 << 20) for n in range(3)}  # 8 MiB each
+    fault = (
+        Fault("close", "*.distcp", 1, Fail(full_disk()))
+        if number == "close"
+        else Fault("write", "*.distcp", number, Fail(full_disk()))
+    )
+    with pytest.raises(NoSpaceError, match="__0_0"):
+        write_state(FaultyStorage(inner, Plan([fault])), state=state)
+    assert os.listdir(tmp_path / "save-1") == []
+    assert not [t for t in threading.enumerate() if t.name == "ckptfs-pump"]
 
 
 def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:

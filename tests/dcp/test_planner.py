@@ -38,7 +38,9 @@ def save_on(storage: Storage, size: int, build: Any, **options: Any) -> list[Any
         parts = control.step("write", lambda: write(planned, storage, "save-1/", "save-1"))
         if control.rank == 0:
             extra = finish_save(planned, parts, save_id="save-1", checkpoint_id="here")
-            storage.replace(".metadata", extra[".metadata"])
+            raw = extra[".metadata"]
+            assert isinstance(raw, bytes)  # one domain: one for all
+            storage.replace(".metadata", raw)
         return planned
 
     return simulate(size, body)

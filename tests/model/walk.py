@@ -154,7 +154,12 @@ class Walk:
     def _look(self, before: Mapping[str, Disk]) -> None:
         was = [before[d] for d in sorted(before)]
         now = [self.disks[d] for d in sorted(self.disks)]
-        facts = frozenset(self.facts.items())
+        # "idle" was told at the end of a claim or an act; the holder may have begun another since.
+        facts = frozenset(
+            (fact, value)
+            for fact, value in self.facts.items()
+            if fact[0] != "idle" or self.idle(Generation(int(fact[1]), fact[2]))
+        )
         self.broken = self._judge.state(now, facts, quiet=not self.late)
         if was != now:
             self.broken = self.broken + self._judge.change(was, now)

@@ -66,7 +66,10 @@ def subgroup_sums(rank: Rank) -> dict[str, Any]:
     group = groups[rank.number % 2]
     with open_control(process_group=group, timeout_s=TIMEOUT_S) as control:
         numbers = control.step("who", lambda: rank.number)
-        return {"rank": control.rank, "size": control.size, "numbers": numbers}
+    # The same on one bare store, where no prefix of torch keeps the two apart.
+    with open_control(process_group=group, store=rank.store(), timeout_s=TIMEOUT_S) as bare:
+        assert bare.step("who", lambda: rank.number) == numbers
+    return {"rank": control.rank, "size": control.size, "numbers": numbers}
 
 
 def without_group(_rank: Rank) -> dict[str, Any]:
@@ -150,12 +153,13 @@ def works_for_long(rank: Rank) -> int:
 
 
 def leave_early(rank: Rank) -> None:
-    """One rank ends without closing; the others still call."""
+    """One rank closes its control and lives on; the others still call."""
     rank.init_group()
     control = open_control(timeout_s=TIMEOUT_S)
     control.step("first", lambda: None)
     if rank.number == rank.args["who"]:
-        return
+        control.close()
+        rank.hold("never")
     for name in ("second", "third"):
         try:
             control.step(name, lambda: None)
@@ -165,13 +169,39 @@ def leave_early(rank: Rank) -> None:
 
 
 def host_ends_first(rank: Rank) -> int:
-    """Rank 0 hosts the store and returns as soon as the last step allows it."""
+    """Rank 0 hosts the store and ends as soon as it may."""
     rank.init_group()
     control = open_control(timeout_s=TIMEOUT_S)
-    answer = control.step("last", lambda: rank.number, total)
-    if rank.number:
+
+    def decide(values: list[int]) -> int:
+        rank.tell("inside")
+        rank.hold("go")
+        return sum(values)
+
+    answer = control.step("last", lambda: rank.number, decide)
+    rank.tell("answered")
+    control.close()
+    rank.tell("closed")
+    return int(answer)
+
+
+def leave_in_turn(rank: Rank) -> str:
+    """Rank 1 closes and its process ends; rank 0 keeps its control open and sees that."""
+    from ckptfs.topology.pulse import Life, is_gone
+
+    rank.init_group()
+    control = open_control(timeout_s=2.0)
+    lives = control.step("lives", Life.of_this_process)
+    if rank.number == 1:
         control.close()
-    return int(answer)  # rank 0: closed at exit, which is when its process takes the store along
+        return "ended"
+    rank.hold("go")
+    assert lives[1]
+    while not is_gone(lives[1]):
+        time.sleep(0.01)
+    time.sleep(3)  # many beats and more than timeout_s: what could be said would have been
+    control.close()
+    return "alone"
 
 
 def other_version(rank: Rank) -> None:
@@ -191,6 +221,9 @@ def many_controls(rank: Rank) -> dict[str, Any]:
     for i in range(5):
         with open_control(timeout_s=TIMEOUT_S) as control:
             sums.append(control.step("x", partial(int, i), total))
+            for _ in range(3):
+                control.step("y", lambda: b"x" * (3 << 20), len)
+            control.clone().step("z", lambda: None)
     with open_control(timeout_s=TIMEOUT_S) as a, open_control(timeout_s=TIMEOUT_S) as b:
         sums.append(a.step("a", lambda: 10, total))
         sums.append(b.step("b", lambda: 20, total))
@@ -209,6 +242,8 @@ def interrupted(rank: Rank) -> str:
     try:
         control.step("x", local)
     except KeyboardInterrupt:
+        rank.tell("interrupted")
+        rank.hold("end")  # alive: nobody learns of it by its death
         return "KeyboardInterrupt"
     except RuntimeError as error:
         return f"{type(error).__name__} {list(getattr(error, 'failures', {}))}"
@@ -458,22 +493,37 @@ def test_frozen_store_costs_timeout_s_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_rank_that_ends_is_named_at_once_and_in_every_later_step(who: int) -> None:
-    """Whoever leaves says goodbye at exit: later steps of the others fail, none waits."""
+def test_rank_that_left_is_named_at_once_and_in_every_later_step(who: int) -> None:
+    """Whoever leaves says goodbye: every later step of the others fails, none waits."""
     with launch(leave_early, 3, args={"who": who}) as ranks:
-        results = ranks.results(timeout_s=20)
-    for result in results:
-        if result.rank != who:
+        for result in ranks.results(ranks=[n for n in range(3) if n != who], timeout_s=20):
             assert result.error_type == "CollectiveError", result.log
             assert result.error
             assert list(result.error["data"]["failures"]) == [str(who)]
 
 
 def test_coordinator_that_hosts_the_store_lingers_until_all_have_read() -> None:
-    """Rank 0 takes the store along when it ends: not before the last answer is read."""
-    for _ in range(5):
-        with launch(host_ends_first, 4, store="rank0") as ranks:
-            assert ranks.values(timeout_s=20) == [6] * 4
+    """Rank 0 takes the store along when it ends: not before a slow rank has read the answer."""
+    with launch(host_ends_first, 3, store="rank0") as ranks:
+        ranks.wait("inside", rank=0)
+        ranks.freeze(1)
+        ranks.release("go", rank=0)
+        ranks.wait("answered", rank=0)
+        with pytest.raises(AssertionError, match="not within"):
+            ranks.wait("closed", rank=0, timeout_s=1.5)
+        ranks.thaw(1)
+        assert ranks.values(timeout_s=20) == [3, 3, 3]
+
+
+def test_rank_that_left_and_ended_is_not_reported_as_dead() -> None:
+    """An orderly end leaves no error in the logs of those who stay."""
+    with launch(leave_in_turn, 2) as ranks:
+        assert ranks.results(ranks=[1])[0].value == "ended"
+        ranks.release("go", rank=0)
+        (result,) = ranks.results(ranks=[0])
+    assert result.value == "alone", result.log
+    assert "gone" not in result.log
+    assert "silent" not in result.log
 
 
 def test_ranks_on_different_versions_all_get_the_same_typed_error() -> None:
@@ -500,9 +550,11 @@ def test_controls_one_after_another_leave_nothing_in_the_store() -> None:
 def test_interrupt_on_one_rank_frees_all(who: int) -> None:
     """Ctrl-C is raised as itself where it happens, and is a failure of that rank elsewhere."""
     with launch(interrupted, 3, args={"who": who}) as ranks:
-        values = ranks.values(timeout_s=20)
-    assert values[who] == "KeyboardInterrupt"
-    assert {v for n, v in enumerate(values) if n != who} == {f"CollectiveError [{who}]"}
+        others = ranks.results(ranks=[n for n in range(3) if n != who], timeout_s=20)
+        ranks.wait("interrupted", rank=who)
+        ranks.release("end", rank=who)
+        assert ranks.values()[who] == "KeyboardInterrupt"
+    assert {result.value for result in others} == {f"CollectiveError [{who}]"}
 
 
 # -- stale keys: ranks as threads of this process, over a real store ---------------------------

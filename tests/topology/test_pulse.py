@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.topology.pulse import Life, Pulses, is_gone
+from ckptfs.topology.pulse import LEFT, Life, Pulses, is_gone
 
 
 def test_silence_grows_until_the_beat_moves() -> None:
@@ -22,6 +22,14 @@ def test_silence_grows_until_the_beat_moves() -> None:
     assert pulses.silent(10.0) == {2: 10.0}
     pulses.tick(2.0, {1: "6", 2: "8"})
     assert pulses.silent(2.0) == {}
+
+
+def test_rank_that_left_is_not_silent() -> None:
+    """A goodbye is no silence, however long ago."""
+    pulses = Pulses([1], longest_tick_s=4.0)
+    for _ in range(10):
+        pulses.tick(2.0, {1: LEFT})
+    assert pulses.silent(1.0) == {}
 
 
 def test_frozen_observer_accuses_nobody() -> None:

@@ -95,7 +95,7 @@ def test_solo_has_the_semantics_of_many() -> None:
     with pytest.raises(NoSpaceError):
         control.step("x", lambda: None, lambda _: full())
     with pytest.raises(CollectiveError, match="KeyError"):
-        control.step("x", dict, lambda values: values[0]["missing"])
+        control.step("x", lambda: "", lambda _: {"here": 1}["missing"])
     with pytest.raises(KeyboardInterrupt):
         control.step("x", _interrupt)
 
