@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
+# torch's store looks up the name of every client in its one thread: where no name server answers,
+# each would hold all ranks for 5 s.
+export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo test check format compat formats campaign-crash campaign-model bench clean
 .DEFAULT_GOAL := help

@@ -40,6 +40,7 @@ __all__ = [
     "list_unlogged",
     "live_of",
     "logged",
+    "missing_files",
     "read_domain",
     "read_view",
     "unlogged",
@@ -183,6 +184,26 @@ def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
     return Found(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
 
 
+def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
+    """Listed files that are not below ``home`` with their size: a copy may have been interrupted.
+
+    Asked only where no log vouches for the checkpoint.
+    """
+    sizes: dict[str, set[int]] = {}
+    for record in manifest.files:
+        # Domains have a `.metadata` each under one path; gathered together any of them is right.
+        sizes.setdefault(record.path, set()).add(record.size_bytes)
+    missing: tuple[str, ...] = ()
+    for path, right in sizes.items():
+        try:
+            found = (yield StatOf(f"{home}/{path}")).size_bytes in right
+        except NotFoundError:
+            found = False
+        if not found:
+            missing += (path,)
+    return missing
+
+
 def _gone(name: str, where: Uri) -> NotFoundError:
     return NotFoundError(
         f"{name} was deleted, overwritten or aborted",
@@ -225,7 +246,7 @@ def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
         except NotFoundError:
             checkpoint = None if name in names else (yield from _list_stock(name, root))
         else:
-            checkpoint = _from_manifest(raw, name, root, known)
+            checkpoint = yield from _from_manifest(raw, name, root, known)
         if checkpoint is not None:
             found.append(checkpoint)
     return found
@@ -243,13 +264,17 @@ def _list_stock(name: str, root: Uri) -> Program[Checkpoint | None]:
     return Checkpoint(root / name, None, None, Kind.CHECKPOINT, Origin.STOCK)
 
 
-def _from_manifest(raw: bytes, name: str, root: Uri, known: frozenset[str]) -> Checkpoint | None:
+def _from_manifest(
+    raw: bytes, name: str, root: Uri, known: frozenset[str]
+) -> Program[Checkpoint | None]:
     try:
         manifest = decode_manifest(raw, root / name)
     except ManifestError:
         return None  # listing names what can be loaded; load() says what is wrong with the rest
     if manifest.save_id in known:
         return None
+    if not _enough(manifest, (yield from missing_files(manifest, name))):
+        return None  # an interrupted copy
     return Checkpoint(
         root / name,
         manifest.step,
@@ -259,6 +284,15 @@ def _from_manifest(raw: bytes, name: str, root: Uri, known: frozenset[str]) -> C
         manifest.base,
         tuple(d.id for d in manifest.domains),
     )
+
+
+def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:
+    """Whether nothing is missing, or only what lies on other nodes' disks: one domain's files and
+    all that belong to every domain are here.
+    """
+    lacking = {f.domain for f in manifest.files if f.path in missing}
+    whole = [d.id for d in manifest.domains if d.id not in lacking]
+    return not lacking or (None not in lacking and bool(whole))
 
 
 def logged(views: Views, root: Uri) -> list[Checkpoint]:

@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog import Found, find, live_of, read_view, unlogged
+from ckptfs.commit.catalog import Found, find, live_of, missing_files, read_view, unlogged
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError
+from ckptfs.uri import Uri
 
 __all__ = ["locate"]
 
@@ -76,6 +78,8 @@ def locate(seat: Seat, name: str) -> Found:
         )
         misses = [(rank, text) for rank, text in enumerate(verdict) if text is not None]
         if not misses and isinstance(found, Found):
+            if choice.seal is None and found.manifest is not None:
+                _check_copy(seat, found, found.manifest, where)
             return found
         if choice.seal is None and len(misses) == seat.control.size:
             raise NotFoundError(
@@ -87,3 +91,24 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint="it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def _check_copy(seat: Seat, found: Found, manifest: Manifest, where: Uri) -> None:
+    """Collective. A checkpoint without a log is valid if every listed file is there, on some node."""
+
+    def look() -> frozenset[str] | None:
+        if not seat.placement.is_node_lead:
+            return None
+        return frozenset(drive(missing_files(manifest, found.home), seat.storage))
+
+    def judge(answers: Sequence[frozenset[str] | None]) -> None:
+        nowhere = frozenset.intersection(*(a for a in answers if a is not None))
+        if nowhere:
+            first = min(nowhere)
+            raise IncompleteCheckpointError(
+                f"{len(nowhere)} files are missing or have another size, {first} is the first",
+                uri=f"{where}/{first}",
+                hint="the copy was interrupted: copy it again",
+            )
+
+    seat.control.step("look at the copy", look, judge)

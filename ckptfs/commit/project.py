@@ -219,7 +219,10 @@ def _move(source: str, target: str) -> Program[None]:
 def _project_object(seal: Seal, keys: AttemptKeys, caps: Capabilities) -> Program[None]:
     pieces = (MANIFEST,) if seal.artifact is Kind.DIRECTORY else (METADATA, MANIFEST)
     for piece in pieces:
-        data = yield Read(f"{keys.projected_data}/{piece}")
+        try:
+            data: bytes = yield Read(f"{keys.projected_data}/{piece}")
+        except NotFoundError:
+            return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
         yield from _put(seal, f"{keys.name}/{piece}", data, caps)
     # Its record has done its work; recovery need not look at this save again.
     yield Remove(keys.record)

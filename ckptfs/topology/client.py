@@ -72,10 +72,8 @@ def answer(future: Future[T], timeout_s: float | None) -> T:
         return future.result(timeout_s)
     except CkptfsError:
         raise
-    except (
-        RuntimeError,
-        OSError,
-    ) as error:  # torch's DistNetworkError, DistStoreError; TimeoutError
+    except (RuntimeError, OSError) as error:
+        # torch's DistNetworkError and DistStoreError are RuntimeErrors, TimeoutError an OSError.
         if isinstance(error, TimeoutError) and not future.done():
             raise ControlPlaneLostError(
                 f"the store that the ranks talk through has not answered for {timeout_s:g} s",

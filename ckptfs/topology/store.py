@@ -22,7 +22,6 @@ import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -30,10 +29,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ckptfs._version import __version__
-from ckptfs.errors import CkptfsError, ControlPlaneLostError, Failure, StateError
-from ckptfs.topology.client import StoreClient, answer, drop
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, StateError
+from ckptfs.topology.client import StoreClient, answer
 from ckptfs.topology.handshake import meet
 from ckptfs.topology.heartbeat import Alarm, Monitor, first_beat
+from ckptfs.topology.leaving import leave, linger
 from ckptfs.topology.pulse import Tempo
 from ckptfs.topology.stepkeys import StepKeys
 from ckptfs.topology.verdict import (
@@ -55,8 +55,6 @@ __all__ = ["StoreControl"]
 T = TypeVar("T")
 
 _SLICE_S = 0.2  # how often a waiting caller looks at the monitor
-_LINGER_S = 10.0
-_LAST_S = 1.0
 _LEAVE_S = 10.0  # closing never takes longer than this over a store that does not answer
 
 log = logging.getLogger(__name__)
@@ -354,57 +352,18 @@ class StoreControl:
         self._closed = True
         for clone in self._clones:
             clone.close()
-        if self.rank == 0:
-            self._linger()
-        if self._is_root:
-            self._ground.monitor.stop()
+        ground = self._ground
+        monitor = ground.monitor if self._is_root else None
+        if self.rank == 0 and self._index:
+            linger(ground.pulse, ground.monitor, replace(self._keys(), number=self._index - 1))
+        if monitor is not None:
+            monitor.stop()
+        keys, rank = self._keys(), self.rank
         try:
-            self._ground.pulse.call(self._leave, _LEAVE_S)
+            ground.pulse.call(lambda s: leave(s, keys, rank, ground.worlds, monitor), _LEAVE_S)
         except CkptfsError as error:
             log.debug("left without a word: %s", error)  # the store went first: nobody listens
         self._io.close()
         if self._is_root:
-            self._ground.pulse.close()
+            ground.pulse.close()
         atexit.unregister(self.close)
-
-    def _linger(self) -> None:
-        """Let the others read the last verdict: when this process ends, the store may end too."""
-        if self._index == 0:
-            return
-        last = replace(self._keys(), number=self._index - 1)
-        deadline = time.monotonic() + _LINGER_S
-        try:
-            while not self._ground.pulse.call(last.is_acknowledged, _LEAVE_S):
-                if self._ground.monitor.alarm():  # the dead never read; the living may be about to
-                    deadline = min(deadline, time.monotonic() + _LAST_S)
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.005)
-        except CkptfsError as error:
-            log.debug("no reason to linger: %s", error)
-
-    def _leave(self, store: Any) -> None:
-        """Answer the step that somebody may still call; the last one out deletes everything."""
-        keys = self._keys()
-        why = f"closed its control, or ended: {self.world.place}"
-        failure = Failure(self.rank, self.world.node, "ckptfs.errors.StateError", why)
-        if self.rank == 0:
-            error = collective_error("the next step", {0: failure}, self.worlds)
-            keys.end(store, encode_verdict(Verdict(error=error, final=True)))
-        else:
-            keys.arrive(store, self.rank, encode_said(Said("", failure=failure)))
-        if self._is_root:
-            self._ground.monitor.farewell(store)
-        keys.acknowledge(store)  # so that the coordinator does not linger for this rank
-        if store.add(f"{self._prefix}/closed", 1) < self.size:
-            return
-        for number in {max(0, self._index - 1), self._index}:
-            step = replace(keys, number=number)
-            step.drop_values(store)
-            step.drop(store)
-        store.delete_key(f"{self._prefix}/closed")
-        if self._is_root:
-            drop(store, f"{self._prefix}/go")
-            drop(store, f"{self._prefix}/table")
-            for name in self._ground.monitor.keys():  # noqa: SIM118 - not a mapping
-                store.delete_key(name)

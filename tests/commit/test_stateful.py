@@ -157,7 +157,7 @@ def _reader(whats: dict[str, What], name: str) -> Generator[Any, Any, Any]:
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=60,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -51,6 +51,7 @@ from tests.crash.rig import (
 ROOT = Path(__file__).resolve().parents[2]
 CASE_TIMEOUT_S = 15
 WORKERS = 2
+NEAR_CALLS = 30
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,14 @@ _UNIQUE = (
 )
 
 
+def _plain(path: str, base: str) -> str:
+    """A path without what is unique to one run of the victim."""
+    key = path.removeprefix(base)
+    for pattern, name in _UNIQUE:
+        key = re.sub(pattern, name, key)
+    return key or "/"
+
+
 class Sites:
     """Names the place in the code that each fsync of one victim comes from.
 
@@ -126,10 +135,7 @@ class Sites:
 
     def name(self, call: Fsync) -> str:
         """The name of the place; to be asked once for each call, in order."""
-        key = call.path.removeprefix(self._base)
-        for pattern, name in _UNIQUE:
-            key = re.sub(pattern, name, key)
-        site = f"{call.site} {key or '/'}"
+        site = f"{call.site} {_plain(call.path, self._base)}"
         if not call.site.startswith("sync>"):
             return site
         with self._lock:
@@ -170,15 +176,26 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
     shutil.copytree(f"{base}/before", trial)
     if job.how in ("kill", "alone"):
         return json.dumps([asdict(point) for point in points(scenario, job.layout, trial)])
-    disk = SimulatedDisk(trial)
+    sites, names, ignored = Sites(trial), [], []
+
+    def hear(call: Fsync) -> bool:
+        names.append(sites.name(call))
+        if names[-1] == job.deaf:
+            ignored.append(disk.calls)
+        return names[-1] == job.deaf
+
+    disk = SimulatedDisk(trial, deaf_to=hear)
     values(seats(job.layout, trial, scenario.victim, job="victim", posix=disk))
     if job.how == "sites":
-        names = Sites(trial)
-        return json.dumps(sorted({names.name(call) for call in disk.fsyncs}))
+        return json.dumps(sorted(set(names)))
     # The cut after everything was acknowledged comes first: it shows most.
     last = disk.calls + 1
-    cuts = [Point(seed, n, "cut") for seed in job.lucky for n in (last, *range(1, last))]
-    return json.dumps([asdict(point) for point in cuts])
+    moments = [last, *range(1, last)]
+    if job.deaf is not None:
+        # What one fsync guards shows soon after it, or at the end.
+        close = {n for at in ignored for n in range(at + 1, at + 1 + NEAR_CALLS)}
+        moments = [last, *sorted(close - {last})]
+    return json.dumps([asdict(Point(s, n, "cut")) for s in job.lucky for n in moments])
 
 
 def _in_child(work: Callable[[], str]) -> str:
@@ -318,7 +335,9 @@ def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
     seed = point.rank
     disk.materialise(
         f"{place}-on",
-        lucky=lambda path: seed > 0 and random.Random(f"{seed} {path}").random() < 0.5,
+        lucky=lambda path: (
+            seed > 0 and random.Random(f"{seed} {_plain(path, place)}").random() < 0.5
+        ),
     )
     shutil.rmtree(place)
     os.rename(f"{place}-on", place)

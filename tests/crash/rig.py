@@ -27,7 +27,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Mode, Run, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import CollectiveError, NoSpaceError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.posix import Posix
@@ -221,6 +221,21 @@ def _directory(seat: Seat) -> None:
     save_directory(seat, "step_2", "two")
 
 
+def _abandoned(seat: Seat) -> None:
+    attempt = Attempt(seat, SaveSpec("step_2", None))
+
+    def write() -> WrittenPart:
+        with seat.storage.open_write(f"{attempt.prefix}__{seat.control.rank}_0.distcp") as writer:
+            writer.write(contents("two", seat.control.rank))
+        raise NoSpaceError("the disk is full", uri=seat.storage.root)
+
+    try:
+        attempt.begin()
+        attempt.commit(write, lambda _: {})
+    except CollectiveError:
+        attempt.abandon()
+
+
 def _nothing(seat: Seat) -> None:
     del seat
 
@@ -230,6 +245,7 @@ def _birth(seat: Seat) -> None:
 
 
 SCENARIOS = {
+    "abandoned": Scenario(_one, _abandoned, {"step_1": "one"}, {"step_1": "one"}),
     "birth": Scenario(_nothing, _birth, {}, {"step_1": "one"}),
     "directory": Scenario(_one, _directory, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
     "fresh": Scenario(_one, _fresh, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
@@ -424,7 +440,7 @@ def judge(scenario: Scenario, layout: Layout, base: str, *, acknowledged: bool, 
     allowed = [scenario.old, scenario.new, *scenario.between]
     assert first.state in allowed, f"neither old nor new: {first.state}"
     assert not acknowledged or first.state == scenario.new, "an acknowledged save is gone"
-    assert not failed or first.state != scenario.new, "a save that surely failed is there"
+    assert not failed or first.state != scenario.new or scenario.new == scenario.old, "a save that surely failed is there"
     if first.state in (scenario.old, scenario.new):
         _check_local(layout, first)
     _check_stock(stock_look(layout, base), first.state, scenario)
@@ -473,18 +489,24 @@ def _check_clean(scenario: Scenario, layout: Layout, base: str, state: State) ->
         left = [f"{top}/{n}" for top, _, files in os.walk(trash) for n in files]
         assert not left, f"in the trash: {left}"
         assert len(os.listdir(trash)) <= 1, f"older trash: {os.listdir(trash)}"
+        wanted = {".ckptfs", *state, *(name.split("/")[0] for name in scenario.foreign)}
+        assert set(os.listdir(path)) == wanted, f"left over: {set(os.listdir(path)) - wanted}"
         for name in scenario.foreign:
             with open(f"{path}/{name}", encoding="utf-8") as file:
                 assert file.read() == f"foreign {name}"
-        _check_steps(path, scenario, state)
+        for name in wanted - {".ckptfs"}:
+            foreign = {f.split("/")[1] for f in scenario.foreign if f.startswith(f"{name}/")}
+            found = set(os.listdir(f"{path}/{name}")) - foreign
+            _check_step(f"{path}/{name}", found, live=name in state)
 
 
-def _check_steps(path: str, scenario: Scenario, state: State) -> None:
-    """Step directories hold live saves, replaced ones that still wait, and foreign files."""
-    foreign = {name.split("/")[0] for name in scenario.foreign}
-    for name in os.listdir(path):
-        assert name == ".ckptfs" or name in state or name in foreign, f"left over: {name}"
-        if name in (".ckptfs", *state):
-            continue
-        found = {f"{name}/{n}" for n in os.listdir(f"{path}/{name}")}
-        assert found <= set(scenario.foreign), f"left over: {found - set(scenario.foreign)}"
+def _check_step(step: str, found: set[str], *, live: bool) -> None:
+    """A step directory holds one save and nothing of any other."""
+    if not live:
+        assert not found, f"left over in {step}: {found}"
+        return
+    with open(f"{step}/ckptfs.json", encoding="utf-8") as file:
+        manifest = json.load(file)
+    listed = {f["path"].split("/")[0] for f in manifest["files"]}
+    allowed = {"ckptfs.json", ".metadata", manifest["save_id"], *listed}
+    assert found <= allowed, f"left over in {step}: {found - allowed}"

@@ -171,6 +171,7 @@ def replace() -> Scenario:
             "R": partial(reader, all_, "s1"),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+        lost=1,
     )
 
 
@@ -188,6 +189,7 @@ def replace_recovered_twice() -> Scenario:
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,), foreign=foreign),
         foreign=foreign,
+        lost=1,
     )
 
 
@@ -221,6 +223,7 @@ def delete_saved_again() -> Scenario:
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,), foreign=foreign),
         foreign=foreign,
+        lost=1,
     )
 
 
@@ -249,6 +252,7 @@ def delete_three_generations() -> Scenario:
             "P3": partial(holder, Holder(G3)),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+        lost=1,
     )
 
 
@@ -263,6 +267,7 @@ def save_delete_save() -> Scenario:
             "P2": partial(holder, Holder(G2, acts=(Delete(), b))),
         },
         committed_disk(Shape.FILESYSTEM, [F1]),
+        lost=1,
     )
 
 
@@ -300,6 +305,7 @@ def delete_while_plain_save() -> Scenario:
             "P2": partial(holder, Holder(G2)),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+        lost=1,
     )
 
 
@@ -375,6 +381,7 @@ def plain_replaced() -> Scenario:
         },
         committed_disk(Shape.FILESYSTEM, [F1], foreign=foreign),
         foreign=foreign,
+        lost=1,
     )
 
 
@@ -455,6 +462,7 @@ def overwrite() -> Scenario:
         committed_disk(
             Shape.FILESYSTEM, [F1, z.seal(G1, 1), a.seal(G1, 2)], projected=(z, a)
         ),
+        lost=1,
     )
 
 

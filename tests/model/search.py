@@ -29,10 +29,11 @@ from ckptfs.commit.ops import (
     Pause,
     Read,
     Refresh,
+    Rename,
     Replace,
     Sync,
 )
-from ckptfs.errors import AlreadyExistsError, AnswerLostError, CkptfsError
+from ckptfs.errors import AlreadyExistsError, AnswerLostError, CkptfsError, NotFoundError
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk, Failed, Outcome, Puts, apply
 from tests.model.judge import Judge
@@ -43,6 +44,7 @@ __all__ = ["Found", "Result", "Scenario", "brief", "explore"]
 
 _LASTING = frozenset({CONTROL, LOG, TMP, ATTEMPTS, TRASH})
 LOST = Failed(AnswerLostError, "?")
+TWICE = "?? sent twice"
 
 
 @dataclass
@@ -50,7 +52,8 @@ class Scenario:
     """Who does what over which disks.
 
     programs: name -> a function that starts it. files: what each domain's disk holds at first.
-    lost: how many answers of Create and Replace may be lost or come late. windows: names of the
+    lost: how many answers may be lost, come late (Create, Replace) or be
+    those of a request that was sent twice (Rename). windows: names of the
     documented windows that may be seen (see judge.py).
     """
 
@@ -192,7 +195,7 @@ class _World:
         for answer in answers:
             disks = self._with(state.disks, at, answer.disk)
             late, lost = state.late, state.lost
-            if answer.reply == LOST:
+            if isinstance(answer.reply, Failed) and answer.reply.key in (LOST.key, TWICE):
                 lost -= 1
             if answer.late:
                 late = self.lates.number(self.lates.values[late] | {(at, op)})
@@ -209,6 +212,9 @@ class _World:
         if lost and isinstance(op, (Create, Replace)) and not isinstance(memo[0].reply, Failed):
             yield Outcome(" [done, answer lost]", memo[0].disk, LOST)
             yield Outcome(" [answer lost, in flight]", disk, LOST, late=True)
+        elif lost and isinstance(op, Rename) and not isinstance(memo[0].reply, Failed):
+            # An NFS client sends it again: the second finds that the source is gone.
+            yield Outcome(" [sent twice]", memo[0].disk, Failed(NotFoundError, TWICE))
 
     def _rush(
         self, machine: Machine, node: int, disks: tuple[int, ...], facts: frozenset[Any]
