@@ -32,6 +32,7 @@ from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.entries import Generation, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, AttemptKeys
+from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,
@@ -42,7 +43,7 @@ from ckptfs.commit.manifest import (
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import name_taken, next_seq
 from ckptfs.commit.saving import Means, begin, finish, prepare, survey
-from ckptfs.commit.sealing import seal_everywhere, undo_here
+from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import (
     Committed,
@@ -146,12 +147,15 @@ class Attempt:
         self._began = True
         control.step("begin", self._begin)
         if self.seat.spans_nodes:
-            control.step("confirm", self._confirm)
+            with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
+                control.step("confirm", self._confirm)
 
     def _survey(self) -> tuple[str, LogState] | None:
         if not self._owner:
             return None
-        self._state = drive(survey(), self.storage)
+        # Whoever holds the run made the log's directories when it claimed it.
+        look = survey() if self.spec.run is None else catch_up()
+        self._state = drive(look, self.storage)
         return self._means.domain, self._state
 
     def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> _Plan:
@@ -160,6 +164,13 @@ class Attempt:
         newest = max(v.generation for v in views.values())
         if spec.run is not None and newest > spec.run:
             raise _fenced(newest, views, self.storage.uri(spec.name))
+        if spec.run is not None and any(v.generation < spec.run for v in views.values()):
+            # Every domain took this fence: a log without it would make the run anew, half of it.
+            raise FencedError(
+                "the run that was claimed is not here any more: its log was removed or replaced",
+                uri=self.storage.root,
+                hint="stop, see what is left of the run, and claim it again with prepare_run()",
+            )
         # Unfenced: the least of all domains, so that any fence that misses one still fences it.
         base = spec.run or min(v.generation for v in views.values())
         if spec.run is None and newest > base:
@@ -210,10 +221,11 @@ class Attempt:
         """
         control = self.seat.control
         kept: dict[str, SmallFile] = {}
-        gathered = control.step("write", write, lambda parts: self._gather(parts, finish, kept))
-        started = time.perf_counter()
-        files = kept or gathered.files
-        control.step("prepare", lambda: self._prepare(files))
+        with fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name):
+            gathered = control.step("write", write, lambda parts: self._gather(parts, finish, kept))
+            started = time.perf_counter()
+            files = kept or gathered.files
+            control.step("prepare", lambda: self._prepare(files))
         seal = self._seal(gathered.digest)
         self._seal_tried = True
         self._state = seal_everywhere(

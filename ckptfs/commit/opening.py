@@ -36,13 +36,21 @@ class Place:
 def agree_uri(control: Control, given: object) -> Uri:
     """Collective. The one URI that all ranks were given, absolute on the coordinator's terms."""
 
-    def text() -> str:
-        parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+    def text() -> str | UriError:
+        try:
+            parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+        except UriError as error:
+            # A value, so that the caller's mistake is raised as its type, with one rank too.
+            return error
         relative = parsed.protocol == "file" and "://" not in str(given)
         raw = str(getattr(given, "__fspath__", lambda: given)())
         return raw if relative and not raw.startswith(("/", "~")) else parsed.full
 
-    def same(texts: Sequence[str]) -> str:
+    def same(told: Sequence[str | UriError]) -> str:
+        wrong = next((t for t in told if isinstance(t, UriError)), None)
+        if wrong is not None:
+            raise wrong
+        texts = [t for t in told if isinstance(t, str)]
         if len(set(texts)) > 1:
             odd = next(rank for rank, t in enumerate(texts) if t != texts[0])
             raise UriError(

@@ -44,6 +44,7 @@ from ckptfs.commit.ops import (
     RemoveDir,
     RemoveTree,
     Rename,
+    StatOf,
     Sync,
 )
 from ckptfs.commit.project import discard_source, names_save, project
@@ -191,7 +192,8 @@ def _erase(
     trash = trash_of(holder)
     if caps.shape is Shape.FILESYSTEM:
         # Its projection source first, or somebody who stalls over it projects a deleted save.
-        if (yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")):
+        waited = yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
+        if waited:
             yield Sync(ATTEMPTS)
     successor = successor_here(views[domain], seal)
     if successor is not None:
@@ -207,6 +209,11 @@ def _erase(
     yield from _to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
     # Nobody looks again once the log says "gone": no power cut may bring the names back.
     yield from _sync_if_there(keys.name)
+    try:
+        yield StatOf(trash)
+    except NotFoundError:
+        # Every rename above may have failed for want of a target: the next holder looks again.
+        return False
     if successor is None:
         try:
             yield RemoveDir(keys.name)
@@ -323,11 +330,10 @@ def wipe_leftovers(seals: list[Seal], caps: Capabilities) -> Program[None]:
 def remove_empty_attempt(save_id: str) -> Program[None]:
     """Remove the directories of an attempt that died before its first file was whole."""
     data = f"{ATTEMPTS}/{save_id}/{save_id}"
-    entries: list[Entry] = []
     try:
-        entries = yield List(data)
+        entries: list[Entry] = yield List(data)
     except NotFoundError:
-        pass  # it died between the two directories
+        entries = []  # it died between the two directories
     for entry in entries:
         # Half of a record. The name is unique to its writer: nobody else's file can be meant.
         if entry.name.startswith(PARTIAL_PREFIX):

@@ -193,7 +193,7 @@ def settle(
         )
         state = decided.state
         _stop_if_fenced(decided, domain)
-    views = {**plan.views, domain: state}
+    views: Mapping[str, LogState] = {**plan.views, domain: state}
     for record in dead:
         # Bytes go only after the abort (or the record of it) was folded back as effective.
         if standing(record.save_id, views) is Standing.ABORTED:

@@ -11,15 +11,16 @@ nobody else will ever append its seal there; without certainty nothing is delete
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfs.commit.entries import Generation, Seal
+from ckptfs.commit.entries import Fence, Generation, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
-from ckptfs.commit.log import Appended
+from ckptfs.commit.log import Appended, catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Refusal
 from ckptfs.commit.saving import Means, record_abort, seal_save, undo
@@ -33,10 +34,12 @@ from ckptfs.errors import (
     DeadlineError,
     Failure,
     FencedError,
+    NotFoundError,
+    StaleError,
     StorageError,
 )
 
-__all__ = ["seal_everywhere", "undo_here"]
+__all__ = ["fenced_rather_than_missing", "seal_everywhere", "undo_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +125,7 @@ def _append(
     if isinstance(outcome, Appended):
         return _Answer(means.domain, _What.SEALED)
     if outcome.reason in (Refusal.FENCED, Refusal.ABORTED):
-        fence = outcome.state.fence
-        text = f"generation {fence.generation.number} (host {fence.host} pid {fence.pid})"
-        return _Answer(means.domain, _What.FENCED, text)
+        return _Answer(means.domain, _What.FENCED, _who(outcome.state.fence))
     return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed meanwhile")
 
 
@@ -136,11 +137,7 @@ def _judge(answers: Sequence[_Answer | None]) -> _Answer:
 
 def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
     if verdict.what is _What.FENCED:
-        return FencedError(
-            f"the run was taken over by {verdict.message}",
-            uri=where,
-            hint="this process must stop; nothing of this save was committed",
-        )
+        return _taken_over(verdict.message, where)
     if verdict.what is _What.CONFLICT:
         return CommitConflictError(
             verdict.message, uri=where, hint='choose another name, or if_exists="replace"'
@@ -152,6 +149,50 @@ def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
         uri=where,
         hint="what was committed before is untouched",
     )
+
+
+def _who(fence: Fence) -> str:
+    return f"generation {fence.generation.number} (host {fence.host} pid {fence.pid})"
+
+
+def _taken_over(who: str, where: object) -> FencedError:
+    return FencedError(
+        f"the run was taken over by {who}",
+        uri=where,
+        hint="this process must stop; nothing of this save was committed",
+    )
+
+
+@contextlib.contextmanager
+def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Iterator[None]:
+    """Collective. FencedError where files are missing because a newer owner took them away.
+
+    A writer that slept through a takeover would otherwise be told of a missing file of its own, and
+    its caller would try again instead of stopping.
+    """
+    try:
+        yield
+    except CollectiveError as error:
+        if error.all_are(NotFoundError) or error.all_are(StaleError):
+            who = _newer_owner(seat, base)
+            if who is not None:
+                raise _taken_over(who, seat.storage.uri(name)) from error
+        raise
+
+
+def _newer_owner(seat: Seat, base: Generation) -> str | None:
+    def local() -> Fence | None:
+        return drive(catch_up(), seat.storage).fence if seat.placement.is_owner else None
+
+    def decide(fences: Sequence[Fence | None]) -> str | None:
+        newer = [f for f in fences if f is not None and f.generation > base]
+        return _who(max(newer, key=lambda f: f.generation)) if newer else None
+
+    try:
+        return seat.control.step("taken over?", local, decide)
+    except CkptfsError as error:
+        logger.warning("whether a newer owner took the run is not known: %s", error)
+        return None
 
 
 def _undo_everywhere(

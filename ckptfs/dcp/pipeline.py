@@ -383,7 +383,9 @@ def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> N
 
 def _bitmap(plan: SavePlan, writes: set[MetadataIndex]) -> bytes:
     """One bit per item of a rank's plan: does this rank write it."""
-    return np.packbits([item.index in writes for item in plan.items]).tobytes()
+    # Told the dtype: a rank with nothing to save has an empty list, and that is one of floats.
+    bits = np.fromiter((item.index in writes for item in plan.items), bool, len(plan.items))
+    return np.packbits(bits).tobytes()
 
 
 def _item_bytes(item: WriteItem) -> int:

@@ -27,6 +27,7 @@ __all__ = ["LocalReader", "LocalWriter", "read_whole", "unlink_quietly", "write_
 log = logging.getLogger(__name__)
 
 GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are gathered up to here
+BEHIND_BYTES = 8 << 20  # 8 MiB: so much is handed to the disk while the next is copied
 CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
 STALE_TRIES = 4
 
@@ -90,6 +91,8 @@ class LocalWriter(DataWriter):
         self._partial = partial
         self._publish = publish
         self._gathered = bytearray()
+        self._sent = 0  # bytes the kernel has
+        self._behind = 0  # of them, bytes the disk was told to take
         self._pid = os.getpid()
         self._fd: int | None = None
         self._state = _State.BROKEN
@@ -112,7 +115,7 @@ class LocalWriter(DataWriter):
             if len(view) < GATHER_BYTES:
                 self._gathered += view
             else:
-                write_all(self._posix, fd, view)
+                self._send(fd, view)
         self._state = _State.OPEN
         return len(view)
 
@@ -160,7 +163,20 @@ class LocalWriter(DataWriter):
     def _flush(self, fd: int) -> None:
         if self._gathered:
             gathered, self._gathered = self._gathered, bytearray()
-            write_all(self._posix, fd, memoryview(gathered))
+            self._send(fd, memoryview(gathered))
+
+    def _send(self, fd: int, view: memoryview) -> None:
+        """Write all of it, a piece at a time, so that the disk works while the next is copied.
+
+        The fsync at the end then waits for the last piece and not for the whole file.
+        """
+        for start in range(0, len(view), BEHIND_BYTES):
+            piece = view[start : start + BEHIND_BYTES]
+            write_all(self._posix, fd, piece)
+            self._sent += len(piece)
+            if self._sent - self._behind >= BEHIND_BYTES:
+                self._posix.write_behind(fd, self._behind, self._sent - self._behind)
+                self._behind = self._sent
 
     def _open_fd(self) -> int:
         if self._state is not _State.OPEN or self._fd is None:

@@ -10,12 +10,31 @@ of calls on which durability rests.
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 __all__ = ["Posix"]
 
 Buffer = bytes | bytearray | memoryview
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    """The C library's function; Python's os module does not have it."""
+    if sys.platform != "linux":
+        return None
+    function: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return cast("Callable[[int, int, int, int], int] | None", function)
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 class Posix:
@@ -44,6 +63,14 @@ class Posix:
     def fsync(self, fd: int) -> None:
         """fsync(2) of a file (its bytes) or of a directory (its names)."""
         os.fsync(fd)
+
+    def write_behind(self, fd: int, offset: int, size_bytes: int) -> None:
+        """sync_file_range(2), WRITE only: start moving these bytes to the disk, wait for nothing.
+
+        A hint: it makes nothing durable, and where it does not exist nothing happens.
+        """
+        if _sync_file_range is not None:
+            _sync_file_range(fd, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
 
     def link(self, source: str, target: str) -> None:
         """link(2): one of many wins the target."""

@@ -1,6 +1,6 @@
 """Two hundred processes that append to one log directory at the same moment.
 
-    python -m tests.commit.racers DIRECTORY PROCESSES APPENDS
+python -m tests.commit.racers DIRECTORY PROCESSES APPENDS
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import sys
 
 from ckptfs.commit.entries import Pin
-from ckptfs.commit.log import Appended, append, make_log
+from ckptfs.commit.log import Appended, Refused, append, make_log
 from ckptfs.commit.ops import drive
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri
@@ -20,7 +20,7 @@ def _race(directory: str, who: int, appends: int) -> None:
     state = None
     for turn in range(appends):
         write_id = f"{who}-{turn}"
-        done = drive(
+        done: Appended | Refused[str] = drive(
             append(lambda _, w=write_id: Pin(w), write_id=write_id, state=state),  # type: ignore[misc]
             storage,
         )

@@ -15,7 +15,7 @@ from ckptfs.commit.entries import Body, Entry, Foreign, Pin, decode_entry, encod
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import HINT, LOG, log_key
 from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import Program, drive
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,
@@ -33,21 +33,19 @@ from ckptfs.uri import Uri
 from tests.commit.logs import G1, fence, memory, seal, write
 
 CREATE = f"{LOG}/*"
+Done = Appended | Refused[str]
 
 
 def entries(storage: Storage) -> list[Entry]:
     """Every entry, read around the code under test."""
-    out: list[Entry] = []
     names = [e.name for e in storage.list(LOG)]
     assert names == [f"{n:08d}" for n in range(len(names))], "a gap in the log"
-    for name in names:
-        out.append(decode_entry(storage.read(f"{LOG}/{name}"), name))
-    return out
+    return [decode_entry(storage.read(f"{LOG}/{name}"), name) for name in names]
 
 
 def pin(name: str, storage: Storage, state: LogState | None = None) -> Appended:
     """Append one entry that says its own write id."""
-    done = drive(append(lambda _: Pin(name), write_id=name, state=state), storage)
+    done: Done = drive(append(lambda _: Pin(name), write_id=name, state=state), storage)
     assert isinstance(done, Appended)
     return done
 
@@ -129,7 +127,7 @@ def test_no_certain_answer_until_the_deadline_is_in_doubt_and_deletes_nothing() 
     storage = memory()
     drive(make_log(), storage)
     faulty = FaultyStorage(storage, Plan([Fault("create", CREATE, None, Lose(done=False))]))
-    program = append(lambda _: Pin("x"), write_id="x")
+    program: Program[Done] = append(lambda _: Pin("x"), write_id="x")
     with pytest.raises(CommitInDoubtError) as caught:
         drive(program, faulty, deadline_s=0.05)
     assert caught.value.outcome == "unknown"
@@ -194,7 +192,8 @@ def _long_log(storage: Storage, length: int) -> LogState:
 
 def test_a_cold_fold_of_ten_thousand_entries_reads_few() -> None:
     """A snapshot every hundred entries, found through the hint: the fold is the same, the reads
-    are a hundredth."""
+    are a hundredth.
+    """
     stores = MemoryStores()
     storage = Counting(Uri.parse("memory://t/run"), stores=stores)
     state = _long_log(storage, 10_000)

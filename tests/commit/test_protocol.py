@@ -44,6 +44,7 @@ def live(*bodies: Body) -> list[str]:
 
 
 def refusal(found: object) -> Refusal:
+    """Why an append was refused."""
     assert isinstance(found, Refused)
     assert isinstance(found.reason, Refusal)
     return found.reason
@@ -68,7 +69,8 @@ def refusal(found: object) -> Refusal:
 )
 def test_a_save_of_two_domains(a: list[str], b: list[str] | None, expected: Standing) -> None:
     """Committed needs every listed domain; a record of the decision is worth as much; without
-    either an unreached domain leaves it in doubt; one delete is enough."""
+    either an unreached domain leaves it in doubt; one delete is enough.
+    """
     words: dict[str, Body] = {
         "seal": seal("x", domains=AB),
         "abort": Abort("x", G2),
@@ -87,7 +89,7 @@ def test_a_save_of_two_domains(a: list[str], b: list[str] | None, expected: Stan
 
 def test_latest_is_the_last_commit_not_the_largest_step() -> None:
     """Restored at 50 and retrained to 70, a run must not wake up at the rejected 100."""
-    bodies = [
+    bodies: list[Body] = [
         fence(G1),
         seal("a", step=50, seq=1),
         seal("b", step=100, seq=2),
@@ -131,7 +133,7 @@ def test_each_kind_has_its_latest_and_failing_runs_none() -> None:
 
 def test_a_replaced_save_stays_dead_when_its_successor_is_deleted() -> None:
     """Deleting a step deletes the step: its older version does not come back to life."""
-    bodies = [seal("a", "s", seq=1), seal("b", "s", seq=2), Delete("b", G1)]
+    bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2), Delete("b", G1)]
     assert live(*bodies) == []
     assert [d.seal.save_id for d in doomed({"A": folded(*bodies)})] == ["a"]
 
@@ -150,13 +152,13 @@ def test_an_overwrite_hides_and_a_later_fence_without_a_commit_brings_back() -> 
 
 def test_the_first_commit_under_an_overwrite_hides_for_good_and_dooms() -> None:
     """From the first commit on the old saves are gone whoever fences next, and may be deleted."""
-    bodies = [fence(G1), seal("a"), OVER, seal("b", base=G2)]
+    bodies: list[Body] = [fence(G1), seal("a"), OVER, seal("b", base=G2)]
     assert live(*bodies, fence(G3)) == ["b"]
     assert [(d.seal.save_id, d.reason) for d in doomed({"A": folded(*bodies)})] == [
         ("a", "overwritten")
     ]
     assert doomed({"A": folded(fence(G1), seal("a"), OVER)}) == []
-    deleted = [*bodies, Delete("b", G2), fence(G3)]
+    deleted: list[Body] = [*bodies, Delete("b", G2), fence(G3)]
     assert live(*deleted) == []
 
 
@@ -165,7 +167,7 @@ def test_the_first_commit_under_an_overwrite_hides_for_good_and_dooms() -> None:
 
 def test_a_replaced_save_goes_one_commit_after_its_successor() -> None:
     """Stock readers may still hold the old .metadata until then."""
-    bodies = [seal("a", "s", seq=1), seal("b", "s", seq=2)]
+    bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2)]
     assert doomed({"A": folded(*bodies)}) == []
     found = doomed({"A": folded(*bodies, seal("n", seq=3))})
     assert [(d.seal.save_id, d.reason) for d in found] == [("a", "replaced")]
@@ -173,12 +175,12 @@ def test_a_replaced_save_goes_one_commit_after_its_successor() -> None:
 
 def test_pinned_and_referenced_saves_stay() -> None:
     """Neither a pin nor a reference of a live or pinned save lets bytes go."""
-    bodies = [seal("a", "s", seq=1), seal("b", "s", seq=2), seal("n", seq=3)]
+    bodies: list[Body] = [seal("a", "s", seq=1), seal("b", "s", seq=2), seal("n", seq=3)]
     assert doomed({"A": folded(*bodies, Pin("a"))}) == []
     assert [d.seal.save_id for d in doomed({"A": folded(*bodies, Pin("a"), Pin("a", False))})] == [  # noqa: FBT003
         "a"
     ]
-    refers = [*bodies[:2], seal("n", seq=3, references=("a",))]
+    refers: list[Body] = [*bodies[:2], seal("n", seq=3, references=("a",))]
     assert doomed({"A": folded(*refers)}) == []
 
 
@@ -222,7 +224,8 @@ def test_an_abort_and_a_seal_are_final() -> None:
 )
 def test_a_name_has_one_save_at_a_time(bodies: list[Body], mine: Seal, ok: bool) -> None:
     """A living save holds its name, a deleted one holds it against plain saves until its bytes are
-    gone, an aborted or hidden one does not; and nobody is committed behind his successor."""
+    gone, an aborted or hidden one does not; and nobody is committed behind his successor.
+    """
     found = may_seal(folded(fence(G1), *bodies), mine, replace=False)
     assert (found == mine) if ok else (refusal(found) is Refusal.CONFLICT)
 
@@ -243,7 +246,9 @@ def test_a_name_in_doubt_is_taken() -> None:
 
 def test_seq_goes_up_for_holders_and_stays_for_plain_saves() -> None:
     """A holder's save comes after all it saw; a plain one after the last of them, by position."""
-    views = {"A": folded(seal("a", seq=4), seal("u", seq=4, fenced=False), seal("o", base=G2, seq=9))}
+    views = {
+        "A": folded(seal("a", seq=4), seal("u", seq=4, fenced=False), seal("o", base=G2, seq=9))
+    }
     assert next_seq(G1, views, fenced=True) == 5
     assert next_seq(G1, views, fenced=False) == 4
     assert next_seq(G3, views, fenced=True) == 1

@@ -89,9 +89,7 @@ class Histories(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         """The holder deletes the live save of a name."""
         self.number += 1
-        spec = Holder(
-            self.holding, self.domains, (Delete(name),), caps=self.caps, fenced=True
-        )
+        spec = Holder(self.holding, self.domains, (Delete(name),), caps=self.caps, fenced=True)
         process = f"D{self.number}"
         self._start(process, partial(holder, spec))
         self.walk.busy(self.holding, process)

@@ -41,6 +41,7 @@ from tests.crash.rig import (
     Mortal,
     Point,
     Scenario,
+    Told,
     judge,
     points,
     prepare,
@@ -124,8 +125,9 @@ def _plain(path: str, base: str) -> str:
 class Sites:
     """Names the place in the code that each fsync of one victim comes from.
 
-    Lines of the storage by their functions; the commit layer's own ``Sync`` operations, which all
-    come through one line of the storage, by what they sync and for which time.
+    Lines of the storage by their functions (make_dirs has several: by the directory too); the
+    commit layer's own ``Sync`` operations, which all come through one line of the storage, by the
+    directory and for which time.
     """
 
     def __init__(self, base: str) -> None:
@@ -136,11 +138,11 @@ class Sites:
     def name(self, call: Fsync) -> str:
         """The name of the place; to be asked once for each call, in order."""
         site = f"{call.site} {_plain(call.path, self._base)}"
-        if not call.site.startswith("sync>"):
-            return site
-        with self._lock:
-            self._seen[site] += 1
-            return f"{site} #{self._seen[site]}"
+        if call.site.startswith("sync>"):
+            with self._lock:
+                self._seen[site] += 1
+                return f"{site} #{self._seen[site]}"
+        return site if "make_dirs" in call.site else call.site
 
 
 # -- the warmed process -------------------------------------------------------------------------
@@ -261,12 +263,10 @@ def _case(
         shutil.copytree(f"{base}/before", place)
         if job.how == "cut":
             # In a fork: to the next owner the machine's processes are as dead as its memory.
-            told = _Told(_in_child(lambda: _cut(job, scenario, place, point)))
+            told = _told(_in_child(lambda: _cut(job, scenario, place, point)))
         else:
             told = _die(job, scenario, place, point)
-        end = judge(
-            scenario, job.layout, place, acknowledged="A" in told.text, failed="F" in told.text
-        )
+        end = judge(scenario, job.layout, place, told)
     except BaseException:  # noqa: BLE001 - the verdict of this case
         trouble = traceback.format_exc()
     shutil.rmtree(place, ignore_errors=True)
@@ -275,14 +275,13 @@ def _case(
     os._exit(0)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """A: some rank was told that the save is committed. F: that it surely failed. U: unknown."""
+def _told(text: str) -> Told:
+    assert "?" not in text, f"a survivor met an error of no type of ours: {text}"
+    fences = [int(n) for n in re.findall(r"A(\d+);", text)]
+    return Told(acknowledged=bool(fences), failed="F" in text, fence=max(fences, default=0))
 
-    text: str
 
-
-def _die(job: Job, scenario: Scenario, base: str, point: Point) -> _Told:
+def _die(job: Job, scenario: Scenario, base: str, point: Point) -> Told:
     """Let the victim run into its death, in a fork."""
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
@@ -297,14 +296,15 @@ def _die(job: Job, scenario: Scenario, base: str, point: Point) -> _Told:
     _, status = os.waitpid(pid, 0)
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     assert killed or status == 0, f"the victim ended with status {status}: {told}"
-    assert "?" not in told, f"a survivor met an error of no type of ours: {told}"
-    return _Told(told)
+    return _told(told)
 
 
 def _reporting(victim: Callable[[Seat], Any], writer: int) -> Callable[[Seat], None]:
+    """A for a success (and the number of the fence that it took), F, U or ? for an error."""
+
     def body(seat: Seat) -> None:
         try:
-            victim(seat)
+            fence = victim(seat)
         except (SimulatedDeath, PowerCut):
             raise
         except CkptfsError as error:
@@ -313,26 +313,23 @@ def _reporting(victim: Callable[[Seat], Any], writer: int) -> Callable[[Seat], N
         except BaseException as error:
             os.write(writer, f"? {error!r}".encode())
             raise
-        os.write(writer, b"A")
+        os.write(writer, f"A{fence or 0};".encode())
 
     return body
 
 
 def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
-    """Cut the power at a system call and leave what the machine finds again; "A" if any rank had
-    been told that the save is committed."""
+    """Cut the power at a system call and leave what the machine finds again; what was told before."""
     threading.excepthook = lambda _: None  # timers of a machine without power
-    sites = Sites(place)
+    sites, seed = Sites(place), point.rank
     disk = SimulatedDisk(
         place, crash_at=point.nth, deaf_to=lambda call: sites.name(call) == job.deaf
     )
-    ends = seats(job.layout, place, scenario.victim, job="victim", posix=disk)
+    reader, writer = os.pipe()
+    body = _reporting(scenario.victim, writer)
+    seats(job.layout, place, body, job="victim", posix=disk)
     if not disk.is_off:
         disk.cut()
-    for end in ends:
-        known = isinstance(end.error, PowerCut | CkptfsError | None)
-        assert known, f"an error of no type of ours: {end.error!r}"
-    seed = point.rank
     disk.materialise(
         f"{place}-on",
         lucky=lambda path: (
@@ -341,7 +338,9 @@ def _cut(job: Job, scenario: Scenario, place: str, point: Point) -> str:
     )
     shutil.rmtree(place)
     os.rename(f"{place}-on", place)
-    return "A" if any(end.error is None for end in ends) else "-"
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        return pipe.read()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.artifact import collected_files
@@ -190,9 +190,10 @@ def _fresh(seat: Seat) -> None:
     save(seat, "step_2", "two")
 
 
-def _fenced_fresh(seat: Seat) -> None:
+def _fenced_fresh(seat: Seat) -> int:
     with claim(seat) as run:
         save(seat, "step_2", "two", run)
+    return run.generation.number
 
 
 def _replaced_once(seat: Seat) -> None:
@@ -201,10 +202,11 @@ def _replaced_once(seat: Seat) -> None:
         save(seat, "step_1", "uno", run, replace=True)
 
 
-def _replace_again(seat: Seat) -> None:
+def _replace_again(seat: Seat) -> int:
     # The first one goes now: its successor has a successor.
     with claim(seat) as run:
         save(seat, "step_1", "eins", run, replace=True)
+    return run.generation.number
 
 
 def _two(seat: Seat) -> None:
@@ -212,9 +214,15 @@ def _two(seat: Seat) -> None:
     save(seat, "step_2", "two")
 
 
-def _overwrite(seat: Seat) -> None:
+def _overwrite(seat: Seat) -> int:
     with claim(seat, Mode.OVERWRITE) as run:
         save(seat, "step_3", "three", run)
+    return run.generation.number
+
+
+def _claim(seat: Seat) -> int:
+    with claim(seat) as run:
+        return run.generation.number
 
 
 def _directory(seat: Seat) -> None:
@@ -246,6 +254,7 @@ def _birth(seat: Seat) -> None:
 
 SCENARIOS = {
     "abandoned": Scenario(_one, _abandoned, {"step_1": "one"}, {"step_1": "one"}),
+    "claim": Scenario(_nothing, _claim, {}, {}),
     "birth": Scenario(_nothing, _birth, {}, {"step_1": "one"}),
     "directory": Scenario(_one, _directory, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
     "fresh": Scenario(_one, _fresh, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
@@ -349,16 +358,18 @@ def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
 
 @dataclass
 class Sight:
-    """What one look at a run found. local: what each rank's node lists by itself."""
+    """What one look at a run found. local: what each rank's node lists by itself.
+    fences: the newest generation's number in each rank's log."""
 
-    state: dict[str, str] = field(default_factory=dict)
-    local: list[set[str]] = field(default_factory=list)
+    state: dict[str, str]
+    local: list[set[str]]
+    fences: list[int]
 
 
 def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
     """Read everything there is, through every rank, with a storage that refuses to write."""
 
-    def read(seat: Seat) -> tuple[dict[str, str], set[str]]:
+    def read(seat: Seat) -> tuple[dict[str, str], set[str], int]:
         seen = {}
         for name in names:
             try:
@@ -370,12 +381,13 @@ def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
         views = {} if view is None else dict([view])
         unlogged = drive(list_unlogged(views, seat.storage.root), seat.storage)
         assert not unlogged, f"not in the log, yet listed: {unlogged}"
-        return seen, {seal.name for seal in list_live(views)}
+        fence = max((v.generation.number for v in views.values()), default=0)
+        return seen, {seal.name for seal in list_live(views)}, fence
 
     found = values(seats(layout, base, read, job="reader", write=False, read_only=True))
-    states = [state for state, _ in found]
+    states = [state for state, _, _ in found]
     assert all(state == states[0] for state in states), f"ranks see different states: {states}"
-    return Sight(states[0], [names for _, names in found])
+    return Sight(states[0], [names for _, names, _ in found], [fence for _, _, fence in found])
 
 
 def _label(seat: Seat, found: Found) -> str:
@@ -433,14 +445,29 @@ def _stock_label(step: str, layout: Layout, node: str) -> str | None:
     return str(label)
 
 
-def judge(scenario: Scenario, layout: Layout, base: str, *, acknowledged: bool, failed: bool) -> str:
+@dataclass(frozen=True)
+class Told:
+    """What the victim's ranks were told before the end, or what the survivors were told.
+
+    acknowledged: some call returned. failed: some call raised an error with outcome "failed".
+    fence: number of the fence of a call that returned, 0 for none.
+    """
+
+    acknowledged: bool = False
+    failed: bool = False
+    fence: int = 0
+
+
+def judge(scenario: Scenario, layout: Layout, base: str, told: Told) -> str:
     """Everything that must hold after the victim's death. Returns "old" or "new"."""
     names = sorted({*scenario.old, *scenario.new})
     first = look(layout, base, names)
     allowed = [scenario.old, scenario.new, *scenario.between]
     assert first.state in allowed, f"neither old nor new: {first.state}"
-    assert not acknowledged or first.state == scenario.new, "an acknowledged save is gone"
-    assert not failed or first.state != scenario.new or scenario.new == scenario.old, "a save that surely failed is there"
+    assert not told.acknowledged or first.state == scenario.new, "an acknowledged save is gone"
+    if told.failed and scenario.new != scenario.old:
+        assert first.state != scenario.new, "a save that surely failed is there"
+    assert min(first.fences) >= told.fence, "an acknowledged fence is gone"
     if first.state in (scenario.old, scenario.new):
         _check_local(layout, first)
     _check_stock(stock_look(layout, base), first.state, scenario)

@@ -1,6 +1,6 @@
 """The exhaustive search: every scenario to its end.
 
-    python -m tests.model.campaign [name prefix ...] [--seconds 600] [--states 3000000]
+python -m tests.model.campaign [name prefix ...] [--seconds 600] [--states 3000000]
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _half_remove(disk: Disk, key: str, shape: Shape) -> Iterator[Outcome]:
         yield Outcome(f" [{path.rpartition('/')[2]} first]", Disk.of(changed), None)
 
 
-def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:  # noqa: PLR0911, PLR0915
+def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:
     match op:
         case Read(key):
             data = files.get(key)
@@ -203,7 +203,11 @@ def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:  # noqa: PL
         case Rename(source, target):
             return _rename(files, source, target)
         case Remove(key):
-            return ({p: v for p, v in files.items() if p != key}, None) if key in files else (files, None)
+            return (
+                ({p: v for p, v in files.items() if p != key}, None)
+                if key in files
+                else (files, None)
+            )
         case RemoveDir(key):
             if shape is Shape.OBJECT or key not in files:
                 return files, None

@@ -84,7 +84,10 @@ class Judge:
         key = (tuple(d.number for d in disks), facts, quiet)
         bad = self._states.get(key)
         if bad is None:
-            bad = self._states[key] = [*self._safe(disks, facts), *self._settled(disks, facts, quiet)]
+            bad = self._states[key] = [
+                *self._safe(disks, facts),
+                *self._settled(disks, facts, quiet),
+            ]
         return bad
 
     def change(self, before: Sequence[Disk], after: Sequence[Disk]) -> list[str]:
@@ -216,7 +219,7 @@ class Judge:
             bad.append(f"C latest() disagrees with the oracle's {reading.latest}")
         return bad
 
-    def _settled(self, disks: Sequence[Disk], facts: frozenset[Any], quiet: bool) -> list[str]:  # noqa: FBT001
+    def _settled(self, disks: Sequence[Disk], facts: frozenset[Any], quiet: bool) -> list[str]:
         told = {fact for fact, _ in facts}
         reading = self.reading(disks)
         by_name = dict(zip(self._domains, disks, strict=True))
@@ -264,7 +267,9 @@ class Judge:
             disk = by_name[domain]
             for name, data in what.small().items():
                 if disk.files.get(f"{save.name}/{name}") != data:
-                    bad.append(f"I7 {save.save_id} is live and its {name} is not projected in {domain}")
+                    bad.append(
+                        f"I7 {save.save_id} is live and its {name} is not projected in {domain}"
+                    )
             if disk.files.get(f"{save.name}/{what.data_path(domain)}") != what.data(domain):
                 bad.append(f"I7 {save.save_id} is live and its data is not projected in {domain}")
         return bad

@@ -26,7 +26,12 @@ from tests.model.disk import Failed
 __all__ = ["Machine", "canonical"]
 
 _CONSTANTS = (str, bytes, int, float, bool, type(None), type, types.CodeType)
-_ITERATORS = (type(iter([])), type(iter(())), type(iter({}.values())), type(iter({})))
+_ITERATORS: tuple[type, ...] = (
+    type(iter([])),
+    type(iter(())),
+    type(iter({}.values())),
+    type(iter({})),
+)
 
 
 def canonical(value: Any) -> Any:
@@ -81,10 +86,10 @@ def _function(function: types.FunctionType) -> Any:
     )
 
 
-def _generator(generator: Generator[Any, Any, Any]) -> Any:
+def _generator(generator: types.GeneratorType[Any, Any, Any]) -> Any:
     frame = generator.gi_frame
     if frame is None:
-        return ("ended", generator.gi_code)  # type: ignore[attr-defined]
+        return ("ended", generator.gi_code)
     local = tuple((k, canonical(v)) for k, v in sorted(frame.f_locals.items()))
     # The evaluation stack has no name: the garbage collector sees it, and with it the iterators of
     # running loops and the generator that this one delegates to.
@@ -167,7 +172,8 @@ class Machine:
 
     def ends(self) -> dict[str, int]:
         """How the program may end, and in how many local states: a scenario whose processes never
-        come to their point proves nothing."""
+        come to their point proves nothing.
+        """
         counts: dict[str, int] = {}
         for value in self._values.values():
             text = repr(value) if isinstance(value, BaseException) else str(value)

@@ -28,7 +28,7 @@ Logs = Mapping[str, Log]  # domain id -> entries
 
 def parse_log(files: Mapping[str, bytes | None]) -> Log:
     """The contiguous entries of one disk."""
-    entries = []
+    entries: list[Mapping[str, Any]] = []
     while (data := files.get(f".ckptfs/log/{len(entries):08d}")) is not None:
         entries.append(json.loads(data))
     return tuple(entries)
@@ -147,9 +147,7 @@ def read(logs: Logs) -> Reading:
 
     def hidden(save: Save) -> bool:
         return any(
-            at > sealed[d][save.save_id][0]
-            and over
-            and (g == fences[d][-1][1] or g in used)
+            at > sealed[d][save.save_id][0] and over and (g == fences[d][-1][1] or g in used)
             for d in save.domains
             for at, g, over in fences[d]
         )
@@ -169,7 +167,8 @@ def read(logs: Logs) -> Reading:
 
 def judge_logs(logs: Logs, bases: Mapping[str, Gen]) -> list[str]:
     """I3, I6 and I9: no entry after a newer fence, no abort by an equal or older generation, and
-    ``decided`` says what the seals say. ``bases``: the generation each save began under."""
+    ``decided`` says what the seals say. ``bases``: the generation each save began under.
+    """
     bad = []
     reading = read(logs)
     for domain, log in logs.items():
@@ -197,15 +196,21 @@ def judge_logs(logs: Logs, bases: Mapping[str, Gen]) -> list[str]:
 
 def judge_change(before: Reading, after: Reading, entry: Mapping[str, Any]) -> list[str]:
     """I5: one append changed the live set only as its kind may, and latest went back by a delete
-    that somebody asked for, or by an overwriting fence, only."""
+    that somebody asked for, or by an overwriting fence, only.
+    """
     bad = []
     was, now = set(before.live), set(after.live)
     kind, save_id = entry["kind"], entry.get("save_id")
     if kind == "seal":
         gained, lost = now - was, was - now
         mine = after.saves.get(save_id or "")
-        newly = mine is not None and mine.committed and not before.committed(mine.save_id)
-        if newly and mine.save_id not in now and mine.base >= max(after.fences.values()):
+        if (
+            mine is not None
+            and mine.committed
+            and not before.committed(mine.save_id)
+            and mine.save_id not in now
+            and mine.base >= max(after.fences.values())
+        ):
             bad.append(f"I5 {save_id} was committed behind another: dead on arrival")
         if not gained <= {save_id}:
             bad.append(f"I5 seal of {save_id} brought back {sorted(gained - {save_id})}")
@@ -217,14 +222,16 @@ def judge_change(before: Reading, after: Reading, entry: Mapping[str, Any]) -> l
             bad.append(f"I5 the pinned save {save_id} was deleted unasked")
         allowed = set() if entry["reason"] in ("replaced", "overwritten") else {save_id}
         if was - now - allowed or now - was:
-            bad.append(f"I5 delete of {save_id} ({entry['reason']}) took {was - now} gave {now - was}")
+            bad.append(
+                f"I5 delete of {save_id} ({entry['reason']}) took {was - now} gave {now - was}"
+            )
     elif kind == "fence":
         if was != now and not after.overwritten:
             bad.append(f"I5 a fence changed the live set from {sorted(was)} to {sorted(now)}")
     elif was != now:
         bad.append(f"I5 {kind} changed the live set from {sorted(was)} to {sorted(now)}")
     old, new = before.latest, after.latest
-    if old is not None and old != new and kind not in ("delete", "fence"):
-        if new is None or after.saves[new].order < before.saves[old].order:
-            bad.append(f"I5 latest went back from {old} to {new} by a {kind}")
+    behind = old is not None and (new is None or after.saves[new].order < before.saves[old].order)
+    if behind and kind not in ("delete", "fence"):
+        bad.append(f"I5 latest went back from {old} to {new} by a {kind}")
     return bad

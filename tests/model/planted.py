@@ -15,10 +15,10 @@ from typing import Any
 from unittest.mock import patch
 
 from ckptfs.commit import fold, layout, log, project, protocol, reclaim, recovery, saving
-from ckptfs.commit.entries import GENESIS, Entry, Generation
+from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.layout import AttemptKeys, log_key
 from ckptfs.commit.log import Appended, Refused
-from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace
+from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace, Write
 from ckptfs.commit.protocol import Refusal
 from ckptfs.errors import NotFoundError
 
@@ -31,11 +31,13 @@ Patch = tuple[Any, str, Any]
 @dataclass(frozen=True, slots=True)
 class Mistake:
     """patches: (where, name, the broken version). scenario: where it shows. broken: how the promise
-    that it breaks begins."""
+    that it breaks begins.
+    """
 
     scenario: str
     broken: str
     patches: Callable[[], list[Patch]]
+    needs_lost_answers: bool = False
 
     @contextlib.contextmanager
     def plant(self) -> Iterator[None]:
@@ -105,7 +107,7 @@ def _aborting_the_rest() -> list[Patch]:
 
 def _unlinking_below_a_snapshot() -> list[Patch]:
     def snapshot(state: Any, *, write_id: str, stamp: Any = None) -> Steps:
-        done = yield from log.append(lambda seen: fold.snapshot_of(seen), write_id=write_id)
+        done: Any = yield from log.append(fold.snapshot_of, write_id=write_id)
         hint = f'{{"snapshot": {done.number}, "next": {done.number + 1}}}'
         yield Replace(layout.HINT, hint.encode())
         for number in range(done.number):
@@ -231,7 +233,7 @@ def _exists_taken_for_a_conflict() -> list[Patch]:
 
 
 def _decided_once() -> list[Patch]:
-    def append(decide: Any, *, write_id: str, stamp: Any = log.Stamp(), state: Any = None) -> Steps:
+    def append(decide: Any, *, write_id: str, stamp: Any = Stamp(), state: Any = None) -> Steps:
         state = yield from log.catch_up(state)
         body = decide(state)
         if isinstance(body, Refused):
@@ -271,7 +273,7 @@ def _one_look_for_the_record() -> list[Patch]:
     def begin(keys: AttemptKeys, base: Generation) -> Steps:
         home = keys.record.rsplit("/", 1)[0]
         yield MakeDir(home)
-        yield saving.Write(keys.record, recovery.encode_record(keys.save_id, keys.name, base))
+        yield Write(keys.record, recovery.encode_record(keys.save_id, keys.name, base))
 
     return [(saving, "begin", begin)]
 
@@ -318,7 +320,7 @@ PLANTED: dict[str, Mistake] = {
         "two-domains-delete", "I1", _delete_in_one_domain_is_enough
     ),
     "exists taken for a conflict after a lost answer": Mistake(
-        "lost", "I9", _exists_taken_for_a_conflict
+        "lost", "I9", _exists_taken_for_a_conflict, needs_lost_answers=True
     ),
     "a decision not taken again at the next number": Mistake("plain", "I3", _decided_once),
     "plain saves that ignore fences": Mistake("plain", "I3", _plain_saves_ignore_fences),

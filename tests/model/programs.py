@@ -53,7 +53,8 @@ class Tell:
 @dataclass(frozen=True, slots=True)
 class Hear:
     """Blocks until every one of ``facts`` was told, and replies with the last one's value; or until
-    any one of ``unless``, and replies False."""
+    any one of ``unless``, and replies False.
+    """
 
     facts: tuple[tuple[str, ...], ...]
     unless: tuple[tuple[str, ...], ...] = ()
@@ -150,9 +151,7 @@ def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
 # -- saving -----------------------------------------------------------------------------------
 
 
-def saver(
-    what: What, domain: str, ending: str = "finish", after: tuple[str, ...] = ()
-) -> Steps:
+def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...] = ()) -> Steps:
     """One owner's part of one save. ``ending``: finish, or give up before the seal (undo)."""
     if after:
         yield domain, Hear((after,))
@@ -181,7 +180,7 @@ def saver(
         return "broke"
 
 
-def _save(
+def _save(  # noqa: PLR0917 - what a rank knows after its begin
     what: What,
     domain: str,
     means: Means,
@@ -223,9 +222,7 @@ def _save(
     return "committed"
 
 
-def _give_up(
-    what: What, domain: str, means: Means, base: Generation, *, sealed: bool
-) -> Steps:
+def _give_up(what: What, domain: str, means: Means, base: Generation, *, sealed: bool) -> Steps:
     """A sure failure: abort where the seal is missing; only then record that where it is not."""
     aborted = yield from on(domain, saving.undo(what.keys, base, means))
     if len(what.domains) == 1:
@@ -317,9 +314,7 @@ def _claim(spec: Holder, own: Iterator[str]) -> Steps:
         return False
     del reports, outcome
     for domain in spec.domains:
-        yield from on(
-            domain, recovery.settle(plan, domain, spec.gen, spec.caps, ids=own)
-        )
+        yield from on(domain, recovery.settle(plan, domain, spec.gen, spec.caps, ids=own))
     yield spec.domains[0], Tell(("ready", *_text(spec.gen), *spec.domains))
     return True
 
@@ -334,9 +329,7 @@ def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
     for domain in found[-1].domains:
         outcome = yield from on(
             domain,
-            delete_save(
-                found[-1], views, domain, spec.gen, spec.caps, reason="asked", ids=own
-            ),
+            delete_save(found[-1], views, domain, spec.gen, spec.caps, reason="asked", ids=own),
         )
         if isinstance(outcome, Refused):
             return

@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 from ckptfs.commit import saving
-from ckptfs.commit import saving
 from ckptfs.commit.entries import (
     Body,
-    Decided,
     Decided,
     Entry,
     Fence,
@@ -26,7 +24,6 @@ from ckptfs.commit.entries import (
     Pin,
     encode_entry,
 )
-from ckptfs.commit.log import Refused
 from ckptfs.commit.log import Refused
 from ckptfs.storage.base import Capabilities, Shape
 from tests.model.disk import DIR, Disk, Files
@@ -230,7 +227,11 @@ def delete_saved_again() -> Scenario:
 def delete_beside_foreign() -> Scenario:
     """Stock torch saved over the projection of a; the holder deletes a: theirs stays."""
     a = What("aaa", gen=G1)
-    foreign = {"s1/.metadata": b"stock", "s1/ckptfs.json": b"not ours", "s1/__0_0.distcp": b"theirs"}
+    foreign = {
+        "s1/.metadata": b"stock",
+        "s1/ckptfs.json": b"not ours",
+        "s1/__0_0.distcp": b"theirs",
+    }
     return _one(
         "delete-beside-foreign",
         _saves(a),
@@ -275,7 +276,9 @@ def delete_the_replacement() -> Scenario:
     """b replaced a; D deletes b: a must not come back to life. P2 recovers; R reads."""
     a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True)
     whats = _saves(a, b)
-    home = {f"s1/aaa/{n}": d for n, d in a.small().items()} | {f"s1/{a.data_path('A')}": a.data("A")}
+    home = {f"s1/aaa/{n}": d for n, d in a.small().items()} | {
+        f"s1/{a.data_path('A')}": a.data("A")
+    }
     return _one(
         "delete-the-replacement",
         whats,
@@ -459,9 +462,7 @@ def overwrite() -> Scenario:
             "P3": partial(holder, Holder(G3)),
             "R": partial(reader, whats, "s1"),
         },
-        committed_disk(
-            Shape.FILESYSTEM, [F1, z.seal(G1, 1), a.seal(G1, 2)], projected=(z, a)
-        ),
+        committed_disk(Shape.FILESYSTEM, [F1, z.seal(G1, 1), a.seal(G1, 2)], projected=(z, a)),
         lost=1,
     )
 
@@ -485,7 +486,9 @@ def pinned() -> Scenario:
     """a is pinned and replaced by b; the holder deletes b: a's bytes stay."""
     a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True)
     whats = _saves(a, b)
-    home = {f"s1/aaa/{n}": d for n, d in a.small().items()} | {f"s1/{a.data_path('A')}": a.data("A")}
+    home = {f"s1/aaa/{n}": d for n, d in a.small().items()} | {
+        f"s1/{a.data_path('A')}": a.data("A")
+    }
     return _one(
         "pinned",
         whats,
@@ -637,11 +640,10 @@ def two_domains_partial_then_both() -> Scenario:
     )
 
 
-def _both_sealed(
-    what: What, order: tuple[str, ...] = AB
-) -> Generator[Any, Any, Any]:
+def _both_sealed(what: What, order: tuple[str, ...] = AB) -> Generator[Any, Any, Any]:
     """The end of a save over two domains whose data lies ready: seal, seal, finish, finish; or, when
-    one of them refuses, undo, undo, record."""
+    one of them refuses, undo, undo, record.
+    """
     base, seq = G1, 1
     yield "A", Tell(("base", what.save_id), (base, seq))
     states: dict[str, Any] = {}
@@ -664,9 +666,7 @@ def _both_sealed(
     return "committed"
 
 
-def _undone(
-    what: What, order: tuple[str, ...], states: dict[str, Any]
-) -> Generator[Any, Any, Any]:
+def _undone(what: What, order: tuple[str, ...], states: dict[str, Any]) -> Generator[Any, Any, Any]:
     aborted = []
     for domain in order:
         means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}u"))
@@ -936,4 +936,3 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 def build(name: str) -> Scenario:
     """A fresh scenario of that name."""
     return SCENARIOS[name]()
-

@@ -186,7 +186,7 @@ class _World:
             if any(f in told for f in op.unless):
                 answers = [Outcome("", here, False)]  # noqa: FBT003
             elif op.facts and all(f in told for f in op.facts):
-                answers = [Outcome("", here, True if op.unless else told[op.facts[-1]])]  # noqa: FBT003
+                answers = [Outcome("", here, True if op.unless else told[op.facts[-1]])]
             else:
                 return
         else:
@@ -266,6 +266,7 @@ _SEEN = object()
 
 
 def brief(op: Any) -> str:
+    """An operation on one line, its bytes by what they mean."""
     if isinstance(op, Puts):
         return f"Puts({op.files[0][0].rpartition('/')[0]}/*)"
     parts = []

@@ -57,7 +57,10 @@ def test_histories_with_equal_local_states_are_merged() -> None:
 
 def _kept() -> Generator[Any, Any, str]:
     answer = yield Read("first")
-    decide = lambda: answer  # noqa: E731 - a closure is what is tested
+
+    def decide() -> Any:
+        return answer
+
     yield Read("second")
     return str(decide())
 
@@ -112,6 +115,8 @@ def test_a_recursive_removal_can_be_seen_half_done() -> None:
 
 def test_listing_names_what_lies_directly_below() -> None:
     """Files and directories, sorted; an object store's prefixes look like directories."""
-    disk, reply = run(Disk.of({}), Write("s/a/f", b"1"), Write("s/b", b"2"), List("s"), shape=OBJECT)
+    disk, reply = run(
+        Disk.of({}), Write("s/a/f", b"1"), Write("s/b", b"2"), List("s"), shape=OBJECT
+    )
     assert reply == (Entry("a", is_dir=True), Entry("b", is_dir=False))
     assert run(disk, RemoveDir("s"), shape=OBJECT)[0] is disk

@@ -12,7 +12,7 @@ from ckptfs.storage.base import Shape
 from tests.model.scenarios import SCENARIOS, build
 from tests.model.search import Result, explore
 
-MAX_STATES = 20_000  # of breadth first: short interleavings all, long ones in the campaign
+MAX_STATES = 12_000  # of breadth first: short interleavings all, long ones in the campaign
 
 
 def _told(result: Result) -> str:
@@ -26,7 +26,9 @@ def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
     assert not result.found, _told(result)
 
 
-@pytest.mark.parametrize("name", ["fine", "lost", "plain", "save-delete-save", "delete-saved-again"])
+@pytest.mark.parametrize(
+    "name", ["fine", "lost", "plain", "save-delete-save", "delete-saved-again"]
+)
 def test_small_scenarios_are_searched_whole(name: str) -> None:
     """These have few enough states to be searched to the end every time."""
     result = explore(build(name))

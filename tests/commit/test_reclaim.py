@@ -1,0 +1,119 @@
+"""Deleting on a real storage: what is ours goes, what is not stays, and the log says when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ckptfs.commit.catalog import find
+from ckptfs.commit.entries import Body, Generation
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import TRASH
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
+from ckptfs.commit.reclaim import delete_save, trash_of
+from ckptfs.commit.recovery import plan_recovery, report, settle
+from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.uri import Uri
+from tests.commit.logs import G1, G2, fence, memory, write
+from tests.model.disk import Disk
+from tests.model.programs import What, ids
+from tests.model.scenarios import committed_disk
+
+A = What("aaa", gen=G1)
+
+
+def lay(disk: Disk, storage: Storage) -> None:
+    """Put a model disk on a storage."""
+    for path, data in sorted(disk.files.items()):
+        if data is None:
+            storage.make_dir(path)
+        else:
+            storage.replace(path, data)
+
+
+@pytest.fixture(params=["memory", "local"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    """A filesystem, in memory and on disk, with one committed, projected save and a foreign file."""
+    place: Storage = memory()
+    if request.param == "local":
+        place = LocalStorage(Uri.parse(str(tmp_path)))
+    bodies: list[Body] = [fence(G1), A.seal(G1, 1)]
+    foreign = {"s1/notes.txt": b"notes"}
+    lay(committed_disk(place.capabilities.shape, bodies, projected=(A,), foreign=foreign), place)
+    yield place
+    place.close()
+
+
+def fold(storage: Storage) -> LogState:
+    """The log as it is now."""
+    return drive(catch_up(), storage)
+
+
+def delete(storage: Storage, by: Generation = G1) -> None:
+    """The holder deletes the save."""
+    caps, views = storage.capabilities, {"A": fold(storage)}
+    program = partial(delete_save, A.seal(G1, 1), views, "A", by, caps)
+    drive(program(reason="asked", ids=ids(f"d{by.number}")), storage)
+
+
+def recover(storage: Storage, gen: Generation) -> LogState:
+    """A newcomer takes the run."""
+    write(storage, [fence(gen)], prefix=f"f{gen.number}")
+    found = drive(report("A", gen, storage.capabilities), storage)
+    plan = plan_recovery({"A": found}, gen)
+    program = settle(plan, "A", gen, storage.capabilities, ids=ids(f"r{gen.number}"))
+    return drive(program, storage)
+
+
+def test_a_deleted_save_goes_and_a_foreign_file_stays(storage: Storage) -> None:
+    """Data, .metadata and manifest are gone, the log says so, and the notes lie where they lay."""
+    delete(storage)
+    assert fold(storage).save("aaa").gone
+    assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
+    assert storage.list(trash_of(G1)) == []
+    with pytest.raises(NotFoundError):
+        drive(find(A.seal(G1, 1), storage.capabilities.shape, Uri.parse("memory://t/s1")), storage)
+
+
+def test_an_empty_step_directory_goes_too(storage: Storage) -> None:
+    """What a person lists is committed checkpoints, nothing else."""
+    storage.remove("s1/notes.txt")
+    delete(storage)
+    assert [entry.name for entry in storage.list("")] == [".ckptfs"]
+
+
+def test_without_its_trash_nothing_is_said_to_be_gone(storage: Storage) -> None:
+    """A deleter whose trash was taken away moved nothing: the next holder completes it."""
+    storage.remove_tree(TRASH)
+    delete(storage)
+    state = fold(storage)
+    assert state.save("aaa").deleted
+    assert not state.save("aaa").gone
+    assert storage.read("s1/.metadata") == A.metadata
+    assert recover(storage, G2).save("aaa").gone
+    assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
+
+
+def test_a_fenced_deleter_removes_nothing(storage: Storage) -> None:
+    """Under an older generation neither the entry nor the bytes change."""
+    recover(storage, G2)
+    delete(storage, by=G1)
+    assert not fold(storage).save("aaa").deleted
+    assert storage.read("s1/aaa/.metadata") == A.metadata
+
+
+def test_a_newcomer_removes_older_trash_and_leaves_newer(storage: Storage) -> None:
+    """Older trash directories go with all that is in them; a newer holder keeps his."""
+    newer = trash_of(Generation(3, "z"))
+    storage.make_dir(newer)
+    storage.replace(f"{trash_of(G1)}/old", b"x")
+    storage.make_dir(f"{TRASH}/some.own")
+    recover(storage, G2)
+    names = {entry.name for entry in storage.list(TRASH)}
+    assert names == {newer.rpartition("/")[2], trash_of(G2).rpartition("/")[2]}

@@ -1,0 +1,95 @@
+"""The power goes at every system call: what was acknowledged is there, whole, on the disk that the
+machine finds again; and every fsync in the code is there because a test needs it.
+
+``SIGKILL`` keeps the page cache, so these runs go through ``SimulatedDisk``: what was not synced is
+gone (luck 0), or some of it is (luck 1, 2, ...), a rename being one step.
+"""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+
+from tests.crash.forks import Job, deaths, fsync_sites
+from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout
+from tests.crash.test_commit_crash import assert_all_well
+
+# Scenarios whose data files pass the disk by are not for here: people write them with open().
+CUT = [name for name in SCENARIOS if name != "directory"]
+ENDS = {"claim": {"new"}, "abandoned": {"new"}}  # old and new are one there
+
+
+@pytest.mark.parametrize(
+    ("scenario", "layout", "stride", "luck"),
+    [
+        ("birth", SOLO, 2, (0,)),
+        ("fresh", SOLO, 1, (0,)),
+        ("fresh", ONE_DOMAIN, 5, (0, 1)),
+        ("fenced", SOLO, 5, (0, 1)),
+        ("replace", SOLO, 4, (0,)),
+        ("overwrite", SOLO, 9, (0, 1)),
+        ("abandoned", SOLO, 7, (0, 1)),
+        ("claim", SOLO, 5, (0,)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_power_cut_loses_nothing_acknowledged(
+    scenario: str, layout: Layout, stride: int, luck: tuple[int, ...]
+) -> None:
+    """Old or new, bit by bit, new if anybody was told so; a fence that was told of stands."""
+    verdicts = deaths(Job(scenario, layout, "cut", stride=stride, lucky=luck))
+    assert_all_well(verdicts, ENDS.get(scenario, {"old", "new"}))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("luck", range(5))
+@pytest.mark.parametrize("layout", [SOLO, ONE_DOMAIN], ids=["solo", "one"])
+@pytest.mark.parametrize("scenario", CUT)
+def test_campaign_every_power_cut(scenario: str, layout: Layout, luck: int) -> None:
+    """All system calls, all scenarios, with five kinds of luck."""
+    verdicts = deaths(Job(scenario, layout, "cut", lucky=(luck,)))
+    assert_all_well(verdicts, ENDS.get(scenario, {"old", "new"}))
+
+
+# Sites whose omission shows nothing here, and why they stay.
+STAY = {
+    "make_dir>_probe_once>probe_posix>sync_dir": "asks whether directories can be synced",
+    "replace>_in_directory>_replace>write_whole": "the lease; tests/storage proves replace()",
+    "replace>_sync_names>sync_dir": "the lease; tests/storage proves replace()",
+    "sync>sync_dir /deep/run/.ckptfs/log #1": "test_a_newcomer_makes_durable_what_it_folded",
+    # After the rename of an attempt: the next begin syncs the same directory when it makes its own.
+    "sync>sync_dir /deep/run/.ckptfs/attempts #1": "doubled by make_dir",
+    # Further keys of the line in make_dirs that the first and the last of these prove.
+    "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts": "one line",
+    "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts/<save>": "one line",
+    "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/trash": "one line",
+}
+# Where to look first; any other scenario and luck is searched after it.
+BEST = {
+    "sync>sync_dir /deep/run/.ckptfs/attempts/<save>/<save> #1": ("birth", 2),
+    "sync>sync_dir /deep/run/step_2 #1": ("overwrite", 1),
+    "sync>sync_dir /deep/run/step_1 #1": ("overwrite", 2),
+}
+
+
+@pytest.mark.timeout(280)
+def test_removing_any_fsync_fails_a_test() -> None:
+    """A disk that is deaf to one call site, found by recording, loses or leaves something."""
+    scenes: dict[str, list[str]] = collections.defaultdict(list)
+    for scenario in CUT:
+        for site in fsync_sites(scenario, SOLO):
+            scenes[site].append(scenario)
+    assert set(STAY) <= set(scenes), f"no such fsync any more: {set(STAY) - set(scenes)}"
+    assert len(scenes) > 20
+    unseen = [site for site in scenes if site not in STAY and not _is_missed(site, scenes[site])]
+    assert not unseen, f"nothing shows that these are needed: {unseen}"
+
+
+def _is_missed(site: str, scenarios: list[str]) -> bool:
+    tries = [(scenario, luck) for luck in range(4) for scenario in scenarios]
+    for scenario, luck in [BEST[site], *tries] if site in BEST else tries:
+        job = Job(scenario, SOLO, "cut", deaf=site, lucky=(luck,), first=True)
+        if any(verdict.trouble for verdict in deaths(job)):
+            return True
+    return False
