@@ -31,7 +31,7 @@ from ckptfs._version import __version__
 from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.entries import Generation, Seal, Stamp
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import MANIFEST, AttemptKeys
+from ckptfs.commit.layout import CONTROL, MANIFEST, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import (
     DomainRecord,
@@ -60,6 +60,7 @@ from ckptfs.errors import (
     CommitInDoubtError,
     FencedError,
     StorageError,
+    UriError,
 )
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape
@@ -90,6 +91,12 @@ class Attempt:
     """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
 
     def __init__(self, seat: Seat, spec: SaveSpec) -> None:
+        if spec.name == CONTROL:
+            raise UriError(
+                f"{CONTROL} is the run's own",
+                uri=seat.storage.uri(spec.name),
+                hint="choose another name",
+            )
         self.seat = seat
         self.spec = spec
         self.storage = seat.storage
@@ -215,9 +222,10 @@ class Attempt:
         """Collective. Write, then seal what all ranks wrote; committed when this returns.
 
         write: makes this rank's files, each durable when it returns; its error reaches all ranks.
-        finish: runs on the coordinator with every rank's part, checks that what was planned was written, and returns the further small files (such as
-        ``.metadata``) that go beside the manifest. Errors before the seal: the old state stays,
-        call abandon(). CommitInDoubtError: the next begin or prepare_run settles it.
+        finish: runs on the coordinator with every rank's part, checks that what was planned was
+        written, and returns the further small files (such as ``.metadata``) that go beside the
+        manifest. Errors before the seal: the old state stays, call abandon(). CommitInDoubtError:
+        the next begin or prepare_run settles it.
         """
         control = self.seat.control
         kept: dict[str, SmallFile] = {}

@@ -14,6 +14,7 @@ milliseconds and inherits no lock. Each case works on a copy of what lay there b
 from __future__ import annotations
 
 import collections
+import faulthandler
 import gc
 import json
 import os
@@ -50,7 +51,8 @@ from tests.crash.rig import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-CASE_TIMEOUT_S = 15
+CASE_TIMEOUT_S = 60
+VICTIM_TIMEOUT_S = 30  # a hang is a verdict too
 WORKERS = 2
 NEAR_CALLS = 30
 
@@ -205,6 +207,7 @@ def _in_child(work: Callable[[], str]) -> str:
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)
+        faulthandler.dump_traceback_later(VICTIM_TIMEOUT_S, exit=True)
         code = 1
         try:
             with os.fdopen(writer, "w") as pipe:
@@ -257,7 +260,7 @@ def _case(
     job: Job, scenario: Scenario, base: str, place: str, point: Point, writer: int
 ) -> NoReturn:
     """One death and its judgement, in a fork; ends the process."""
-    signal.alarm(CASE_TIMEOUT_S)  # a hang is a verdict too
+    signal.alarm(CASE_TIMEOUT_S)
     end, trouble = "", ""
     try:
         shutil.copytree(f"{base}/before", place)
@@ -286,6 +289,7 @@ def _die(job: Job, scenario: Scenario, base: str, point: Point) -> Told:
     reader, writer = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(reader)
+        faulthandler.dump_traceback_later(VICTIM_TIMEOUT_S, exit=True)
         plan = Mortal(point.nth, point.when, alone=job.how == "alone")
         body = _reporting(scenario.victim, writer)
         seats(job.layout, base, body, job="victim", plans={point.rank: plan})
