@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,19 +57,29 @@ def latest_name(run: Any) -> str:
     return "" if found is None else found.uri.name
 
 
+@dataclass(frozen=True)
+class Place:
+    """A run: called with a name, the URI of what lies there."""
+
+    root: str
+    query: str = ""
+
+    def __call__(self, name: str = "") -> str:
+        return f"{self.root}/{name}".rstrip("/") + self.query
+
+
 @pytest.fixture(params=["file", "filesystem", "object"])
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
-    """Where a run lies: a directory, and memory stores of both shapes; called with a name in it."""
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where a run lies: a directory, and memory stores of both shapes."""
     if request.param == "file":
-        return lambda name="": f"{tmp_path}/run/{name}".rstrip("/")
-    store, shape = f"api{next(_numbers)}", request.param
-    return lambda name="": f"memory://{store}/run/{name}".rstrip("/") + f"?shape={shape}"
+        return Place(f"{tmp_path}/run")
+    return Place(f"memory://api{next(_numbers)}/run", f"?shape={request.param}")
 
 
 # -- save and load -------------------------------------------------------------------------------
 
 
-def test_save_load_and_replace(run: Callable[[str], str]) -> None:
+def test_save_load_and_replace(run: Place) -> None:
     """What was saved comes back; "replace" puts the new state in its place, and only that name's."""
     ckptfs.save(state(1), run("step_1"))
     ckptfs.save(state(2), run("step_2"))
@@ -78,7 +89,7 @@ def test_save_load_and_replace(run: Callable[[str], str]) -> None:
     assert ckptfs.latest(run("")).save_id == result.save_id  # type: ignore[union-attr]
 
 
-def test_a_committed_name_is_refused_unless_replacing_is_asked(run: Callable[[str], str]) -> None:
+def test_a_committed_name_is_refused_unless_replacing_is_asked(run: Place) -> None:
     """if_exists="error", the default, is CommitConflictError that says both ways out."""
     ckptfs.save(state(1), run("step_1"))
     with pytest.raises(ckptfs.CommitConflictError, match='if_exists="replace"') as caught:
@@ -139,7 +150,7 @@ def test_a_negative_step_is_refused_before_anything_is_made(tmp_path: Path) -> N
 # -- the catalog ---------------------------------------------------------------------------------
 
 
-def test_latest_is_the_last_commit_and_not_the_largest_step(run: Callable[[str], str]) -> None:
+def test_latest_is_the_last_commit_and_not_the_largest_step(run: Place) -> None:
     """Restored at 50 and trained again to 70, the run goes on at 70, not at 100."""
     for step in (50, 100):
         ckptfs.save(state(step), run(f"step_{step}"))
@@ -150,7 +161,7 @@ def test_latest_is_the_last_commit_and_not_the_largest_step(run: Callable[[str],
     assert names(run("")) == ["step_50", "step_100", "step_70"]
 
 
-def test_a_missing_run_has_no_checkpoints_and_is_not_made(run: Callable[[str], str]) -> None:
+def test_a_missing_run_has_no_checkpoints_and_is_not_made(run: Place) -> None:
     """Looking writes nothing."""
     assert ckptfs.list_checkpoints(run("")) == []
     assert ckptfs.latest(run("")) is None
@@ -159,7 +170,7 @@ def test_a_missing_run_has_no_checkpoints_and_is_not_made(run: Callable[[str], s
 
 
 def test_loading_what_is_not_there_names_it_and_says_where_to_look(
-    run: Callable[[str], str],
+    run: Place,
 ) -> None:
     """NotFoundError with the URI and a hint, in a run that exists and in one that does not."""
     for _ in range(2):
@@ -172,7 +183,7 @@ def test_loading_what_is_not_there_names_it_and_says_where_to_look(
 # -- a held run ----------------------------------------------------------------------------------
 
 
-def test_a_run_is_good_for_its_own_checkpoints_only(run: Callable[[str], str]) -> None:
+def test_a_run_is_good_for_its_own_checkpoints_only(run: Place) -> None:
     """A checkpoint of another run, one deeper, or a run that was released: StateError, no bytes."""
     held = ckptfs.prepare_run(run(""))
     for elsewhere in (run("deeper/step_1"), run("").replace("/run", "/other/step_1")):
@@ -190,7 +201,7 @@ def test_a_run_is_good_for_its_own_checkpoints_only(run: Callable[[str], str]) -
     assert names(run("")) == []
 
 
-def test_an_older_owner_is_fenced_by_the_next(run: Callable[[str], str]) -> None:
+def test_an_older_owner_is_fenced_by_the_next(run: Place) -> None:
     """After a takeover the old Run cannot save, replace or make a directory; the new one can."""
     old = ckptfs.prepare_run(run(""))
     ckptfs.save(state(1), run("step_1"), run=old)
@@ -205,7 +216,7 @@ def test_an_older_owner_is_fenced_by_the_next(run: Callable[[str], str]) -> None
     assert loaded(run("step_1")) == 1.0
 
 
-def test_mode_fail_refuses_a_run_that_has_checkpoints(run: Callable[[str], str]) -> None:
+def test_mode_fail_refuses_a_run_that_has_checkpoints(run: Place) -> None:
     """An empty run is taken; one with a checkpoint is CommitConflictError that says how many."""
     ckptfs.prepare_run(run(""), mode="fail").release()
     ckptfs.save(state(1), run("step_1"))
@@ -213,7 +224,7 @@ def test_mode_fail_refuses_a_run_that_has_checkpoints(run: Callable[[str], str])
         ckptfs.prepare_run(run(""), mode="fail")
 
 
-def test_overwrite_hides_and_without_a_commit_all_comes_back(run: Callable[[str], str]) -> None:
+def test_overwrite_hides_and_without_a_commit_all_comes_back(run: Place) -> None:
     """Overwriting moves nothing: until the first commit the next owner finds all that was there."""
     ckptfs.save(state(1), run("step_1"))
     ckptfs.save(state(2), run("step_2"))
@@ -226,7 +237,7 @@ def test_overwrite_hides_and_without_a_commit_all_comes_back(run: Callable[[str]
         assert [loaded(run("step_1")), loaded(run("step_2"))] == [1.0, 2.0]
 
 
-def test_overwritten_checkpoints_go_after_the_first_commit(run: Callable[[str], str]) -> None:
+def test_overwritten_checkpoints_go_after_the_first_commit(run: Place) -> None:
     """The first commit under "overwrite" deletes them for good, same names and others."""
     ckptfs.save(state(1), run("step_1"))
     ckptfs.save(state(2), run("step_2"))
@@ -245,7 +256,7 @@ def test_overwritten_checkpoints_go_after_the_first_commit(run: Callable[[str], 
 # -- checkpoint_dir ------------------------------------------------------------------------------
 
 
-def files_of(run: Callable[[str], str], name: str) -> dict[str, bytes]:
+def files_of(run: Place, name: str) -> dict[str, bytes]:
     """Every file below a checkpoint by its path, the manifest and what is under save ids aside."""
     storage = open_storage(run(""))
 
@@ -262,7 +273,7 @@ def files_of(run: Callable[[str], str], name: str) -> dict[str, bytes]:
         storage.close()
 
 
-def test_files_of_a_directory_are_committed_together(run: Callable[[str], str]) -> None:
+def test_files_of_a_directory_are_committed_together(run: Place) -> None:
     """Plain files and nested directories keep their names; before the end nothing is visible."""
     with ckptfs.checkpoint_dir(run("epoch_3")) as path:
         Path(path, "config.json").write_text("{}")
@@ -278,13 +289,18 @@ def test_files_of_a_directory_are_committed_together(run: Callable[[str], str]) 
     assert ckptfs.latest(run("")) is None, "latest is for what load() loads"
 
 
-def test_an_exception_inside_commits_nothing_and_leaves_nothing(run: Callable[[str], str]) -> None:
+def test_an_exception_inside_commits_nothing_and_leaves_nothing(run: Place) -> None:
     """The block's own exception comes out, the attempt's bytes are gone, the name is free."""
     paths = []
-    with pytest.raises(RuntimeError, match="out of luck"), ckptfs.checkpoint_dir(run("d_1")) as p:
-        paths.append(p)
-        Path(p, "half").write_bytes(b"half")
-        raise RuntimeError("out of luck")
+
+    def leave() -> None:
+        with ckptfs.checkpoint_dir(run("d_1")) as path:
+            paths.append(path)
+            Path(path, "half").write_bytes(b"half")
+            raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        leave()
     assert names(run("")) == []
     assert not os.path.exists(paths[0])
     storage = open_storage(run(""))
@@ -296,7 +312,7 @@ def test_an_exception_inside_commits_nothing_and_leaves_nothing(run: Callable[[s
     assert files_of(run, "d_1") == {"whole": b"whole"}
 
 
-def test_a_directory_without_files_is_refused(run: Callable[[str], str]) -> None:
+def test_a_directory_without_files_is_refused(run: Place) -> None:
     """Nobody wrote into it: IncompleteCheckpointError, so a path that was ignored is noticed."""
     with (
         pytest.raises(ckptfs.IncompleteCheckpointError, match="no rank wrote"),
@@ -306,7 +322,7 @@ def test_a_directory_without_files_is_refused(run: Callable[[str], str]) -> None
     assert names(run("")) == []
 
 
-def test_a_directory_never_replaces_what_is_committed(run: Callable[[str], str]) -> None:
+def test_a_directory_never_replaces_what_is_committed(run: Place) -> None:
     """A checkpoint and a directory of that name are both refused before the block is entered."""
     ckptfs.save(state(1), run("step_1"))
     with ckptfs.checkpoint_dir(run("d_2")) as path:
@@ -321,7 +337,8 @@ def test_a_directory_never_replaces_what_is_committed(run: Callable[[str], str])
     assert files_of(run, "d_2") == {"a": b"a"}
 
 
-def test_a_directory_of_an_overwritten_run_keeps_its_files(run: Callable[[str], str]) -> None:
+@pytest.mark.xfail(strict=True, reason="plain names of an overwritten directory are not removed")
+def test_a_directory_of_an_overwritten_run_has_its_own_files_only(run: Place) -> None:
     """A directory under "overwrite" takes the old name; the next owner changes nothing of it."""
     for content in (b"old", b"new"):
         with ckptfs.prepare_run(run(""), mode="overwrite") as held:
@@ -341,7 +358,7 @@ class Own:
     value = 5
 
 
-def test_objects_come_back_replaced_in_one_step(run: Callable[[str], str]) -> None:
+def test_objects_come_back_replaced_in_one_step(run: Place) -> None:
     """The later object is there, its parents were made, and no temporary file is left."""
     where = run("objects/stats.pt")
     for number in (1, 2):
@@ -353,7 +370,7 @@ def test_objects_come_back_replaced_in_one_step(run: Callable[[str], str]) -> No
     storage.close()
 
 
-def test_an_object_of_an_own_class_needs_trust(run: Callable[[str], str]) -> None:
+def test_an_object_of_an_own_class_needs_trust(run: Place) -> None:
     """Unpickling can run code: refused with the words that allow it, loaded when they are said."""
     ckptfs.save_object(Own(), run("own.pt"))
     with pytest.raises(ckptfs.IntegrityError, match="trusted=True"):
@@ -363,15 +380,15 @@ def test_an_object_of_an_own_class_needs_trust(run: Callable[[str], str]) -> Non
 
 def test_missing_and_cut_objects_are_typed(tmp_path: Path) -> None:
     """NotFoundError and IntegrityError, both with the URI."""
-    with pytest.raises(ckptfs.NotFoundError, match="none.pt"):
+    with pytest.raises(ckptfs.NotFoundError, match=r"none\.pt"):
         ckptfs.load_object(tmp_path / "none.pt")
     ckptfs.save_object(torch.zeros(1000), tmp_path / "cut.pt")
     os.truncate(tmp_path / "cut.pt", 900)
-    with pytest.raises(ckptfs.IntegrityError, match="cut.pt"):
+    with pytest.raises(ckptfs.IntegrityError, match=r"cut\.pt"):
         ckptfs.load_object(tmp_path / "cut.pt")
 
 
-def test_an_object_in_a_step_outlives_its_commit_and_replacement(run: Callable[[str], str]) -> None:
+def test_an_object_in_a_step_outlives_its_commit_and_replacement(run: Place) -> None:
     """Put there before the step is saved, or after, it stays when the step is replaced."""
     ckptfs.save_object("early", run("step_1/early.pt"))
     ckptfs.save(state(1), run("step_1"))
@@ -451,24 +468,22 @@ def test_enough_or_unknown_space_says_nothing(tight: Callable[..., str]) -> None
     """No warning where it fits, nor where the storage cannot tell."""
     assert ckptfs.save(state(1), tight(10**9, 10**6), require_space=True).warnings == ()
     uri = tight(None, None)
-    assert (
-        ckptfs.save(state(2), uri, if_exists="replace", require_space=True).warnings == ()
-    )
+    assert ckptfs.save(state(2), uri, if_exists="replace", require_space=True).warnings == ()
 
 
 # -- a store where nobody can win ----------------------------------------------------------------
 
 
 @pytest.fixture(params=["file", "memory"])
-def advisory(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], str]:
+def advisory(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """A run on a store without an exclusive create."""
-    root = f"fsspec+file://{tmp_path}/run" if request.param == "file" else ""
-    root = root or f"fsspec+memory://advisory{next(_numbers)}/run"
-    return lambda name="": f"{root}/{name}".rstrip("/")
+    if request.param == "file":
+        return Place(f"fsspec+file://{tmp_path}/run")
+    return Place(f"fsspec+memory://advisory{next(_numbers)}/run")
 
 
 def test_without_exclusive_create_saves_work_and_say_what_is_lost(
-    advisory: Callable[[str], str],
+    advisory: Place,
 ) -> None:
     """Every result warns that fences are advice; load, list, replace and order hold."""
     for step in (100, 50):
@@ -510,11 +525,11 @@ def first_file(file: Path, **fields: Any) -> None:
     rewrite(file, files=[{**files[0], **fields}, *files[1:]])
 
 
-MANIFESTS: list[tuple[str, Callable[[Path], None], str]] = [
+MANIFESTS: list[tuple[str, Callable[[Path], object], str]] = [
     ("future", lambda m: rewrite(m, min_reader_version=99), "upgrade ckptfs"),
-    ("foreign", lambda m: m.write_text('{"model": "gpt"}') and None, "another tool"),
-    ("no JSON", lambda m: m.write_bytes(b"\x80\x02not json") and None, "another tool"),
-    ("a list", lambda m: m.write_text("[1, 2]") and None, "another tool"),
+    ("foreign", lambda m: m.write_text('{"model": "gpt"}'), "another tool"),
+    ("no JSON", lambda m: m.write_bytes(b"\x80\x02not json"), "another tool"),
+    ("a list", lambda m: m.write_text("[1, 2]"), "another tool"),
     ("up", lambda m: first_file(m, path="../step_1/x"), "leaves the checkpoint"),
     ("absolute", lambda m: first_file(m, path="/etc/passwd"), "leaves the checkpoint"),
     ("name", lambda m: rewrite(m, name="../../elsewhere"), "leaves|component"),
@@ -523,7 +538,7 @@ MANIFESTS: list[tuple[str, Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("_", "spoil", "told"), MANIFESTS, ids=[m[0] for m in MANIFESTS])
 def test_a_copied_manifest_is_judged_before_anything_is_opened(
-    saved: Path, tmp_path: Path, _: str, spoil: Callable[[Path], None], told: str
+    saved: Path, tmp_path: Path, _: str, spoil: Callable[[Path], object], told: str
 ) -> None:
     """In a copy, which no log vouches for: ManifestError with URI and advice; tensors untouched."""
     copy = tmp_path / "copies" / "mine_7"
@@ -596,7 +611,9 @@ def test_a_vanished_directory_is_named(saved: Path, what: str) -> None:
     """The run, the step or the step's data removed by hand: typed, with the URI and advice."""
     step = saved / "step_2"
     shutil.rmtree({"run": saved, "step": step, "data": inner(step)}[what])
-    kind = ckptfs.NotFoundError if what == "run" else ckptfs.IncompleteCheckpointError
+    kind: type[ckptfs.CkptfsError] = (
+        ckptfs.NotFoundError if what == "run" else ckptfs.IncompleteCheckpointError
+    )
     with pytest.raises(kind, match="step_2") as caught:
         loaded(step)
     assert caught.value.hint

@@ -72,6 +72,7 @@ def open_seat(
     write: bool,
 ) -> Iterator[Seat]:
     """Collective. A seat at a run; its storage is closed on leaving, the control is not."""
+    _refuse_private_memory(control, run_uri)
     opened = []
 
     def open_here() -> None:
@@ -83,6 +84,17 @@ def open_seat(
         yield sit_down(control, storage, place, write=write)
     finally:
         storage.close()
+
+
+def _refuse_private_memory(control: Control, uri: Uri) -> None:
+    """UriError on every rank: each process would "save" into a memory of its own."""
+    processes = {(world.node, world.pid) for world in control.worlds}
+    if len(processes) > 1 and uri.protocol.rpartition("+")[2] == "memory":
+        raise UriError(
+            f"{uri.protocol}:// belongs to one process, and {len(processes)} take part",
+            uri=uri,
+            hint="use a directory or a bucket that all processes see",
+        )
 
 
 def sit_down(control: Control, storage: Storage, place: Place, *, write: bool) -> Seat:

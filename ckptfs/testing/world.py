@@ -207,6 +207,8 @@ class ThreadControl:
             raise problem
         self._say(key, said)
         if problem is not None and not isinstance(problem, Exception):
+            if self.rank == 0:
+                self._interrupted(key, said)  # nobody else would decide
             raise problem
         if self.rank == 0:
             self._decide(key, label, decide)
@@ -261,6 +263,15 @@ class ThreadControl:
         self._index += 1
         with self._hall.news:
             self._hall.step(key).said[self.rank] = data
+            self._hall.news.notify_all()
+
+    def _interrupted(self, key: tuple[str, int], said: Said) -> None:
+        if said.failure is None:
+            return
+        error = collective_error(said.label, {0: said.failure}, self._hall.worlds)
+        with self._hall.news:
+            step = self._hall.step(key)
+            step.answer = step.answer or encode_verdict(Verdict(error=error))
             self._hall.news.notify_all()
 
     def _decide(

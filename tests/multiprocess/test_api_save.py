@@ -1,8 +1,8 @@
 """ckptfs.save and ckptfs.load by 2, 4 and 8 real ranks: every sharding, every way to fail together.
 
-    round trips   save on n ranks, load on m with another mesh; 0.5 GB on eight ranks
-    together      what one rank meets is the same error on all; the old checkpoint stands
-    alone         the user's group is never used: it may be busy, broken or of any backend
+round trips   save on n ranks, load on m with another mesh; 0.5 GB on eight ranks
+together      what one rank meets is the same error on all; the old checkpoint stands
+alone         the user's group is never used: it may be busy, broken or of any backend
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ BIG_BYTES = 1 << 29
 # -- inside the ranks ----------------------------------------------------------------------------
 
 
-def sharded(
-    rows: int, columns: int, seed: int, mesh_shape: list[int], placements: str
-) -> Any:
+def sharded(rows: int, columns: int, seed: int, mesh_shape: list[int], placements: str) -> Any:
     """A DTensor whose every element tells where it is; no rank ever holds the whole.
 
     placements: "0", "1" or "r" for each dimension of the mesh.
@@ -286,13 +284,38 @@ def own_group_untouched(rank: Rank, run: str) -> Any:
     return [len(names) > 10, into["b"].tolist()]
 
 
-COLLECTIVES = (
-    "all_reduce all_reduce_coalesced all_gather all_gather_object all_gather_into_tensor "
-    "all_gather_coalesced all_to_all all_to_all_single barrier monitored_barrier broadcast "
-    "broadcast_object_list gather gather_object scatter scatter_object_list reduce reduce_scatter "
-    "reduce_scatter_tensor send recv isend irecv batch_isend_irecv send_object_list "
-    "recv_object_list new_group _new_group_with_tag split_group new_subgroups"
-).split()
+COLLECTIVES = [
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "scatter",
+    "scatter_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
+    "send_object_list",
+    "recv_object_list",
+    "new_group",
+    "_new_group_with_tag",
+    "split_group",
+    "new_subgroups",
+]
 
 
 def saves_beside_training(rank: Rank, run: str) -> Any:
@@ -302,12 +325,15 @@ def saves_beside_training(rank: Rank, run: str) -> Any:
 
     import ckptfs
 
-    done, errors, saved = threading.Event(), [], []
+    done = threading.Event()
+    errors: list[str] = []
+    saved: list[int | None] = []
 
     def save() -> None:
         try:
             for step in range(3):
-                saved.append(ckptfs.save(states[step], f"{run}/step_{step}").step)
+                result = ckptfs.save(states[step], f"{run}/step_{step}")
+                saved.append(result.step)
         except BaseException as error:  # noqa: BLE001 - told by the main thread
             errors.append(repr(error))
         finally:
@@ -373,9 +399,7 @@ def test_saved_by_some_ranks_loads_by_others(
 
 def test_half_a_gigabyte_by_eight_ranks(tmp_path: Path) -> None:
     """0.5 GB on eight ranks, loaded bit for bit on the same ones and on two."""
-    values = round_trip(
-        tmp_path, 8, ([4, 2], "01"), (2, [2], "1"), (BIG_BYTES // 4 // 4096, 4096)
-    )
+    values = round_trip(tmp_path, 8, ([4, 2], "01"), (2, [2], "1"), (BIG_BYTES // 4 // 4096, 4096))
     assert values[0]["payload"] >= BIG_BYTES
     assert max(v["mine"] for v in values) < BIG_BYTES / 8 * 1.05
 
@@ -398,7 +422,9 @@ def round_trip(
     assert len({v["total"] for v in values}) == 1
     # Replicated shards and plain leaves are written once: what lies there is what was counted.
     data = list((tmp_path / "run" / "step_40" / values[0]["save_id"]).glob("__*"))
-    assert sum(f.stat().st_size for f in data) == values[0]["total"] == sum(v["mine"] for v in values)
+    assert (
+        sum(f.stat().st_size for f in data) == values[0]["total"] == sum(v["mine"] for v in values)
+    )
     elements = shape[0] * shape[1] + 21
     assert values[0]["payload"] < elements * 4 + size * 2000 + 10_000, "written more than once"
     assert values[0]["speed"] > 0

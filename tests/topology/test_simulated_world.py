@@ -146,3 +146,20 @@ def test_unpicklable_value_fails_as_between_processes() -> None:
     error = simulate(2, body)[0].error
     assert isinstance(error, CollectiveError)
     assert list(error.failures) == [1]
+
+
+def test_an_interrupted_coordinator_frees_the_other_ranks() -> None:
+    """Ctrl-C in rank 0's part of a step: nobody else would decide, so the others are told at once."""
+
+    def work(control: Control) -> list[None]:
+        def local() -> None:
+            if control.rank == 0:
+                raise KeyboardInterrupt
+
+        return control.step("x", local)
+
+    ends = simulate(3, work, timeout_s=3600)
+    assert isinstance(ends[0].error, KeyboardInterrupt)
+    for end in ends[1:]:
+        assert isinstance(end.error, CollectiveError)
+        assert list(end.error.failures) == [0]
