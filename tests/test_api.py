@@ -337,14 +337,19 @@ def test_a_directory_never_replaces_what_is_committed(run: Place) -> None:
     assert files_of(run, "d_2") == {"a": b"a"}
 
 
-@pytest.mark.xfail(strict=True, reason="plain names of an overwritten directory are not removed")
 def test_a_directory_of_an_overwritten_run_has_its_own_files_only(run: Place) -> None:
-    """A directory under "overwrite" takes the old name; the next owner changes nothing of it."""
+    """Under "overwrite" a directory's name is free once the old one went, and never mixes both."""
     for content in (b"old", b"new"):
         with ckptfs.prepare_run(run(""), mode="overwrite") as held:
+            if content == b"new":
+                with (
+                    pytest.raises(ckptfs.CommitConflictError, match="still holds"),
+                    ckptfs.checkpoint_dir(run("d_1"), run=held),
+                ):
+                    pytest.fail("the block was entered")
+            ckptfs.save(state(1), run("step_1"), run=held)
             with ckptfs.checkpoint_dir(run("d_1"), run=held) as path:
                 Path(path, "only-" + content.decode()).write_bytes(content)
-            ckptfs.save(state(1), run("step_1"), run=held)
     ckptfs.prepare_run(run("")).release()
     assert files_of(run, "d_1") == {"only-new": b"new"}
 
@@ -562,16 +567,19 @@ def test_a_manifest_changed_after_the_commit_is_noticed(saved: Path) -> None:
     assert loaded(saved / "step_1") == 1.0
 
 
-@pytest.mark.parametrize("how", ["noise", "cut", "empty", "gone"])
+@pytest.mark.parametrize("how", ["noise", "cut", "empty", "gone", "another save's"])
 def test_damaged_metadata_is_named(saved: Path, how: str) -> None:
     """Changed, cut, emptied or removed after the commit: a typed error that names the file."""
     file = inner(saved / "step_2") / ".metadata"
     raw = file.read_bytes()
     file.unlink()
+    other = (inner(saved / "step_1") / ".metadata").read_bytes()
     if how != "gone":
-        file.write_bytes({"noise": b"\x00" * len(raw), "cut": raw[:-9], "empty": b""}[how])
-    with pytest.raises(ckptfs.CkptfsError, match=r"step_2/.*\.metadata"):
+        changed = {"noise": b"\x00" * len(raw), "cut": raw[:-9], "empty": b""}
+        file.write_bytes(changed.get(how, other))
+    with pytest.raises(ckptfs.CkptfsError, match=r"step_2/.*\.metadata") as caught:
         loaded(saved / "step_2")
+    assert how == "gone" or "IntegrityError" in str(caught.value)
     assert loaded(saved / "step_1") == 1.0
 
 

@@ -29,7 +29,7 @@ from datetime import UTC, datetime
 
 from ckptfs._version import __version__
 from ckptfs.commit.advisory import ADVICE
-from ckptfs.commit.entries import Generation, Seal, Stamp
+from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import CONTROL, MANIFEST, AttemptKeys
 from ckptfs.commit.log import catch_up
@@ -41,7 +41,7 @@ from ckptfs.commit.manifest import (
     encode_manifest,
 )
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import name_taken, next_seq
+from ckptfs.commit.protocol import name_taken, next_seq, occupant
 from ckptfs.commit.saving import Means, begin, finish, prepare, survey
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
@@ -186,6 +186,8 @@ class Attempt:
                 uri=self.storage.uri(spec.name),
                 hint="claim all of them: run = ckptfs.prepare_run(...), then save(..., run=run)",
             )
+        if spec.artifact is Kind.DIRECTORY:
+            self._refuse_occupied(views)
         taken = name_taken(spec.name, views)
         if taken is not None and spec.if_exists is IfExists.ERROR:
             raise CommitConflictError(
@@ -197,6 +199,16 @@ class Attempt:
         save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         domains = tuple(d.id for d in self.seat.placement.domains)
         return _Plan(save_id, base, seq, domains)
+
+    def _refuse_occupied(self, views: Mapping[str, LogState]) -> None:
+        there = occupant(self.spec.name, views)
+        if there is not None:
+            raise CommitConflictError(
+                f"{self.spec.name} still holds save {there.save_id}",
+                uri=self.storage.uri(self.spec.name),
+                hint="files with plain names never overwrite: choose another name; what an "
+                "overwrite hid goes after the first commit of another one",
+            )
 
     def _begin(self) -> None:
         if self._owner:

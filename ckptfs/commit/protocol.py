@@ -44,6 +44,7 @@ __all__ = [
     "may_seal",
     "name_taken",
     "next_seq",
+    "occupant",
     "order_key",
     "standing",
     "successor_here",
@@ -195,6 +196,20 @@ def name_taken(name: str, views: Views) -> Seal | None:
             if save.seal is None or save.seal.name != name:
                 continue
             if standing(save.save_id, views) is Standing.IN_DOUBT:
+                return save.seal
+    return None
+
+
+def occupant(name: str, views: Views) -> Seal | None:
+    """The save whose bytes may still lie under a name, in whatever standing but aborted.
+
+    Files with plain names must not come to lie among those of a save that an overwrite hid.
+    """
+    for view in views.values():
+        for save in view.saves.values():
+            if save.seal is None or save.seal.name != name or save.gone:
+                continue
+            if standing(save.save_id, views) is not Standing.ABORTED:
                 return save.seal
     return None
 

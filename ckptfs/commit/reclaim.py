@@ -202,6 +202,9 @@ def _erase(
         # From here `.metadata` is the successor's: ours to leave alone.
         yield from project(successor, views, domain, caps)
     if caps.shape is Shape.OBJECT:
+        if seal.artifact is Kind.DIRECTORY and successor is None:
+            for path in (yield from _plain_files(keys)):
+                yield Remove(f"{keys.name}/{path}")
         yield from _wipe_objects(keys, projected=successor is None)
         return True
     if successor is None:
@@ -246,14 +249,19 @@ def _names_it(key: str, save_id: str) -> Program[bool]:
 
 
 def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
+    """The top names that a directory artifact put beside its data directory."""
+    files = yield from _plain_files(keys)
+    return list(dict.fromkeys(path.split("/", 1)[0] for path in files))
+
+
+def _plain_files(keys: AttemptKeys) -> Program[list[str]]:
     """What a directory artifact put beside its data directory, by its own manifest."""
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
         manifest = decode_manifest(raw, keys.projected_data)
     except (NotFoundError, ManifestError):
         return []
-    tops = dict.fromkeys(f.path.split("/", 1)[0] for f in manifest.files)
-    return [top for top in tops if top != keys.save_id]
+    return [f.path for f in manifest.files if f.path.split("/", 1)[0] != keys.save_id]
 
 
 def _to_trash(source: str, target: str) -> Program[bool]:

@@ -17,6 +17,7 @@ import collections
 import faulthandler
 import gc
 import json
+import logging
 import os
 import random
 import re
@@ -151,6 +152,7 @@ class Sites:
 
 
 def _main() -> None:
+    logging.disable(logging.CRITICAL)  # what the dying say is judged by what they leave
     told = json.load(sys.stdin)
     job = Job(**{**told, "layout": Layout(**told["layout"])})
     scenario = SCENARIOS[job.scenario]
@@ -226,9 +228,7 @@ def _in_child(work: Callable[[], str]) -> str:
     return text
 
 
-def _judge_all(
-    job: Job, scenario: Scenario, base: str, todo: Sequence[Point]
-) -> Iterator[Verdict]:
+def _judge_all(job: Job, scenario: Scenario, base: str, todo: Sequence[Point]) -> Iterator[Verdict]:
     running: dict[int, tuple[Point, int]] = {}
     waiting = list(enumerate(todo))[::-1]
     try:

@@ -81,7 +81,9 @@ def contents(label: str, rank: int) -> bytes:
     return (line * (DATA_BYTES // len(line) + 1))[:DATA_BYTES]
 
 
-def save(seat: Seat, name: str, label: str, run: Run | None = None, *, replace: bool = False) -> str:
+def save(
+    seat: Seat, name: str, label: str, run: Run | None = None, *, replace: bool = False
+) -> str:
     """One save over all ranks; abandons on failure, as the callers of Attempt do."""
     spec = SaveSpec(
         name,
@@ -458,8 +460,13 @@ class Told:
     fence: int = 0
 
 
-def judge(scenario: Scenario, layout: Layout, base: str, told: Told) -> str:
-    """Everything that must hold after the victim's death. Returns "old" or "new"."""
+def judge(
+    scenario: Scenario, layout: Layout, base: str, told: Told, *, next_job: str = "next"
+) -> str:
+    """Everything that must hold after the victim's death. Returns "old" or "new".
+
+    next_job: the victim's own, where its process lives and would be waited for.
+    """
     names = sorted({*scenario.old, *scenario.new})
     first = look(layout, base, names)
     allowed = [scenario.old, scenario.new, *scenario.between]
@@ -477,7 +484,7 @@ def judge(scenario: Scenario, layout: Layout, base: str, told: Told) -> str:
         with claim(seat) as run:
             save(seat, "next", "next", run)
 
-    values(seats(layout, base, go_on, job="next"))
+    values(seats(layout, base, go_on, job=next_job))
     after = look(layout, base, [*names, "next"])
     settled = {name: label for name, label in after.state.items() if name != "next"}
     assert after.state.get("next") == "next"
