@@ -41,7 +41,7 @@ from ckptfs.commit.manifest import (
     encode_manifest,
 )
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import name_taken, next_seq, occupant
+from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
 from ckptfs.commit.saving import Means, begin, finish, prepare, survey
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
@@ -190,11 +190,7 @@ class Attempt:
             self._refuse_occupied(views)
         taken = name_taken(spec.name, views)
         if taken is not None and spec.if_exists is IfExists.ERROR:
-            raise CommitConflictError(
-                f"{spec.name} is committed already (save {taken.save_id})",
-                uri=self.storage.uri(spec.name),
-                hint='choose another name, or if_exists="replace"',
-            )
+            raise self._conflict(taken, views)
         seq = next_seq(base, views, fenced=spec.run is not None)
         save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         domains = tuple(d.id for d in self.seat.placement.domains)
@@ -209,6 +205,15 @@ class Attempt:
                 hint="files with plain names never overwrite: choose another name; what an "
                 "overwrite hid goes after the first commit of another one",
             )
+
+    def _conflict(self, taken: Seal, views: Mapping[str, LogState]) -> CommitConflictError:
+        if standing(taken.save_id, views) is Standing.COMMITTED:
+            what = f"{taken.name} is committed already (save {taken.save_id})"
+            hint = 'choose another name, or if_exists="replace"'
+        else:
+            what = f"{taken.name} is not settled: save {taken.save_id} is sealed in some domains"
+            hint = "another process commits it now, or did not come to it: prepare_run() settles it"
+        return CommitConflictError(what, uri=self.storage.uri(taken.name), hint=hint)
 
     def _begin(self) -> None:
         if self._owner:

@@ -195,7 +195,8 @@ def name_taken(name: str, views: Views) -> Seal | None:
         for save in view.saves.values():
             if save.seal is None or save.seal.name != name:
                 continue
-            if standing(save.save_id, views) is Standing.IN_DOUBT:
+            # Sealed in some domains only: another process is about to commit it, or failed to.
+            if standing(save.save_id, views) in (Standing.IN_DOUBT, Standing.PENDING):
                 return save.seal
     return None
 

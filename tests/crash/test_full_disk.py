@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.errors import CkptfsError, CollectiveError
+from ckptfs.errors import CkptfsError, CollectiveError, CommitConflictError
 from ckptfs.testing.faults import Action, Fail, Plan
 from ckptfs.testing.world import End
 from tests.crash.rig import (
@@ -92,16 +92,16 @@ def run_case(
     [("fresh", ONE_DOMAIN, 1), ("fenced", TWO_DOMAINS, 2), ("replace", ONE_DOMAIN, 2)],
 )
 def test_a_disk_that_fills_up_at_any_write_loses_nothing(
-    tmp_path: Path, scenario: str, layout: Layout, stride: int
+    memory_path: Path, scenario: str, layout: Layout, stride: int
 ) -> None:
     """ENOSPC from any growing operation on, the log's own entries included: NoSpaceError by name,
     URI and rank on every rank; or, after the commit, a success with the rest left undone."""
-    prepare(SCENARIOS[scenario], layout, str(tmp_path / "before"))
+    prepare(SCENARIOS[scenario], layout, str(memory_path / "before"))
     log_was_full = False
-    cases = [m for m in moments(tmp_path, scenario, layout) if m[2] in GROWING]
+    cases = [m for m in moments(memory_path, scenario, layout) if m[2] in GROWING]
     for at, (rank, nth, op, key) in enumerate(cases[::stride]):
         plan = Broken(nth, errno.ENOSPC, GROWING, once=False)
-        error, _ = run_case(tmp_path, scenario, layout, rank, plan, f"case-{at}")
+        error, _ = run_case(memory_path, scenario, layout, rank, plan, f"case-{at}")
         if error is None:
             continue
         text = str(error)
@@ -117,16 +117,42 @@ def test_a_disk_that_fills_up_at_any_write_loses_nothing(
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS], ids=["EIO", "EROFS"])
 @pytest.mark.parametrize(("scenario", "layout"), [("fenced", ONE_DOMAIN), ("fresh", TWO_DOMAINS)])
 def test_one_failed_operation_is_one_error_on_all_ranks(
-    tmp_path: Path, scenario: str, layout: Layout, number: int
+    memory_path: Path, scenario: str, layout: Layout, number: int
 ) -> None:
     """A single operation that fails, whichever it is: the same typed error everywhere, old or new
     state as told, and the next writer is not hindered."""
-    prepare(SCENARIOS[scenario], layout, str(tmp_path / "before"))
+    prepare(SCENARIOS[scenario], layout, str(memory_path / "before"))
     failures = 0
-    for at, (rank, nth, op, key) in enumerate(list(moments(tmp_path, scenario, layout))[::3]):
+    for at, (rank, nth, op, key) in enumerate(list(moments(memory_path, scenario, layout))[::3]):
         plan = Broken(nth, number, WRITING, once=True)
-        error, _ = run_case(tmp_path, scenario, layout, rank, plan, f"case-{at}")
+        error, _ = run_case(memory_path, scenario, layout, rank, plan, f"case-{at}")
         if error is not None:
             failures += 1
             assert "run" in str(error), f"{op} {key}: no URI in {error}"
     assert failures
+
+
+def test_a_name_sealed_in_one_domain_only_is_refused_before_a_byte_is_written(
+    memory_path: Path,
+) -> None:
+    """The other domain was full at the seal: the save failed, and until prepare_run settles it the
+    name is refused at begin, with that advice."""
+    prepare(SCENARIOS["fresh"], TWO_DOMAINS, str(memory_path / "before"))
+    seal = next(m for m in moments(memory_path, "fresh", TWO_DOMAINS) if "/log/" in m[3])
+    place = str(memory_path / "before")
+    full = Broken(seal[1], errno.ENOSPC, GROWING, once=False)
+    assert one_outcome(
+        seats(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="first", plans={seal[0]: full})
+    )
+
+    counting = Mortal(None, "before", alone=True)
+    again = seats(
+        TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting}
+    )
+    error = one_outcome(again)
+    assert isinstance(error, CommitConflictError)
+    assert "not settled" in str(error)
+    assert "prepare_run" in str(error.hint)
+    assert "write" not in {op for op, _ in counting.names}
+    told = Told(failed=True)
+    assert judge(SCENARIOS["fresh"], TWO_DOMAINS, place, told) == "old"

@@ -8,11 +8,24 @@ gone (luck 0), or some of it is (luck 1, 2, ...), a rename being one step.
 from __future__ import annotations
 
 import collections
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.run import Run, claim
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.posix import Posix
+from ckptfs.testing.disk import SimulatedDisk
+from ckptfs.testing.faults import Fault, FaultyStorage, Hold, Plan
+from ckptfs.testing.world import SimulatedDeath
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
 from tests.crash.forks import Job, deaths, fsync_sites
-from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout
+from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout, look, prepare, seats
 from tests.crash.test_commit_crash import assert_all_well
 
 # Scenarios whose data files pass the disk by are not for here: people write them with open().
@@ -93,3 +106,55 @@ def _is_missed(site: str, scenarios: list[str]) -> bool:
         if any(verdict.trouble for verdict in deaths(job)):
             return True
     return False
+
+
+class DiesAfterLink:
+    """The system calls of a process that ends when a certain name is linked."""
+
+    def __init__(self, inner: Posix, name: str) -> None:
+        self._inner, self._name, self._dead = inner, name, False
+
+    def __getattr__(self, call: str) -> Any:
+        if self._dead:
+            raise SimulatedDeath
+        return getattr(self._inner, call)
+
+    def link(self, source: str, target: str) -> None:
+        """link(2), the last thing it does if that is the name."""
+        self._inner.link(source, target)
+        if target.endswith(self._name):
+            self._dead = True
+            raise SimulatedDeath
+
+
+def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
+    """A save's entry was linked and its writer died before the fsync. Whoever takes the run acts on
+    that entry, so its own sync of the log comes first: the power may go right after."""
+    base = memory_path / "disk"
+    prepare(SCENARIOS["fresh"], SOLO, str(base))
+    disk = SimulatedDisk(str(base))
+    run_uri = Uri.parse("/simulated/run")
+    before_sync = Hold()
+
+    def newcomer() -> Run:
+        inner = LocalStorage(run_uri, posix=disk, directory=SOLO.directory(str(base), "a"))
+        plan = Plan([Fault("sync", ".ckptfs/log", 1, before_sync)])
+        storage = FaultyStorage(inner, plan)
+        return claim(sit_down(SoloControl(), storage, Place(), write=True))
+
+    with ThreadPoolExecutor(1) as pool:
+        claiming = pool.submit(newcomer)
+        assert before_sync.reached.wait(30)
+        # Its fence is there. A plain save comes, and dies when its seal is linked.
+        number = len(os.listdir(f"{SOLO.directory(str(base), 'a')}/.ckptfs/log"))
+        dying: Any = DiesAfterLink(disk, f"{number:08d}")
+        (end,) = seats(SOLO, str(base), SCENARIOS["fresh"].victim, job="plain", posix=dying)
+        assert end.died
+        before_sync.release.set()
+        run = claiming.result(30)
+    disk.cut()
+    assert run._keeper is not None
+    run._keeper.stop()
+    disk.materialise(str(memory_path / "after"))
+    state = look(SOLO, str(memory_path / "after"), ["step_1", "step_2"]).state
+    assert state == {"step_1": "one", "step_2": "two"}
