@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ckptfs.commit.entries import Generation
 from ckptfs.commit.layout import CONTROL, LEASE
-from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 
 __all__ = ["Keeper", "LeaseTimes", "moves"]
@@ -65,7 +65,8 @@ class Keeper:
         number, nonce = self._generation
         try:
             self._storage.replace(LEASE, f"{number} {nonce} {self._count}\n".encode())
-        except StorageError as error:
+        except OSError as error:
+            # Typed or not: a keeper that ended would let a living owner look dead.
             logger.warning("the lease could not be rewritten: %s", error)
 
 

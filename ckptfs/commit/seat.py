@@ -6,7 +6,6 @@ import threading
 from dataclasses import dataclass
 
 from ckptfs.commit.layout import LOG
-from ckptfs.errors import StorageError
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
@@ -45,5 +44,5 @@ class Seat:
     def _touch_log(self) -> None:
         try:
             self.storage.touch(LOG)
-        except StorageError:
+        except OSError:
             return  # it only makes readers see sooner what is committed already

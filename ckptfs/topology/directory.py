@@ -90,7 +90,17 @@ def _confirm(
 def _look(placement: Placement, storage: Storage, key: str) -> None:
     if placement.is_node_lead:
         return
-    found = storage.stat(key)
+    for attempt in range(_TRIES):
+        try:
+            found = storage.stat(key)
+            break
+        except (NotFoundError, StaleError):
+            # The lead's mkdir was told that it is there; BeeGFS and virtiofs may still answer a
+            # look from a cache (FileExistsError, then is_dir() False).
+            if attempt + 1 == _TRIES:
+                raise
+            storage.refresh(key)
+            time.sleep(0.05)
     if not found.is_dir:
         raise NotFoundError("this is a file, not a directory", uri=storage.uri(key))
 

@@ -64,6 +64,7 @@ class Job:
 
     how: kill, alone, cut, or "sites" (list the fsyncs). deaf: a site whose fsyncs the disk ignores.
     lucky: seeds of what survives a power cut unsynced; 0: nothing does. first: stop at a trouble.
+    when: only moments of this kind (before, half, after).
     """
 
     scenario: str
@@ -73,6 +74,7 @@ class Job:
     deaf: str | None = None
     lucky: tuple[int, ...] = (0,)
     first: bool = False
+    when: str | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,8 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
     trial = f"{base}/trial"
     shutil.copytree(f"{base}/before", trial)
     if job.how in ("kill", "alone"):
-        return json.dumps([asdict(point) for point in points(scenario, job.layout, trial)])
+        found = points(scenario, job.layout, trial)
+        return json.dumps([asdict(p) for p in found if job.when in (None, p.when)])
     sites, names, ignored = Sites(trial), [], []
 
     def hear(call: Fsync) -> bool:

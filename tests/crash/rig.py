@@ -307,7 +307,7 @@ HALVES = frozenset({"write", "create", "replace", "make_dir", "remove_tree"})
 
 @dataclass(frozen=True)
 class Point:
-    """The moment: before, or half-way through, the ``nth`` operation of ``rank``."""
+    """The moment: before, half-way through or after the ``nth`` operation of ``rank``."""
 
     rank: int
     nth: int
@@ -353,6 +353,8 @@ def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
             yield Point(rank, nth)
             if op in HALVES:
                 yield Point(rank, nth, "half")
+            if op == "create":  # done, and nobody was told
+                yield Point(rank, nth, "after")
 
 
 # -- the judge ----------------------------------------------------------------------------------
@@ -361,7 +363,8 @@ def points(scenario: Scenario, layout: Layout, base: str) -> Iterator[Point]:
 @dataclass
 class Sight:
     """What one look at a run found. local: what each rank's node lists by itself.
-    fences: the newest generation's number in each rank's log."""
+    fences: the newest generation's number in each rank's log.
+    """
 
     state: dict[str, str]
     local: list[set[str]]
@@ -508,7 +511,8 @@ def _check_local(layout: Layout, sight: Sight) -> None:
 
 def _check_stock(stock: dict[str, set[str]], state: State, scenario: Scenario) -> None:
     """Never newer than the commit; older in two windows: from the commit to the projection, and
-    from a delete entry to the removal."""
+    from a delete entry to the removal.
+    """
     for name, labels in stock.items():
         allowed = {scenario.old.get(name), state.get(name)}
         assert labels <= allowed, f"stock sees {labels} of {name}, the log says {state}"

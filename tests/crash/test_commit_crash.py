@@ -8,7 +8,7 @@ before and after recovery; the next writer goes on and leaves nothing of the dea
 from __future__ import annotations
 
 import collections
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 
 import pytest
 
@@ -23,7 +23,9 @@ LAYOUTS = {
 }
 
 
-def assert_all_well(verdicts: list[Verdict], ends: Set[str] = frozenset({"old", "new"})) -> None:
+def assert_all_well(
+    verdicts: list[Verdict], ends: AbstractSet[str] = frozenset({"old", "new"})
+) -> None:
     """Every death was judged well, and the moment of the commit lies among them."""
     bad = [f"{v.point}:\n{v.trouble}" for v in verdicts if v.trouble]
     assert not bad, f"{len(bad)} of {len(verdicts)} deaths:\n" + "\n".join(bad[:3])
@@ -65,8 +67,15 @@ def test_killed_at_a_sample_of_operations(scenario: str, layout: str) -> None:
 )
 def test_one_rank_dies_and_the_others_are_told_the_truth(scenario: str, layout: str) -> None:
     """A survivor that was told "committed" finds the new state, "failed" the old, "unknown" either;
-    what the survivors abandon and what the dead one left is cleaned up just the same."""
+    what the survivors abandon and what the dead one left is cleaned up just the same.
+    """
     assert_all_well(deaths(Job(scenario, LAYOUTS[layout], "alone", stride=4)))
+
+
+def test_a_rank_dies_between_its_seal_and_the_answer() -> None:
+    """The seal is in the log and its writer is gone: the others are told "unknown", not "failed"."""
+    verdicts = deaths(Job("fresh", ONE_DOMAIN, "alone", when="after"))
+    assert_all_well(verdicts, {"new"})
 
 
 @pytest.mark.campaign

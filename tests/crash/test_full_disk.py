@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptfs.errors import CkptfsError, CollectiveError, CommitConflictError
-from ckptfs.testing.faults import Action, Fail, Plan
+from ckptfs.testing.faults import Action, Fail, Fault, Plan
 from ckptfs.testing.world import End
 from tests.crash.rig import (
     ONE_DOMAIN,
@@ -95,12 +95,12 @@ def test_a_disk_that_fills_up_at_any_write_loses_nothing(
     memory_path: Path, scenario: str, layout: Layout, stride: int
 ) -> None:
     """ENOSPC from any growing operation on, the log's own entries included: NoSpaceError by name,
-    URI and rank on every rank; or, after the commit, a success with the rest left undone."""
+    URI and rank on every rank; or, after the commit, a success with the rest left undone.
+    """
     prepare(SCENARIOS[scenario], layout, str(memory_path / "before"))
-    log_was_full = False
     cases = [m for m in moments(memory_path, scenario, layout) if m[2] in GROWING]
     for at, (rank, nth, op, key) in enumerate(cases[::stride]):
-        plan = Broken(nth, errno.ENOSPC, GROWING, once=False)
+        plan: Plan = Broken(nth, errno.ENOSPC, GROWING, once=False)
         error, _ = run_case(memory_path, scenario, layout, rank, plan, f"case-{at}")
         if error is None:
             continue
@@ -110,8 +110,12 @@ def test_a_disk_that_fills_up_at_any_write_loses_nothing(
         assert "free space" in text or error.hint, f"{op} {key}: nothing to do in {text}"
         if isinstance(error, CollectiveError):
             assert list(error.failures) == [rank], f"{op} {key}: {error.failures}"
-        log_was_full = log_was_full or (op == "create" and "/log/" in key)
-    assert log_was_full, "the log's own write was not among them"
+    for rank in {rank for rank, _, op, key in cases if op == "create" and "/log/" in key}:
+        full = Fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        plan = Plan([Fault("create", "*/log/*", None, full)])
+        error, _ = run_case(memory_path, scenario, layout, rank, plan, f"log-{rank}")
+        assert error is not None
+        assert "/log/" in str(error)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS], ids=["EIO", "EROFS"])
@@ -120,7 +124,8 @@ def test_one_failed_operation_is_one_error_on_all_ranks(
     memory_path: Path, scenario: str, layout: Layout, number: int
 ) -> None:
     """A single operation that fails, whichever it is: the same typed error everywhere, old or new
-    state as told, and the next writer is not hindered."""
+    state as told, and the next writer is not hindered.
+    """
     prepare(SCENARIOS[scenario], layout, str(memory_path / "before"))
     failures = 0
     for at, (rank, nth, op, key) in enumerate(list(moments(memory_path, scenario, layout))[::3]):
@@ -136,7 +141,8 @@ def test_a_name_sealed_in_one_domain_only_is_refused_before_a_byte_is_written(
     memory_path: Path,
 ) -> None:
     """The other domain was full at the seal: the save failed, and until prepare_run settles it the
-    name is refused at begin, with that advice."""
+    name is refused at begin, with that advice.
+    """
     prepare(SCENARIOS["fresh"], TWO_DOMAINS, str(memory_path / "before"))
     seal = next(m for m in moments(memory_path, "fresh", TWO_DOMAINS) if "/log/" in m[3])
     place = str(memory_path / "before")
@@ -146,9 +152,7 @@ def test_a_name_sealed_in_one_domain_only_is_refused_before_a_byte_is_written(
     )
 
     counting = Mortal(None, "before", alone=True)
-    again = seats(
-        TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting}
-    )
+    again = seats(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting})
     error = one_outcome(again)
     assert isinstance(error, CommitConflictError)
     assert "not settled" in str(error)

@@ -129,7 +129,8 @@ class DiesAfterLink:
 
 def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
     """A save's entry was linked and its writer died before the fsync. Whoever takes the run acts on
-    that entry, so its own sync of the log comes first: the power may go right after."""
+    that entry, so its own sync of the log comes first: the power may go right after.
+    """
     base = memory_path / "disk"
     prepare(SCENARIOS["fresh"], SOLO, str(base))
     disk = SimulatedDisk(str(base))

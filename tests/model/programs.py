@@ -180,7 +180,7 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
         return "broke"
 
 
-def _save(  # noqa: PLR0917 - what a rank knows after its begin
+def _save(
     what: What,
     domain: str,
     means: Means,
