@@ -12,6 +12,7 @@
     |   |-- NotFoundError (FileNotFoundError)
     |   |-- AlreadyExistsError (FileExistsError)
     |   |-- AccessError (PermissionError)    permission, read-only mount
+    |   |   `-- CredentialsError             missing, wrong or expired; or a clock that is off
     |   |-- NoSpaceError                     space, quota or inodes
     |   |-- StaleError                       the handle or name moved under us: look again
     |   |-- TransientError                   worth a retry; nothing happened
@@ -54,6 +55,7 @@ __all__ = [
     "CommitConflictError",
     "CommitInDoubtError",
     "ControlPlaneLostError",
+    "CredentialsError",
     "DeadlineError",
     "Failure",
     "FencedError",
@@ -186,6 +188,10 @@ class AccessError(StorageError, PermissionError):
     """Not permitted, or a read-only mount."""
 
     default_errno = _errno.EACCES
+
+
+class CredentialsError(AccessError):
+    """No credentials, wrong or expired ones, or a clock too far off to sign: renew and call again."""
 
 
 class NoSpaceError(StorageError):

@@ -30,6 +30,7 @@ FROZEN = {
     "NotFoundError": ("StorageError", "FileNotFoundError"),
     "AlreadyExistsError": ("StorageError", "FileExistsError"),
     "AccessError": ("StorageError", "PermissionError"),
+    "CredentialsError": ("AccessError", None),
     "NoSpaceError": ("StorageError", None),
     "StaleError": ("StorageError", None),
     "TransientError": ("StorageError", None),

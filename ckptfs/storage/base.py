@@ -8,7 +8,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
 
     small, whole       read  create  replace  stat  list          (log entries, manifests)
     large, streamed    open_write -> DataWriter, open_read -> DataReader
-    names              make_dir  rename  remove  remove_tree
+    names              make_dir  rename  remove  remove_many  remove_tree  sweep_uploads
     certainty          sync (durable names)  refresh (drop what a client cached)  touch
 
 Each method's docstring answers: what is visible after a crash, is it durable on return, is a retry
@@ -19,14 +19,26 @@ safe, who may call it at once, which errors when. A backend is done when it subc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 from typing import Self
 
+from ckptfs.errors import StorageError
 from ckptfs.uri import Uri
 
-__all__ = ["Capabilities", "DataReader", "DataWriter", "Entry", "Shape", "Space", "Stat", "Storage"]
+__all__ = [
+    "Capabilities",
+    "DataReader",
+    "DataWriter",
+    "Entry",
+    "Shape",
+    "Space",
+    "Stat",
+    "Storage",
+    "first_of",
+]
 
 
 class Shape(Enum):
@@ -90,6 +102,10 @@ class DataWriter(ABC):
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append all of ``data``; the buffer may be reused when it returns. NoSpaceError, ..."""
 
+    def lend(self, data: bytes | bytearray | memoryview) -> int:
+        """As ``write``, but ``data`` stays as it is until ``close`` returns: it need not be copied."""
+        return self.write(data)
+
     @abstractmethod
     def close(self) -> None:
         """Make the file's bytes durable and visible under its key.
@@ -121,9 +137,15 @@ class DataWriter(ABC):
 
 
 class DataReader(ABC):
-    """Ranged reads of one file that does not change. Safe from several threads at once."""
+    """Ranged reads of one file that does not change. Safe from several threads at once.
+
+    concurrency: reads that are worth having under way at once. window_bytes: what one read should
+    fetch, where the caller has the choice.
+    """
 
     size_bytes: int
+    concurrency: int = 1
+    window_bytes: int = 4 << 20
 
     @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -229,6 +251,19 @@ class Storage(ABC):
     def remove(self, key: str) -> None:
         """Unlink one file or delete one object. Absent is success."""
 
+    def remove_many(self, keys: Sequence[str]) -> None:
+        """Unlink files whose names are known, in as few requests as the store takes; nothing is
+        listed. Absent is success. All are tried; then the first failure is raised, with their number.
+        """
+        failures: list[StorageError] = []
+        for key in keys:
+            try:
+                self.remove(key)
+            except StorageError as error:
+                failures.append(error)
+        if failures:
+            raise first_of(failures, len(keys))
+
     @abstractmethod
     def remove_dir(self, key: str) -> None:
         """Remove one directory if it is empty. Absent is success; AlreadyExistsError (ENOTEMPTY):
@@ -257,6 +292,12 @@ class Storage(ABC):
     def touch(self, key: str) -> None:
         """Move a directory's timestamps, so that NFSv3 readers look again. Optional."""
 
+    def sweep_uploads(self, older_than_s: float) -> int:
+        """Abort uploads below the root that nobody completed and that began at least so long ago on
+        the server's clock; how many. 0 where there is no such thing. AccessError: not permitted.
+        """
+        return 0
+
     @abstractmethod
     def space(self) -> Space | None:
         """Free space at the root, or None where there is no such thing."""
@@ -267,3 +308,10 @@ class Storage(ABC):
 
     def close(self) -> None:
         """Release clients; harmless twice."""
+
+
+def first_of(failures: Sequence[StorageError], asked: int) -> StorageError:
+    """The first failure of many, told with their number."""
+    first = failures[0]
+    first.message = f"{len(failures)} of {asked} failed, the first: {first.message}"
+    return first

@@ -1,0 +1,204 @@
+"""What an object store's client must do: a dozen requests, each one try, each with a typed answer.
+
+    small      get  put(condition)  head  delete  list_keys
+    ranges     get_range            into the caller's buffer
+    uploads    begin_upload -> Upload: put_part, complete, abort;  list_uploads
+
+A client is thin: it spells requests and translates answers. It never retries, never caches, never
+lists where a key is known, and makes no bucket, no directory marker and no copy. What is retried,
+how parts are cut, how many requests run at once and what is in memory is decided once for all
+clients by ``ckptfs.storage.object_store``. Keys are whole keys inside the bucket (no leading slash).
+
+    NotFoundError        no such key (its hint differs where the bucket is missing)
+    AlreadyExistsError   the condition did not hold; what stands there is untouched
+    StaleError           the object is not the one of that etag any more (get_range)
+    CredentialsError     no, wrong or expired credentials; a clock that is off
+    AccessError          credentials are right, and may not do this
+    TransientError       worth a retry, and the request surely did nothing (throttled, no connection)
+    AnswerLostError      a change was sent, and no answer tells whether it happened (5xx, reset)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = [
+    "ALWAYS",
+    "IF_ABSENT",
+    "Always",
+    "Buffer",
+    "Condition",
+    "Conditions",
+    "Head",
+    "IfAbsent",
+    "IfMatch",
+    "Limits",
+    "Listed",
+    "ObjectClient",
+    "PendingUpload",
+    "Refused",
+    "Upload",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Whatever stands under the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfAbsent:
+    """Only if nothing stands under the key (If-None-Match: *, ifGenerationMatch=0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class IfMatch:
+    """Only if what stands there has this etag, as ``head``, ``get`` or ``put`` told it."""
+
+    etag: str
+
+
+Condition = Always | IfAbsent | IfMatch
+ALWAYS: Final = Always()
+IF_ABSENT: Final = IfAbsent()
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Which conditions this client can *ask* for; whether the server honours them is probed."""
+
+    if_absent: bool
+    if_match: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the store takes, from its documentation (named where a client sets them), in bytes.
+
+    part_multiple_bytes: every part but the last is a multiple of it.
+    """
+
+    min_part_bytes: int = 5 << 20
+    max_part_bytes: int = 5 << 30
+    max_parts: int = 10_000
+    max_object_bytes: int = 5 << 40
+    max_single_put_bytes: int = 5 << 30
+    part_multiple_bytes: int = 1
+    delete_batch: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """One object: its size, and what identifies its bytes (opaque; never taken for an MD5)."""
+
+    size_bytes: int
+    etag: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One line of a listing: a key with its size, or (``is_prefix``) a common prefix with its slash."""
+
+    key: str
+    size_bytes: int = 0
+    is_prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One key that a batch delete did not delete, as an error that is not raised yet."""
+
+    key: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpload:
+    """An upload that nobody completed. age_s: on the server's clock (its Date header)."""
+
+    key: str
+    upload_id: str
+    age_s: float
+
+
+class Upload(ABC):
+    """One object on its way in parts; nothing is visible under its key before ``complete``.
+
+    Several threads may put parts at once; a part may be put again (a retry), the last one counts.
+    """
+
+    @abstractmethod
+    def put_part(self, number: int, data: Buffer) -> None:
+        """Part ``number``, from 0. ``data`` may be reused when it returns."""
+
+    @abstractmethod
+    def complete(self) -> str | None:
+        """Make the object visible, all parts in order; its etag where the answer has one.
+
+        AnswerLostError: it may be complete. Repeating it is safe; NotFoundError then means that
+        an earlier try completed it, or that somebody aborted it: the caller looks at the key.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Throw the parts away; harmless twice and after complete. May raise."""
+
+
+class ObjectClient(ABC):
+    """One bucket (or container) through one library. Thread-safe, lazy, picklable; survives forks.
+
+    Every method is one try of one request (a listing: one per page) and raises the typed errors of
+    the module's docstring, with the full URI of the key in them.
+    """
+
+    endpoint: str  # scheme://host[:port] that errors name; no credentials
+    limits: Limits
+    conditions: Conditions
+
+    @abstractmethod
+    def get(self, key: str) -> tuple[bytes, str | None]:
+        """All bytes of a small object, and its etag."""
+
+    @abstractmethod
+    def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+        """Fill ``out`` from ``offset``; only of the object with that etag, where one is given.
+
+        IntegrityError: the object ends before; StaleError: another object stands there now. A
+        connection that breaks in the middle is a TransientError: reading changes nothing.
+        """
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+        """The whole object in one request, visible all at once; its new etag."""
+
+    @abstractmethod
+    def head(self, key: str) -> Head:
+        """Size and etag of one object."""
+
+    @abstractmethod
+    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
+        """Keys that begin with ``prefix``, in order; ``delimiter``: up to the next slash only."""
+
+    @abstractmethod
+    def delete(self, keys: Sequence[str]) -> list[Refused]:
+        """Delete up to ``limits.delete_batch`` keys; absent is success. What was refused, and why."""
+
+    @abstractmethod
+    def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
+        """Begin an object in parts of ``part_bytes`` (the last may be smaller)."""
+
+    def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
+        """Uploads below a prefix that nobody completed; none where the store forgets them itself."""
+        del prefix
+        return iter(())
+
+    def abort_pending(self, upload: PendingUpload) -> None:
+        """Abort one that ``list_uploads`` told of."""
+
+    def close(self) -> None:
+        """Release connections; harmless twice."""
