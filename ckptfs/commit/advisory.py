@@ -13,6 +13,8 @@ exclusiveness of names are advice here. The result of every save says so.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptfs.commit.layout import HINT, LOG, log_key
 from ckptfs.errors import AlreadyExistsError, NotFoundError
 from ckptfs.storage.base import (
@@ -143,6 +145,14 @@ class AdvisoryLog(Storage):
     def remove(self, key: str) -> None:
         """As the inner storage."""
         self._inner.remove(key)
+
+    def remove_many(self, keys: Sequence[str]) -> None:
+        """As the inner storage."""
+        self._inner.remove_many(keys)
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        """As the inner storage."""
+        return self._inner.sweep_uploads(older_than_s)
 
     def remove_dir(self, key: str) -> None:
         """As the inner storage."""

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from ckptfs._version import __version__
 from ckptfs.commit.advisory import ADVICE
@@ -42,7 +43,7 @@ from ckptfs.commit.manifest import (
 )
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
-from ckptfs.commit.saving import Means, begin, finish, prepare, survey
+from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import (
@@ -68,6 +69,8 @@ from ckptfs.storage.base import Shape
 __all__ = ["Attempt"]
 
 logger = logging.getLogger(__name__)
+
+DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refused where they last
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +163,10 @@ class Attempt:
     def _survey(self) -> tuple[str, LogState] | None:
         if not self._owner:
             return None
+        background = self.seat.background
+        if background is not None and self.spec.artifact is Kind.DIRECTORY:
+            # Plain names never overwrite: what the last commit doomed has to be gone first.
+            background.drain(DRAIN_S)
         # Whoever holds the run made the log's directories when it claimed it.
         look = survey() if self.spec.run is None else catch_up()
         self._state = drive(look, self.storage)
@@ -352,14 +359,19 @@ class Attempt:
     def _finish_here(self, seal: Seal) -> str | None:
         if not self._owner or self._state is None:
             return None
+        holder, background = self.spec.run, self.seat.background
         try:
             # Of other saves this domain knows only what its own log records: an earlier one that
             # is sealed here but not elsewhere must not be projected.
-            program = finish(seal, self._means, self._state, holder=self.spec.run)
-            self._state = drive(program, self.storage)
+            now = None if background is not None else holder
+            self._state = drive(finish(seal, self._means, self._state, holder=now), self.storage)
             self.seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             return str(error)
+        if holder is not None and background is not None:
+            # Deleting takes requests there, and what the caller waits for is done.
+            chore = partial(drive, clear(self._means, None, holder), self.storage)
+            background.submit(f"clearing what {seal.name} replaced", chore)
         return None
 
     def abandon(self) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Refresh",
     "Remove",
     "RemoveDir",
+    "RemoveMany",
     "RemoveTree",
     "Rename",
     "Replace",
@@ -114,6 +115,15 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveMany:
+    """Files whose names are known, in as few requests as it takes. -> None; absent is success; not
+    atomic, in no order
+    """
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveDir:
     """rmdir. -> None; absent is success; AlreadyExistsError when not empty"""
 
@@ -162,6 +172,7 @@ Op = (
     | Rename
     | Remove
     | RemoveDir
+    | RemoveMany
     | RemoveTree
     | Sync
     | Refresh
@@ -195,6 +206,8 @@ def perform(op: Op, storage: Storage) -> Any:
             return storage.rename(source, target)
         case Remove(key):
             return storage.remove(key)
+        case RemoveMany(keys):
+            return storage.remove_many(keys)
         case RemoveDir(key):
             return storage.remove_dir(key)
         case RemoveTree(key):

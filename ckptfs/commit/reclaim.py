@@ -42,6 +42,7 @@ from ckptfs.commit.ops import (
     Read,
     Remove,
     RemoveDir,
+    RemoveMany,
     RemoveTree,
     Rename,
     StatOf,
@@ -202,9 +203,6 @@ def _erase(
         # From here `.metadata` is the successor's: ours to leave alone.
         yield from project(successor, views, domain, caps)
     if caps.shape is Shape.OBJECT:
-        if seal.artifact is Kind.DIRECTORY and successor is None:
-            for path in (yield from _plain_files(keys)):
-                yield Remove(f"{keys.name}/{path}")
         yield from _wipe_objects(keys, projected=successor is None)
         return True
     if successor is None:
@@ -256,12 +254,18 @@ def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
 
 def _plain_files(keys: AttemptKeys) -> Program[list[str]]:
     """What a directory artifact put beside its data directory, by its own manifest."""
+    listed = yield from _listed_files(keys)
+    return [path for path in listed if path.split("/", 1)[0] != keys.save_id]
+
+
+def _listed_files(keys: AttemptKeys) -> Program[list[str]]:
+    """The paths in a save's own manifest; empty where it was never written or is gone."""
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
-        manifest = decode_manifest(raw, keys.projected_data)
+        files = decode_manifest(raw, keys.projected_data).files
+        return list(dict.fromkeys(file.path for file in files))
     except (NotFoundError, ManifestError):
         return []
-    return [f.path for f in manifest.files if f.path.split("/", 1)[0] != keys.save_id]
 
 
 def _to_trash(source: str, target: str) -> Program[bool]:
@@ -314,14 +318,25 @@ def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[
 
 
 def _wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
+    """Object stores: everything of one save. What its manifest lists goes without a listing.
+
+    projected: its name is nobody else's, so what stands under plain names is its own.
+    """
     if projected:
         for piece in (METADATA, MANIFEST):
             key = f"{keys.name}/{piece}"
             if (yield from _names_it(key, keys.save_id)):
                 yield Remove(key)
-    if keys.name:
+    listed = (yield from _listed_files(keys)) if keys.name else []
+    own = f"{keys.save_id}/"
+    known = [path for path in listed if projected or path.startswith(own)]
+    if known:
+        yield RemoveMany(tuple(f"{keys.name}/{path}" for path in known))
+        # The manifest after all that it lists: by it whoever goes on after a crash finds them.
+        yield Remove(f"{keys.projected_data}/{MANIFEST}")
+    elif keys.name:
         yield RemoveTree(keys.projected_data)
-    yield RemoveTree(keys.attempt)  # the record last: by it the next holder finds the rest
+    yield Remove(keys.record)  # last: by it the next holder finds the rest
 
 
 def wipe_leftovers(seals: list[Seal], caps: Capabilities) -> Program[None]:

@@ -18,11 +18,13 @@ import logging
 import os
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Self
 
+from ckptfs.commit.background import Background
 from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Release, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG, log_key
@@ -36,6 +38,7 @@ from ckptfs.commit.saving import survey
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import (
+    AccessError,
     CkptfsError,
     CommitConflictError,
     FencedError,
@@ -44,12 +47,15 @@ from ckptfs.errors import (
     StateError,
     StorageError,
 )
+from ckptfs.storage.base import Shape, Storage
 from ckptfs.uri import Uri
 
 __all__ = ["Mode", "Run", "Takeover", "claim"]
 
 logger = logging.getLogger(__name__)
 
+CHORES_S = 30.0  # how long a release waits for deletes under way
+ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
@@ -125,6 +131,8 @@ class Run:
             return
         self._released = True
         with self.closing:
+            if self.seat.background is not None:
+                self.seat.background.close(CHORES_S)
             if self._keeper is not None:
                 self._keeper.stop()
             if self.seat.placement.is_owner:
@@ -301,6 +309,10 @@ class _Claimant:
         if keeper is not None:
             keeper.start()
         names = tuple(seal.name for seal in plan.in_doubt)
+        if self._owner and caps.shape is Shape.OBJECT:
+            background = Background()
+            background.submit("sweeping uploads", partial(_sweep, seat.storage))
+            seat = replace(seat, background=background)
         return Run(seat.storage.root, generation, seat, names, _keeper=keeper)
 
     def _read_token(self, generation: Generation) -> None:
@@ -324,6 +336,18 @@ class _Claimant:
                 )
 
         seat.control.step("token", read)
+
+
+def _sweep(storage: Storage) -> None:
+    """Abort uploads in parts that a dead process left: only their age on the server's clock counts."""
+    try:
+        swept = storage.sweep_uploads(ORPHAN_S)
+    except AccessError as error:
+        # Most policies leave this right out; a lifecycle rule of the bucket does the same.
+        logger.info("unfinished uploads are not swept: %s", error)
+        return
+    if swept:
+        logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)
 
 
 def _beaten(answers: Sequence[int | None]) -> _Round:

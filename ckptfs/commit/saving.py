@@ -4,7 +4,8 @@
     begin     make the attempt, its record first
     prepare   manifest and metadata beside the data; every name durable
     seal      append the seal: with one domain this is the commit
-    finish    record the decision (several domains), project, reclaim what was replaced
+    finish    record the decision (several domains), project
+    clear     delete what was replaced; in the background where deleting takes requests
     undo      abort what was not sealed everywhere, remove the bytes of an own failed attempt
 
 ``attempt.py`` runs them over all ranks; the model search in ``tests/model`` runs the same ones.
@@ -21,13 +22,24 @@ from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
 from ckptfs.commit.ops import MakeDir, Pause, Program, Sync, Write
 from ckptfs.commit.project import project
-from ckptfs.commit.protocol import Refusal, doomed, may_abort, may_seal
+from ckptfs.commit.protocol import Refusal, Views, doomed, may_abort, may_seal
 from ckptfs.commit.reclaim import delete_save, discard_own_attempt
 from ckptfs.commit.recovery import encode_record
-from ckptfs.errors import NotFoundError
-from ckptfs.storage.base import Capabilities, Shape
+from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.storage.base import Capabilities, Shape, first_of
 
-__all__ = ["Means", "begin", "finish", "prepare", "seal_save", "survey", "undo"]
+__all__ = [
+    "Cleared",
+    "Means",
+    "begin",
+    "clear",
+    "finish",
+    "prepare",
+    "record_abort",
+    "seal_save",
+    "survey",
+    "undo",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,14 @@ class Means:
     caps: Capabilities
     ids: Iterator[str]
     stamp: Stamp = Stamp()
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """How many saves' bytes went, and the log after it."""
+
+    saves: int
+    state: LogState
 
 
 def survey() -> Program[LogState]:
@@ -94,32 +114,70 @@ def finish(
     seal: Seal, means: Means, state: LogState, *, holder: Generation | None
 ) -> Program[LogState]:
     """After the commit: record it where several domains decided, project, and, when we hold the
-    run, delete what earlier commits replaced. ``state``: this domain's fold with the seal.
+    run, delete what earlier commits replaced (None: not here, see ``clear``). ``state``: this
+    domain's fold with the seal.
     """
     if len(seal.domains) > 1:
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
-    seen = {means.domain: state}
-    yield from project(seal, seen, means.domain, means.caps)
+    yield from project(seal, {means.domain: state}, means.domain, means.caps)
     if holder is not None:
-        for doom in doomed(seen):
-            if means.domain not in doom.seal.domains:
-                continue
+        outcome = yield from clear(means, state, holder)
+        state = outcome.state
+        if isinstance(outcome, Refused):
+            return state
+    return (yield from write_snapshot(state, write_id=next(means.ids), stamp=means.stamp))
+
+
+def clear(
+    means: Means, state: LogState | None, holder: Generation
+) -> Program[Cleared | Refused[Refusal]]:
+    """Delete what later commits of the run replaced or an overwrite hid; Refused once fenced.
+
+    It may run while the next save does: an entry comes before each byte, and nobody looks at bytes
+    whose delete is in the log.
+    """
+    seen = {means.domain: (yield from catch_up()) if state is None else state}
+    done, failures = 0, []
+    for seal, reason in _to_clear(seen, means.domain):
+        try:
             gone = yield from delete_save(
-                doom.seal,
+                seal,
                 seen,
                 means.domain,
                 holder,
                 means.caps,
-                reason=doom.reason,
+                reason=reason,
                 ids=means.ids,
                 stamp=means.stamp,
-                still=lambda now, d=doom: d in doomed({means.domain: now}),  # type: ignore[misc]
+                still=lambda now, s=seal: _still_to_clear(s, now, means.domain),  # type: ignore[misc]
             )
-            state = gone.state
-            seen = {means.domain: state}
-            if isinstance(gone, Refused) and gone.reason is Refusal.FENCED:
-                return state
-    return (yield from write_snapshot(state, write_id=next(means.ids), stamp=means.stamp))
+        except StorageError as error:
+            # One that cannot be deleted now (held by a lock, say) must not keep the others.
+            failures.append(error)
+            continue
+        seen = {means.domain: gone.state}
+        if isinstance(gone, Refused):
+            if gone.reason is Refusal.FENCED:
+                return gone
+            continue
+        done += 1
+    if failures:
+        raise first_of(failures, len(failures) + done)
+    return Cleared(done, seen[means.domain])
+
+
+def _to_clear(seen: Views, domain: str) -> list[tuple[Seal, str]]:
+    """What is doomed by now, and what a delete that failed half-way left."""
+    begun = [
+        (save.seal, "begun before")
+        for save in seen[domain].saves.values()
+        if save.seal is not None and save.deleted and not save.gone
+    ]
+    return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.domains]
+
+
+def _still_to_clear(seal: Seal, now: LogState, domain: str) -> bool:
+    return any(seal.save_id == other.save_id for other, _ in _to_clear({domain: now}, domain))
 
 
 def _record(

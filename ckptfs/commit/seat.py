@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from ckptfs.commit.background import Background
 from ckptfs.commit.layout import LOG
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
@@ -18,13 +19,15 @@ _TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_la
 @dataclass(frozen=True, slots=True)
 class Seat:
     """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
-    rank's domain found by its probe, equal on all ranks of the domain.
+    rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
+    that holds the run leaves deletes to, where they take requests.
     """
 
     control: Control
     storage: Storage
     placement: Placement
     caps: Capabilities
+    background: Background | None = None
 
     @property
     def spans_nodes(self) -> bool:

@@ -19,7 +19,7 @@ or reader as ``write``, ``close``, ``abort``, ``read_into``, ``close_read``, all
 OP and KEY PATTERN are shell patterns; N counts the operations that match both, from 1 (``kill:*:*:17``
 is the 17th of all; ``*`` instead of N is every one). RANK and RESTART are torchrun's. ``write`` half-way
 is half of its bytes; ``create`` and ``replace`` half-way leave half of a temporary file;
-``remove_tree`` half-way leaves half of the names. CKPTFS_TEST_TRACE=PATH appends one line
+``remove_tree`` and ``remove_many`` half-way leave half of the names. CKPTFS_TEST_TRACE=PATH appends one line
 "NUMBER OP KEY" per operation to PATH.RANK, which outlives a SIGKILL.
 
 Only ``ckptfs.testing`` reads those variables. Production code never does.
@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ckptfs.errors import AnswerLostError, CkptfsError, StorageError
@@ -151,6 +151,14 @@ class FaultyStorage(Storage):
     def remove(self, key: str) -> None:
         self._do("remove", key, lambda: self.inner.remove(key))
 
+    def remove_many(self, keys: Sequence[str]) -> None:
+        self._do(
+            "remove_many",
+            keys[0] if keys else "",
+            lambda: self.inner.remove_many(keys),
+            lambda: self.inner.remove_many(keys[: (len(keys) + 1) // 2]),
+        )
+
     def remove_dir(self, key: str) -> None:
         self._do("remove_dir", key, lambda: self.inner.remove_dir(key))
 
@@ -161,6 +169,9 @@ class FaultyStorage(Storage):
             lambda: self.inner.remove_tree(key),
             lambda: self._half_tree(key),
         )
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        return self._do("sweep_uploads", "", lambda: self.inner.sweep_uploads(older_than_s))
 
     def sync(self, key: str) -> None:
         self._do("sync", key, lambda: self.inner.sync(key))
@@ -239,6 +250,7 @@ class _FaultyWriter(DataWriter):
         self._storage = storage
         self._key = key
         self._inner = inner
+        self._send = inner.write
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         def half() -> None:
@@ -248,7 +260,15 @@ class _FaultyWriter(DataWriter):
             if flush is not None:
                 flush()  # a crash leaves what the kernel has, not what Python still gathers
 
-        return self._storage._do("write", self._key, lambda: self._inner.write(data), half)  # noqa: SLF001
+        return self._storage._do("write", self._key, lambda: self._send(data), half)  # noqa: SLF001
+
+    def lend(self, data: bytes | bytearray | memoryview) -> int:
+        """Counted as a write: whoever plans a fault does not care who copies."""
+        self._send = self._inner.lend
+        try:
+            return self.write(data)
+        finally:
+            self._send = self._inner.write
 
     def close(self) -> None:
         self._storage._do("close", self._key, self._inner.close)  # noqa: SLF001
@@ -267,6 +287,7 @@ class _FaultyReader(DataReader):
         self._key = key
         self._inner = inner
         self.size_bytes = inner.size_bytes
+        self.concurrency, self.window_bytes = inner.concurrency, inner.window_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self._storage._do(  # noqa: SLF001

@@ -9,6 +9,7 @@ Put it under a reader to show that the reader needs read permission only, and ch
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from typing import NoReturn
 
 from ckptfs.errors import AccessError
@@ -59,11 +60,17 @@ class ReadOnlyStorage(Storage):
     def remove(self, key: str) -> None:
         self._refuse("remove", key)
 
+    def remove_many(self, keys: Sequence[str]) -> None:
+        self._refuse("remove_many", keys[0] if keys else "")
+
     def remove_dir(self, key: str) -> None:
         self._refuse("remove_dir", key)
 
     def remove_tree(self, key: str) -> None:
         self._refuse("remove_tree", key)
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        self._refuse("sweep_uploads", "")
 
     def sync(self, key: str) -> None:
         self._refuse("sync", key)

@@ -3,8 +3,8 @@
     Disk        frozen: path -> bytes, or DIR for a directory (filesystem shape only)
     apply(disk, op, shape) -> [Outcome(note, disk', reply)]     every way that the operation may end
 
-One operation is one atomic step, except ``RemoveTree``, which the search runs as a first unlink of
-any one end of the tree and then the rest. ``rename`` follows rename(2): a directory may replace an
+One operation is one atomic step, except ``RemoveTree`` and ``RemoveMany``, which the search runs as
+a first unlink of any one end and then the rest. ``rename`` follows rename(2): a directory may replace an
 empty directory only, ENOENT for a missing source or a missing parent of the target.
 """
 
@@ -24,6 +24,7 @@ from ckptfs.commit.ops import (
     Read,
     Remove,
     RemoveDir,
+    RemoveMany,
     RemoveTree,
     Rename,
     Replace,
@@ -58,9 +59,10 @@ class Puts:
 
 @dataclass(frozen=True, slots=True)
 class HalfRemove:
-    """Test-only operation: the first unlink of a recursive removal, from either end."""
+    """Test-only operation: the first unlink of a removal of many, from either end."""
 
-    key: str
+    key: str = ""
+    keys: tuple[str, ...] = ()
 
 
 class Disk:
@@ -137,7 +139,7 @@ def apply(disk: Disk, op: Op | Puts | HalfRemove, shape: Shape) -> list[Outcome]
     """Every way that ``op`` may end when its answer arrives."""
     files = disk.files
     if isinstance(op, HalfRemove):
-        return list(_half_remove(disk, op.key, shape))
+        return list(_half_remove(disk, op))
     if isinstance(op, Puts):
         changed = dict(files)
         for key, data in op.files:
@@ -152,8 +154,9 @@ def apply(disk: Disk, op: Op | Puts | HalfRemove, shape: Shape) -> list[Outcome]
     return [Outcome("", disk if new is files else Disk.of(new), reply)]
 
 
-def _half_remove(disk: Disk, key: str, shape: Shape) -> Iterator[Outcome]:
-    inside = [path for path in disk.below(key) if disk.files[path] is not DIR]
+def _half_remove(disk: Disk, op: HalfRemove) -> Iterator[Outcome]:
+    paths = disk.below(op.key) if op.key else [key for key in op.keys if key in disk.files]
+    inside = [path for path in paths if disk.files[path] is not DIR]
     if len(inside) < 2:
         yield Outcome("", disk, None)
         return
@@ -208,6 +211,9 @@ def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:
                 if key in files
                 else (files, None)
             )
+        case RemoveMany(keys):
+            left = {p: v for p, v in files.items() if p not in keys}
+            return (files if len(left) == len(files) else left), None
         case RemoveDir(key):
             if shape is Shape.OBJECT or key not in files:
                 return files, None

@@ -21,7 +21,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
-from ckptfs.commit.ops import Read, RemoveTree
+from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
 from ckptfs.commit.protocol import catalog, may_fence, name_taken, next_seq
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.saving import Means
@@ -64,7 +64,8 @@ class Hear:
 class What:
     """One save of a scenario. gen: of the run that holds it, None for a plain save.
 
-    fine: whether the small files are written one by one (more interleavings).
+    fine: whether the small files are written one by one (more interleavings). clears: whether it
+    deletes what it replaced before it ends, or leaves that to ``clearer``.
     """
 
     save_id: str
@@ -75,6 +76,7 @@ class What:
     artifact: Kind = Kind.CHECKPOINT
     fine: bool = False
     caps: Capabilities = FILESYSTEM
+    clears: bool = True
 
     @property
     def keys(self) -> AttemptKeys:
@@ -94,7 +96,7 @@ class What:
         files = {} if self.artifact is Kind.DIRECTORY else {".metadata": self.metadata}
         listed = tuple(
             FileRecord(self.data_path(d), len(self.data(d)), domain=d) for d in self.domains
-        )
+        ) + tuple(FileRecord(f"{self.save_id}/{name}", len(data)) for name, data in files.items())
         manifest = Manifest(
             self.save_id,
             self.name,
@@ -139,6 +141,8 @@ def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
             try:
                 if isinstance(op, RemoveTree):
                     yield domain, HalfRemove(op.key)
+                elif isinstance(op, RemoveMany):
+                    yield domain, HalfRemove(keys=op.keys)
                 reply = yield domain, op
             except Exception as error:  # noqa: BLE001 - all of them belong to the program
                 op = program.throw(error)
@@ -217,9 +221,18 @@ def _save(
         yield from _give_up(what, domain, means, base, sealed=sealed)
         return f"refused {reason}"
     yield domain, Tell(("acknowledged", what.save_id))
-    yield from on(domain, saving.finish(seal, means, state, holder=what.gen))
+    holder = what.gen if what.clears else None
+    yield from on(domain, saving.finish(seal, means, state, holder=holder))
     yield domain, Tell(("finished", what.save_id, domain))
     return "committed"
+
+
+def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
+    """What a run's background thread does once ``after`` is projected."""
+    yield "A", Hear((("finished", after.save_id, "A"),))
+    means = Means("A", caps, ids(f"clear-{after.save_id}"))
+    outcome = yield from on("A", saving.clear(means, None, gen))
+    return "fenced" if isinstance(outcome, Refused) else "cleared"
 
 
 def _give_up(what: What, domain: str, means: Means, base: Generation, *, sealed: bool) -> Steps:
@@ -390,6 +403,7 @@ __all__ = [
     "Holder",
     "Tell",
     "What",
+    "clearer",
     "holder",
     "ids",
     "on",

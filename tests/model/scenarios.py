@@ -34,6 +34,7 @@ from tests.model.programs import (
     Holder,
     Tell,
     What,
+    clearer,
     holder,
     ids,
     on,
@@ -882,6 +883,41 @@ def object_delete() -> Scenario:
     )
 
 
+def object_cleared_beside() -> Scenario:
+    """W replaced a by b and saved n, whose clearing dooms a and runs beside W's next replacement."""
+    a = What("aaa", gen=G1, caps=OBJECT)
+    b = What("bbb", gen=G1, caps=OBJECT, replace=True)
+    n = What("nnn", name="s2", gen=G1, caps=OBJECT, clears=False)
+    c = What("ccc", gen=G1, caps=OBJECT, replace=True, clears=False)
+
+    def saves() -> Generator[Any, Any, Any]:
+        yield from saver(n, "A")
+        return (yield from saver(c, "A"))
+
+    return _one(
+        "object-cleared-beside",
+        _saves(a, b, n, c),
+        {
+            "W": saves,
+            "B": partial(clearer, G1, n, OBJECT),
+            "P2": partial(holder, Holder(G2, caps=OBJECT)),
+            "R": partial(reader, _saves(a, b, c), "s1"),
+        },
+        _both_lie(a, b),
+        shape=Shape.OBJECT,
+        windows=frozenset({"late-put", "stalled-deleter"}),
+    )
+
+
+def _both_lie(old: What, new: What) -> Disk:
+    """``old`` was replaced by ``new``; both have their data, and the name shows the new one."""
+    disk = committed_disk(
+        Shape.OBJECT, [F1, old.seal(G1, 1), new.seal(G1, 2)], projected=(old, new)
+    )
+    files = {**disk.files, **{f"{new.name}/{n}": data for n, data in new.small().items()}}
+    return Disk.of(files)
+
+
 SCENARIOS: dict[str, Callable[[], Scenario]] = {
     function().name: function
     for function in (
@@ -929,6 +965,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         object_replace_unconditional,
         object_delete,
         object_delete_saved_again,
+        object_cleared_beside,
     )
 }
 

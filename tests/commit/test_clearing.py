@@ -1,0 +1,83 @@
+"""What a held run deletes on an object store: beside the caller, by known names, until it is gone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+
+import ckptfs
+from ckptfs.storage.registry import open_storage
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run on an object-shaped memory whose operations are traced into tmp_path/trace.0."""
+    monkeypatch.setenv("CKPTFS_TEST_TRACE", str(tmp_path / "trace"))
+    return f"faults+memory://{uuid4().hex}/run"
+
+
+def _at(run: str, name: str) -> str:
+    return f"{run}/{name}?shape=object"
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((8,), value)}
+
+
+def _operations(tmp_path: Path) -> list[tuple[str, str]]:
+    (trace,) = tmp_path.glob("trace.*")
+    rows = (line.split(" ", 2) for line in trace.read_text().splitlines())
+    return [(row[1], row[2] if len(row) > 2 else "") for row in rows]
+
+
+def _left(run: str, name: str) -> list[str]:
+    with open_storage(_at(run, "").replace("/?", "?")) as storage:
+        return [entry.name for entry in storage.list(name)]
+
+
+def test_a_replaced_save_goes_by_the_names_in_its_manifest(run: str, tmp_path: Path) -> None:
+    """Its data, sidecars and manifests are gone after the release, and nothing was listed for it."""
+    with ckptfs.prepare_run(_at(run, "").replace("/?", "?")) as held:
+        first = ckptfs.save(_state(1), _at(run, "step_1"), run=held).save_id
+        second = ckptfs.save(_state(2), _at(run, "step_1"), if_exists="replace", run=held).save_id
+        begun = len(_operations(tmp_path))
+        ckptfs.save(_state(3), _at(run, "step_2"), run=held)
+    operations = _operations(tmp_path)[begun:]
+    assert ("remove_many", f"step_1/{first}/__0_0.distcp") in operations
+    assert not [key for op, key in operations if op in ("list", "remove_tree")]
+    assert _left(run, f"step_1/{first}") == []
+    assert second in _left(run, "step_1")
+    state = _state(0)
+    ckptfs.load(state, _at(run, "step_1"))
+    assert state["w"][0] == 2
+
+
+@pytest.mark.usefixtures("tmp_path")
+def test_a_delete_that_fails_is_told_and_tried_again(
+    run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save that doomed it succeeds; the next save's chores delete what is left."""
+    monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=AccessError:remove_many:*:1")
+    with (
+        caplog.at_level(logging.WARNING),
+        ckptfs.prepare_run(_at(run, "").replace("/?", "?")) as held,
+    ):
+        first = ckptfs.save(_state(1), _at(run, "step_1"), run=held).save_id
+        ckptfs.save(_state(2), _at(run, "step_1"), if_exists="replace", run=held)
+        ckptfs.save(_state(3), _at(run, "step_2"), run=held)
+        assert held.seat.background is not None
+        assert held.seat.background.drain(30)
+        assert "clearing what step_2 replaced failed" in caplog.text
+        assert _left(run, f"step_1/{first}") != []
+        ckptfs.save(_state(4), _at(run, "step_3"), run=held)
+    assert _left(run, f"step_1/{first}") == []
+
+
+def test_old_uploads_are_swept_when_a_run_is_claimed(run: str, tmp_path: Path) -> None:
+    """One request per claim, by the owner, beside the caller."""
+    ckptfs.prepare_run(_at(run, "").replace("/?", "?")).release()
+    assert [op for op, _ in _operations(tmp_path)].count("sweep_uploads") == 1
