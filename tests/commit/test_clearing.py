@@ -35,13 +35,16 @@ def _operations(tmp_path: Path) -> list[tuple[str, str]]:
 
 
 def _left(run: str, name: str) -> list[str]:
-    with open_storage(_at(run, "").replace("/?", "?")) as storage:
+    storage = open_storage(f"{run}?shape=object")
+    try:
         return [entry.name for entry in storage.list(name)]
+    finally:
+        storage.close()
 
 
 def test_a_replaced_save_goes_by_the_names_in_its_manifest(run: str, tmp_path: Path) -> None:
     """Its data, sidecars and manifests are gone after the release, and nothing was listed for it."""
-    with ckptfs.prepare_run(_at(run, "").replace("/?", "?")) as held:
+    with ckptfs.prepare_run(f"{run}?shape=object") as held:
         first = ckptfs.save(_state(1), _at(run, "step_1"), run=held).save_id
         second = ckptfs.save(_state(2), _at(run, "step_1"), if_exists="replace", run=held).save_id
         begun = len(_operations(tmp_path))
@@ -56,28 +59,29 @@ def test_a_replaced_save_goes_by_the_names_in_its_manifest(run: str, tmp_path: P
     assert state["w"][0] == 2
 
 
-@pytest.mark.usefixtures("tmp_path")
 def test_a_delete_that_fails_is_told_and_tried_again(
     run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save that doomed it succeeds; the next save's chores delete what is left."""
+    """The save that dooms two succeeds, the other one goes, and the next save's chores do the rest."""
     monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=AccessError:remove_many:*:1")
+    with ckptfs.prepare_run(f"{run}?shape=object") as held:
+        names = ("step_1", "step_2")
+        saved = [ckptfs.save(_state(1), _at(run, n), run=held).save_id for n in names]
+        homes = [f"{name}/{save_id}" for name, save_id in zip(names, saved, strict=True)]
     with (
         caplog.at_level(logging.WARNING),
-        ckptfs.prepare_run(_at(run, "").replace("/?", "?")) as held,
+        ckptfs.prepare_run(f"{run}?shape=object", mode="overwrite") as held,
     ):
-        first = ckptfs.save(_state(1), _at(run, "step_1"), run=held).save_id
-        ckptfs.save(_state(2), _at(run, "step_1"), if_exists="replace", run=held)
-        ckptfs.save(_state(3), _at(run, "step_2"), run=held)
+        ckptfs.save(_state(3), _at(run, "step_3"), run=held)
         assert held.seat.background is not None
         assert held.seat.background.drain(30)
-        assert "clearing what step_2 replaced failed" in caplog.text
-        assert _left(run, f"step_1/{first}") != []
-        ckptfs.save(_state(4), _at(run, "step_3"), run=held)
-    assert _left(run, f"step_1/{first}") == []
+        assert "clearing what step_3 replaced failed" in caplog.text
+        assert [bool(_left(run, home)) for home in homes] == [True, False]
+        ckptfs.save(_state(4), _at(run, "step_4"), run=held)
+    assert [_left(run, home) for home in homes] == [[], []]
 
 
 def test_old_uploads_are_swept_when_a_run_is_claimed(run: str, tmp_path: Path) -> None:
     """One request per claim, by the owner, beside the caller."""
-    ckptfs.prepare_run(_at(run, "").replace("/?", "?")).release()
+    ckptfs.prepare_run(f"{run}?shape=object").release()
     assert [op for op, _ in _operations(tmp_path)].count("sweep_uploads") == 1
