@@ -33,7 +33,7 @@ from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import CONTROL, MANIFEST, AttemptKeys
-from ckptfs.commit.log import catch_up
+from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,
@@ -138,6 +138,11 @@ class Attempt:
         return self._plan
 
     @property
+    def _known(self) -> LogState | None:
+        # Without exclusive creates entries may slip in below what was folded.
+        return self.seat.known.state if self._means.caps.exclusive_create else None
+
+    @property
     def _named(self) -> AttemptKeys:
         if self._keys is None:
             raise RuntimeError("begin() was not called")
@@ -168,7 +173,7 @@ class Attempt:
             # Plain names never overwrite: what the last commit doomed has to be gone first.
             background.drain(DRAIN_S)
         # Whoever holds the run made the log's directories when it claimed it.
-        look = survey() if self.spec.run is None else catch_up()
+        look = survey() if self.spec.run is None else catch_up_again(self._known)
         self._state = drive(look, self.storage)
         return self._means.domain, self._state
 
@@ -365,12 +370,13 @@ class Attempt:
             # is sealed here but not elsewhere must not be projected.
             now = None if background is not None else holder
             self._state = drive(finish(seal, self._means, self._state, holder=now), self.storage)
+            self.seat.known.learn(self._state)
             self.seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             return str(error)
         if holder is not None and background is not None:
             # Deleting takes requests there, and what the caller waits for is done.
-            chore = partial(drive, clear(self._means, None, holder), self.storage)
+            chore = partial(drive, clear(self._means, self._known, holder), self.storage)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return None
 

@@ -31,6 +31,7 @@ from ckptfs.commit.ops import (
     Pause,
     Program,
     Read,
+    ReadAhead,
     Refresh,
     Replace,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Refused",
     "append",
     "catch_up",
+    "catch_up_again",
     "make_log",
     "write_snapshot",
 ]
@@ -58,6 +60,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_EVERY = 100  # entries; a cold fold of 10,000 took seconds on NFS and S3, of 20 none
+READ_AHEAD = 16  # entries asked for at once, where the log turns out to be longer
 
 R = TypeVar("R")
 
@@ -92,14 +95,30 @@ def catch_up(state: LogState | None = None) -> Program[LogState]:
     if state is None:
         state = yield from _from_snapshot()
     yield Refresh(LOG)
+    ahead = 1
     while True:
-        entry = yield from _read_entry(state.next)
-        if entry is None:
+        entries = yield from _read_entries(state.next, ahead)
+        for entry in entries:
+            state = fold_entry(state, entry.body)
+            if entry.partial:
+                # A snapshot by this version would lose what it does not understand.
+                state = replace(state, foreign=True)
+        if len(entries) < ahead:
             return state
-        state = fold_entry(state, entry.body)
-        if entry.partial:
-            # A snapshot by this version would lose what it does not understand.
-            state = replace(state, foreign=True)
+        ahead = min(2 * ahead, READ_AHEAD)
+
+
+def catch_up_again(known: LogState | None) -> Program[LogState]:
+    """As ``catch_up``, for whoever holds the run and folded it before: two reads if nothing came.
+
+    The fence is read again: on an object store a number could be created in a log that somebody
+    removed, and that entry would never be found.
+    """
+    if known is not None:
+        entry = yield from _read_entry(known.fence_at)
+        if entry is None or entry.body != known.fence:
+            known = None
+    return (yield from catch_up(known))
 
 
 def _from_snapshot() -> Program[LogState]:
@@ -114,6 +133,19 @@ def _from_snapshot() -> Program[LogState]:
         return LogState()
     state = state_from_snapshot(number, entry.body)
     return replace(state, foreign=True) if entry.partial else state
+
+
+def _read_entries(number: int, count: int) -> Program[list[Entry]]:
+    """Entries from ``number`` on, ``count`` of them or up to the first that is not seen yet."""
+    keys = tuple(log_key(number + n) for n in range(count))
+    attempt = 0
+    while True:
+        try:
+            found: tuple[bytes, ...] = yield ReadAhead(keys)
+            return [decode_entry(data, key) for data, key in zip(found, keys, strict=False)]
+        except (StaleError, TransientError, AnswerLostError) as error:
+            yield Pause(attempt, f"reading {keys[0]}: {error}")
+            attempt += 1
 
 
 def _read_entry(number: int) -> Program[Entry | None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.advisory import with_log
+from ckptfs.commit.layout import CONTROL
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError, UriError
 from ckptfs.storage.base import Capabilities, Storage
@@ -110,7 +111,9 @@ def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Ca
     """
 
     def local() -> tuple[str, Capabilities] | None:
-        return (placement.mine.id, storage.capabilities) if placement.is_owner else None
+        # A run that exists already was opened without a write: what its log may rely on must be
+        # seen before the first entry, or a store that ignores conditions would pass for one of ours.
+        return (placement.mine.id, storage.probe(CONTROL)) if placement.is_owner else None
 
     answers = control.step("capabilities", local)
     return dict(a for a in answers if a is not None)[placement.mine.id]

@@ -30,6 +30,7 @@ __all__ = [
     "Pause",
     "Program",
     "Read",
+    "ReadAhead",
     "Refresh",
     "Remove",
     "RemoveDir",
@@ -50,6 +51,13 @@ class Read:
     """All bytes of a small file. -> bytes"""
 
     key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """Small files that were written in this order. -> their bytes, up to the first that is missing"""
+
+    keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +171,7 @@ class Pause:
 
 Op = (
     Read
+    | ReadAhead
     | StatOf
     | List
     | Create
@@ -188,6 +197,8 @@ def perform(op: Op, storage: Storage) -> Any:
     match op:
         case Read(key):
             return storage.read(key)
+        case ReadAhead(keys):
+            return storage.read_ahead(keys)
         case StatOf(key):
             return storage.stat(key)
         case List(key):

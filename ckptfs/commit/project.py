@@ -55,7 +55,7 @@ def project(seal: Seal, views: Views, domain: str, caps: Capabilities) -> Progra
     if caps.shape is Shape.FILESYSTEM:
         for save in _earlier(seal, views[domain]):
             yield from _retire(save, views, caps)
-    yield from _project_one(seal, caps)
+    yield from _project_one(seal, caps, views[domain])
 
 
 def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
@@ -86,7 +86,8 @@ def _retire(save: SaveState, views: Views, caps: Capabilities) -> Program[None]:
     kept = not save.deleted
     if kept and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
-            yield from _project_one(seal, caps)  # its data are the plain names themselves
+            # Its data are the plain names themselves. Filesystems only: nothing asks the log.
+            yield from _project_one(seal, caps, LogState())
         return
     if kept:
         yield from _settle_data(keys)
@@ -155,10 +156,10 @@ def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
             yield from project(seal, views, domain, caps)
 
 
-def _project_one(seal: Seal, caps: Capabilities) -> Program[None]:
+def _project_one(seal: Seal, caps: Capabilities, state: LogState) -> Program[None]:
     keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     if caps.shape is Shape.OBJECT:
-        yield from _project_object(seal, keys, caps)
+        yield from _project_object(seal, keys, caps, state)
         return
     try:
         yield Rename(keys.attempt, keys.name)
@@ -216,19 +217,25 @@ def _move(source: str, target: str) -> Program[None]:
             return
 
 
-def _project_object(seal: Seal, keys: AttemptKeys, caps: Capabilities) -> Program[None]:
+def _project_object(
+    seal: Seal, keys: AttemptKeys, caps: Capabilities, state: LogState
+) -> Program[None]:
+    # Where entries may slip in below what was folded, only a whole fold tells who is newest.
+    known = state if caps.exclusive_create else None
     pieces = (MANIFEST,) if seal.artifact is Kind.DIRECTORY else (METADATA, MANIFEST)
     for piece in pieces:
         try:
             data: bytes = yield Read(f"{keys.projected_data}/{piece}")
         except NotFoundError:
             return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
-        yield from _put(seal, f"{keys.name}/{piece}", data, caps)
+        yield from _put(seal, f"{keys.name}/{piece}", data, caps, known)
     # Its record has done its work; recovery need not look at this save again.
     yield Remove(keys.record)
 
 
-def _put(seal: Seal, key: str, data: bytes, caps: Capabilities) -> Program[None]:
+def _put(
+    seal: Seal, key: str, data: bytes, caps: Capabilities, known: LogState | None
+) -> Program[None]:
     """Put a projected object unless the save is no longer the newest of its name.
 
     The etag is read before the log is folded: a stalled writer that wakes finds the etag changed.
@@ -241,7 +248,7 @@ def _put(seal: Seal, key: str, data: bytes, caps: Capabilities) -> Program[None]
                 return
         except NotFoundError:
             etag = ""
-        if not _is_newest(seal, (yield from catch_up())):
+        if not _is_newest(seal, (yield from catch_up(known))):
             return
         try:
             yield Replace(key, data, etag if caps.conditional_replace else None)

@@ -81,11 +81,16 @@ def encode_record(save_id: str, name: str, base: Generation) -> bytes:
     return json.dumps({"save_id": save_id, "name": name, "base": list(base)}).encode() + b"\n"
 
 
-def report(domain: str, generation: Generation, caps: Capabilities) -> Program[Report]:
-    """Fold the log after our fence, empty the older trash, list the attempts."""
+def report(
+    domain: str, generation: Generation, caps: Capabilities, state: LogState | None = None
+) -> Program[Report]:
+    """Fold the log after our fence, empty the older trash, list the attempts.
+
+    state: what was folded here before.
+    """
     # What this process folds it must not act on before a power cut cannot take it back.
     yield Sync(LOG)
-    state = yield from catch_up()
+    state = yield from catch_up(state)
     yield from take_trash(generation, caps)
     try:
         yield Refresh(CONTROL)

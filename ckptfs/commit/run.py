@@ -140,7 +140,9 @@ class Run:
 
     def _append_release(self) -> None:
         try:
-            drive(_release(self.generation, fresh_ids()), self.seat.storage, deadline_s=10.0)
+            known = self.seat.known.state if self.seat.caps.exclusive_create else None
+            program = _release(self.generation, fresh_ids(), known)
+            drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, the next owner will wait: %s", error)
 
@@ -156,13 +158,15 @@ class Run:
         self.release()
 
 
-def _release(generation: Generation, ids: Iterator[str]) -> Program[Appended | Refused[Refusal]]:
+def _release(
+    generation: Generation, ids: Iterator[str], known: LogState | None
+) -> Program[Appended | Refused[Refusal]]:
     def decide(state: LogState) -> Release | Refused[Refusal]:
         if state.generation != generation or state.released:
             return Refused(Refusal.NOTHING, state)
         return Release(generation)
 
-    return (yield from append(decide, write_id=next(ids)))
+    return (yield from append(decide, write_id=next(ids), state=known))
 
 
 def claim(
@@ -213,7 +217,15 @@ class _Claimant:
         )
 
     def _survey(self) -> tuple[str, LogState] | None:
-        return (self._domain, drive(survey(), self._seat.storage)) if self._owner else None
+        if not self._owner:
+            return None
+        state = drive(survey(), self._seat.storage)
+        self._seat.known.learn(state)
+        return self._domain, state
+
+    @property
+    def _known(self) -> LogState | None:
+        return self._seat.known.state if self._seat.caps.exclusive_create else None
 
     def _judge(self, answers: Sequence[tuple[str, LogState] | None]) -> _Survey:
         views = dict(a for a in answers if a is not None)
@@ -268,9 +280,11 @@ class _Claimant:
                 lambda seen: may_fence(seen, fence),
                 write_id=next(self._ids),
                 stamp=self._stamp,
+                state=self._known,
             ),
             self._seat.storage,
         )
+        self._seat.known.learn(outcome.state)
         if isinstance(outcome, Refused):
             return outcome.state.generation.number
         self._fenced = outcome
@@ -284,7 +298,9 @@ class _Claimant:
         def local() -> Report | None:
             if not self._owner:
                 return None
-            return drive(report(self._domain, generation, caps), seat.storage)
+            found = drive(report(self._domain, generation, caps, self._known), seat.storage)
+            seat.known.learn(found.state)
+            return found
 
         def decide(reports: Sequence[Report | None]) -> Plan:
             plan = plan_recovery({r.domain: r for r in reports if r is not None}, generation)
@@ -299,7 +315,7 @@ class _Claimant:
                 program = settle(
                     plan, self._domain, generation, caps, ids=self._ids, stamp=self._stamp
                 )
-                drive(program, seat.storage)
+                seat.known.learn(drive(program, seat.storage))
 
         seat.control.step("settle", carry_out)
         self._read_token(generation)

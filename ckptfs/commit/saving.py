@@ -136,7 +136,7 @@ def clear(
     It may run while the next save does: an entry comes before each byte, and nobody looks at bytes
     whose delete is in the log.
     """
-    seen = {means.domain: (yield from catch_up()) if state is None else state}
+    seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
     for seal, reason in _to_clear(seen, means.domain):
         try:

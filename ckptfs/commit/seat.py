@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptfs.commit.background import Background
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
@@ -16,11 +17,26 @@ __all__ = ["Seat"]
 _TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
 
 
+@dataclass(slots=True)
+class Known:
+    """The newest fold that this process made of a log it holds: entries never change, so the next
+    call goes on from here. An old one is as right as a new one, only longer to go on from.
+    """
+
+    state: LogState | None = None
+
+    def learn(self, state: LogState | None) -> None:
+        """Keep ``state`` if it is longer."""
+        if state is not None and (self.state is None or state.next > self.state.next):
+            self.state = state
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
     rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
-    that holds the run leaves deletes to, where they take requests.
+    that holds the run leaves deletes to, where they take requests. known: what an owner that holds
+    the run folded so far.
     """
 
     control: Control
@@ -28,6 +44,7 @@ class Seat:
     placement: Placement
     caps: Capabilities
     background: Background | None = None
+    known: Known = field(default_factory=Known)
 
     @property
     def spans_nodes(self) -> bool:

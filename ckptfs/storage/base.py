@@ -6,7 +6,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
     filesystem   directories are real; ``rename`` of a directory is one step
     object       a key is all there is; ``make_dir`` is nothing, ``rename`` is refused
 
-    small, whole       read  create  replace  stat  list          (log entries, manifests)
+    small, whole       read  read_ahead  create  replace  stat  list    (log entries, manifests)
     large, streamed    open_write -> DataWriter, open_read -> DataReader
     names              make_dir  rename  remove  remove_many  remove_tree  sweep_uploads
     certainty          sync (durable names)  refresh (drop what a client cached)  touch
@@ -25,7 +25,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
-from ckptfs.errors import StorageError
+from ckptfs.errors import NotFoundError, StorageError
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -176,6 +176,14 @@ class Storage(ABC):
     def capabilities(self) -> Capabilities:
         """What this place does. Local knowledge: asking costs no write (see ``probe``)."""
 
+    def probe(self, key: str) -> Capabilities:
+        """What this place does, tried where it can only be found by writing: on names of our own
+        directly below ``key``, removed again. For writers, before they decide by it; once per
+        process is enough, repeating it costs nothing. StorageError: it cannot be tried.
+        """
+        self.uri(key)
+        return self.capabilities
+
     def uri(self, key: str) -> Uri:
         """The full URI of a key."""
         return self.root / key if key else self.root
@@ -185,6 +193,22 @@ class Storage(ABC):
     @abstractmethod
     def read(self, key: str) -> bytes:
         """All bytes of a small file. NotFoundError; StaleError where an NFS server answers so."""
+
+    def read_ahead(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+        """The bytes of small files that were written one after another, up to the first that is
+        missing (or fails: the error is raised only where it is the first file's).
+
+        Stores where a request takes long read several at once.
+        """
+        found: list[bytes] = []
+        for key in keys:
+            try:
+                found.append(self.read(key))
+            except StorageError as error:
+                if found or isinstance(error, NotFoundError):
+                    break
+                raise
+        return tuple(found)
 
     @abstractmethod
     def create(self, key: str, data: bytes, *, staging: str) -> None:

@@ -10,6 +10,7 @@ empty directory only, ENOENT for a missing source or a missing parent of the tar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from ckptfs.commit.ops import (
     MakeDir,
     Op,
     Read,
+    ReadAhead,
     Remove,
     RemoveDir,
     RemoveMany,
@@ -170,6 +172,9 @@ def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:
         case Read(key):
             data = files.get(key)
             return files, Failed(NotFoundError, key) if data is None else data
+        case ReadAhead(keys):
+            there = list(itertools.takewhile(lambda key: files.get(key) is not None, keys))
+            return files, tuple(files[key] for key in there)
         case StatOf(key):
             if key not in files:
                 return files, Failed(NotFoundError, key)

@@ -134,10 +134,18 @@ def _manifest_from_a_fixed_key() -> list[Patch]:
 
 
 def _unconditional_put() -> list[Patch]:
-    def put(seal: Any, key: str, data: bytes, caps: Any) -> Steps:
+    def put(seal: Any, key: str, data: bytes, caps: Any, known: Any) -> Steps:
         yield Replace(key, data)
 
     return [(project, "_put", put)]
+
+
+def _old_fold_trusted() -> list[Patch]:
+    def catch_up(state: Any = None) -> Steps:
+        return state
+        yield
+
+    return [(project, "catch_up", catch_up)]
 
 
 # -- bugs that the search found in the first draft of this code --------------------------------
@@ -297,6 +305,9 @@ PLANTED: dict[str, Mistake] = {
     "unlinking entries below a snapshot": Mistake("plain", "", _unlinking_below_a_snapshot),
     "manifest read from a fixed key": Mistake("object-replace", "I2", _manifest_from_a_fixed_key),
     "unconditional projection PUT": Mistake("object-replace", "I", _unconditional_put),
+    "a projection that trusts what was folded before": Mistake(
+        "object-replace", "I", _old_fold_trusted
+    ),
     "a name that is free as soon as the delete entry is there": Mistake(
         "delete-while-plain-save", "I", _name_free_at_the_delete_entry
     ),

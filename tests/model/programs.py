@@ -311,6 +311,7 @@ def _text(gen: Generation) -> tuple[str, str]:
 
 def _claim(spec: Holder, own: Iterator[str]) -> Steps:
     fence = Fence(spec.gen, spec.mode)
+    folded: dict[str, LogState] = {}
     for domain in spec.domains:
         yield from on(domain, saving.survey())
     for domain in spec.domains:
@@ -319,9 +320,12 @@ def _claim(spec: Holder, own: Iterator[str]) -> Steps:
         )
         if isinstance(outcome, Refused):
             return False
+        folded[domain] = outcome.state
     reports = {}
     for domain in spec.domains:
-        reports[domain] = yield from on(domain, recovery.report(domain, spec.gen, spec.caps))
+        reports[domain] = yield from on(
+            domain, recovery.report(domain, spec.gen, spec.caps, folded.pop(domain))
+        )
     plan = recovery.plan_recovery(reports, spec.gen)
     if any(v.generation > spec.gen for v in plan.views.values()):
         return False
