@@ -29,6 +29,7 @@ from ckptfs.commit.protocol import latest as latest_live
 from ckptfs.commit.run import Mode, Run, Takeover, claim
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
+from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.directory import ensure_dir as ensure_dir_at
 from ckptfs.uri import Uri, options_of
@@ -125,7 +126,11 @@ def list_checkpoints(
     node-local storage this node's log answers; a save whose outcome it does not record is left out.
     An empty or missing run gives an empty list.
     """
-    return _look(run_uri, storage_options)[0]
+    root, storage, views = _look(run_uri, storage_options)
+    try:
+        return [*drive(list_unlogged(views, root), storage), *logged(views, root)]
+    finally:
+        storage.close()
 
 
 def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -134,32 +139,31 @@ def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) ->
     None when there is none. Saves of kind "checkpoint" only, not those of a failing run. Where no
     log tells, the checkpoint with the largest step among those that have a manifest or `.metadata`.
     """
-    checkpoints, views = _look(run_uri, storage_options)
-    live = latest_live(views, Kind.CHECKPOINT)
-    if live is not None:
-        return next(c for c in checkpoints if c.save_id == live.seal.save_id)
-    loose = [c for c in checkpoints if c.generation is None or c.save_id not in _known(views)]
+    root, storage, views = _look(run_uri, storage_options)
+    try:
+        live = latest_live(views, Kind.CHECKPOINT)
+        if live is not None:
+            return next(c for c in logged(views, root) if c.save_id == live.seal.save_id)
+        loose = drive(list_unlogged(views, root), storage)
+    finally:
+        storage.close()
     return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
-
-
-def _known(views: Mapping[str, LogState]) -> frozenset[str]:
-    return frozenset(save_id for view in views.values() for save_id in view.saves)
 
 
 def _look(
     run_uri: Any, storage_options: Mapping[str, Any] | None
-) -> tuple[list[Checkpoint], dict[str, LogState]]:
+) -> tuple[Uri, Storage, dict[str, LogState]]:
+    """The run, its storage (the caller closes it) and its log, where there is one."""
     root = Uri.parse(run_uri)
     options = {**options_of(run_uri), **(storage_options or {})}
     plain = open_storage(root, options)
     try:
         storage = with_log(plain, plain.capabilities, write=False)
         view = drive(read_view(), storage)
-        views = dict([view]) if view is not None else {}
-        loose = drive(list_unlogged(views, root), storage)
-    finally:
+    except BaseException:
         plain.close()
-    return [*loose, *logged(views, root)], views
+        raise
+    return root, storage, dict([view]) if view is not None else {}
 
 
 def ensure_dir(

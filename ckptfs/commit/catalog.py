@@ -225,8 +225,10 @@ def _stock(name: str, where: Uri) -> Program[None]:
 
 def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
     """Checkpoints beside the log: directories with a manifest, or `.metadata`, that none of
-    ``views`` has heard of, in whatever state.
+    ``views`` has heard of, in whatever state. Names that a live save of the log has are not looked
+    at: on an object store each look is a request.
     """
+    live = {seal.name for seal in list_live(views)}
     known = frozenset(save_id for view in views.values() for save_id in view.saves)
     # Between the two renames of a projection `.metadata` is there and the manifest is not.
     names = {
@@ -241,6 +243,8 @@ def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
         return []
     found = []
     for name in _candidates(entries):
+        if name in live:
+            continue
         try:
             raw: bytes = yield Read(f"{name}/{MANIFEST}")
         except NotFoundError:
