@@ -135,25 +135,49 @@ def discard_source(keys: AttemptKeys) -> Program[None]:
 
 
 def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
-    """Project what was committed and still lies in ``attempts/``; for the holder of a new fence.
+    """Project what was committed and is not projected yet; for the holder of a new fence.
 
-    On object stores every name's newest commit is compared, because there nothing is consumed.
+    On filesystems that lies in ``attempts/``; on object stores its record does. Where a projection
+    could not be conditional, every name's newest commit is compared: a stalled writer may have put
+    an older one back.
     """
+    try:
+        waiting = {entry.name for entry in (yield List(ATTEMPTS))}
+    except NotFoundError:
+        return
     newest = {live.seal.name: live.seal for live in commits(views) if domain in live.seal.domains}
-    names = set(newest)
-    if caps.shape is Shape.FILESYSTEM:
-        try:
-            waiting = {entry.name for entry in (yield List(ATTEMPTS))}
-        except NotFoundError:
-            return
-        names = {
-            save.seal.name
-            for save in views[domain].saves.values()
-            if save.seal is not None and save.save_id in waiting
-        }
+    unsettled = [
+        save.seal
+        for save in views[domain].saves.values()
+        if save.seal is not None and save.save_id in waiting
+    ]
+    names = {seal.name for seal in unsettled}
+    if caps.shape is Shape.OBJECT and not caps.conditional_replace:
+        names = set(newest)
     for name, seal in newest.items():
         if name in names and standing(seal.save_id, views) is Standing.COMMITTED:
             yield from project(seal, views, domain, caps)
+    if caps.shape is Shape.OBJECT:
+        yield from _drop_records(unsettled, newest, views, caps)
+
+
+def _drop_records(
+    unsettled: list[Seal], newest: dict[str, Seal], views: Views, caps: Capabilities
+) -> Program[None]:
+    """Remove the records of saves that nobody will ever project: overtaken, or deleted and gone.
+
+    Otherwise every later claim would look at them again.
+    """
+    for seal in unsettled:
+        overtaken = newest.get(seal.name, seal).save_id != seal.save_id
+        match standing(seal.save_id, views):
+            case Standing.COMMITTED if overtaken:
+                pass
+            case Standing.DELETED if all(v.save(seal.save_id).gone for v in views.values()):
+                pass
+            case _:
+                continue
+        yield Remove(AttemptKeys(caps.shape, seal.name, seal.save_id).record)
 
 
 def _project_one(seal: Seal, caps: Capabilities, state: LogState) -> Program[None]:
