@@ -11,12 +11,17 @@ export OMP_NUM_THREADS ?= 1
 # each would hold all ranks for 5 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
 
-.PHONY: help demo test check format compat formats campaign-crash campaign-model bench clean
+.PHONY: help demo test test-hdfs check format compat formats campaign-crash campaign-model bench
+.PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
+.PHONY: lab-sink
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make test            every test (under 15 minutes on 2 cores)"
+	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
+	@echo "make lab-install     the servers of tests/lab: from Debian (as root), npm and PyPI"
+	@echo "make lab-s3          Ceph's S3 in the foreground; so lab-moto, lab-azure, lab-gcs, lab-hdfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
@@ -36,6 +41,15 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+test-hdfs: $(STAMP)
+	$(BIN)/python -m pytest -m hdfs tests/servers $(PYTEST_ARGS)
+
+lab-install: $(STAMP)
+	tests/lab/install.sh $(BIN)/python
+
+lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs lab-sink: lab-%: $(STAMP)
+	@exec $(BIN)/python -m tests.lab $*
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Installs what the servers of tests/lab are made of: Debian packages as root, npm and jars into .lab/.
+# Nothing is done twice. The Python parts come with the dev extra.   usage: install.sh PYTHON
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=$1
+azurite=3.35.0
+
+packages=(
+    radosgw ceph-mon ceph-osd # S3
+    default-jre-headless libjersey1-core-java libjersey1-server-java libjersey1-servlet-java # HDFS
+    libjersey1-json-java libcommons-daemon-java libjsr311-api-java libjettison-java libasm-java
+)
+command -v npm >/dev/null || packages+=(nodejs npm) # Azurite
+
+missing=()
+for package in "${packages[@]}"; do
+    state=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)
+    [[ $state == installed ]] || missing+=("$package")
+done
+if ((${#missing[@]})); then
+    root=()
+    [[ $(id -u) == 0 ]] || root=(sudo)
+    "${root[@]}" apt-get update -qq || echo "lab-install: apt-get update failed; going on with the lists that are here" >&2
+    "${root[@]}" env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+mkdir -p .lab
+if [[ ! -e .lab/node_modules/azurite/package.json ]] ||
+    [[ $(node -p 'require("./.lab/node_modules/azurite/package.json").version') != "$azurite" ]]; then
+    npm install --prefix .lab --no-audit --no-fund --loglevel=error "azurite@$azurite"
+fi
+
+"$python" -m tests.lab.install_hdfs

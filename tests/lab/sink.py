@@ -1,0 +1,53 @@
+"""The sink, as a server of the lab: ``python -m tests.lab.sink_server`` in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+from tests.lab.process import HOST, REPOSITORY, Crew, status_of
+from tests.lab.s3 import s3_server
+from tests.lab.server import Server
+
+ACCESS_KEY = "AKLAB"
+SECRET_KEY = "SKLAB"  # noqa: S105 - the sink does not look at it
+
+
+@contextlib.contextmanager
+def sink(*, keep: Literal["small", "all"] = "small") -> Iterator[Server]:
+    """S3-shaped and fast, for what a client costs. keep: what it remembers beside sizes.
+
+    "small": objects up to 1 MiB that came in one request, so that a commit works; all else reads as
+    zeros. "all": every byte, in its memory.
+    """
+    with Crew("sink") as crew:
+        port = crew.port()
+        crew.start(
+            "sink",
+            [sys.executable, "-m", "tests.lab.sink_server", "--port", str(port), "--keep", keep],
+            env={"PYTHONPATH": str(REPOSITORY)},
+        )
+        endpoint = f"http://{HOST}:{port}"
+        crew.wait_for(lambda: status_of(endpoint, "/-/stats") is not None, f"{endpoint} answers")
+        yield s3_server(
+            "sink",
+            endpoint,
+            ACCESS_KEY,
+            SECRET_KEY,
+            run_dir=str(crew.run_dir),
+            pids=crew.pids(),
+        )
+
+
+def sink_stats(server: Server) -> dict[str, int]:
+    """Requests by kind ("put", "part", "list", ...) and "body_bytes" received since it started."""
+    connection = http.client.HTTPConnection(server.endpoint.removeprefix("http://"), timeout=10)
+    try:
+        connection.request("GET", "/-/stats")
+        return dict(json.loads(connection.getresponse().read()))
+    finally:
+        connection.close()
