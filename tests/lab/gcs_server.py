@@ -72,6 +72,11 @@ class GcsServer:
         """storage_options of an anonymous client."""
         return {"endpoint_url": self.endpoint, "token": "anon"}
 
+    def reset(self) -> None:
+        """As new: an empty bucket, no rules; for tests that share a server one after the other."""
+        self._api.store, self._api.rules = Store(), Rules()
+        self._api.store.make_bucket(self.bucket)
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

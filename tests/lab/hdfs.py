@@ -104,7 +104,7 @@ def _configure(run_dir: Path, ports: Mapping[str, int]) -> None:
         "dfs.datanode.http.address": f"{HOST}:{ports['data_http']}",
         "dfs.datanode.hostname": HOST,
         "dfs.webhdfs.enabled": "true",
-        "dfs.permissions.enabled": "false",
+        "dfs.permissions.enabled": "true",
         "dfs.namenode.fs-limits.min-block-size": "65536",
         # It is in memory: a power cut leaves nothing to recover.
         "dfs.namenode.edits.noeditlogchannelflush": "true",

@@ -82,7 +82,7 @@ class FakeGcs:
         self.rules.note("batch", request)
         if burst := self.rules.burst("batch", after=False):
             return _failed(burst)
-        answer = json_api.batch(request, self.answer)
+        answer = json_api.batch(request, self.answer, leave_out=self.rules.short_batches)
         if burst := self.rules.burst("batch", after=True):
             return _failed(burst)
         return answer

@@ -141,8 +141,13 @@ def error(refused: RefusedError) -> Response:
     return answer_json(body, status, **headers)
 
 
-def batch(request: Request, answer: Callable[[Request], Response]) -> Response:
-    """Every inner request is answered as if it came alone; the credentials are the outer's."""
+def batch(
+    request: Request, answer: Callable[[Request], Response], *, leave_out: bool = False
+) -> Response:
+    """Every inner request is answered as if it came alone; the credentials are the outer's.
+
+    leave_out: the last one is done, and its answer left out.
+    """
     head = f"Content-Type: {request.headers.get('content-type', '')}\r\n\r\n".encode()
     outer = BytesParser(policy=HTTP).parsebytes(head + request.body)
     parts = list(outer.iter_parts()) if outer.is_multipart() else []
@@ -165,5 +170,5 @@ def batch(request: Request, answer: Callable[[Request], Response]) -> Response:
             + inner.body
             + b"\r\n"
         )
-    body = b"".join(said) + b"--batch_lab--\r\n"
+    body = b"".join(said[:-1] if leave_out else said) + b"--batch_lab--\r\n"
     return Response(200, body, {"Content-Type": "multipart/mixed; boundary=batch_lab"})

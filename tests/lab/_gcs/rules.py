@@ -64,6 +64,7 @@ class Rules:
     forbidden: set[str] = field(default_factory=set)
     requester_pays: bool = False
     min_part_bytes: int = 5 << 20
+    short_batches: bool = False
     token_lifetime_s: int = 3600
     seen: list[Seen] = field(default_factory=list)
     gate: threading.Event = field(default_factory=_open_gate)
