@@ -1,13 +1,18 @@
-"""Any protocol that fsspec knows, used as an object store: keys, no directories, no rename.
+"""Any other protocol that fsspec knows, used as an object store: keys, no directories, no rename.
 
-    bucket kinds (s3 gs az ...)       data: one stream, committed on close, discarded on abort
-                                      small: one PUT; create: the client's conditional PUT, probed
-    tree kinds (file sftp hdfs ...)   data and small: .partial-*, then mv over the key
-                                      create: UnsupportedError, no client of theirs is exclusive
+    tree kinds (sftp smb webdav hf file ...)   data and small: .partial-*, then mv over the key
+                                               create: UnsupportedError, no client of theirs excludes
+    bucket kinds (oss, and fsspec+s3 ...)      data: one stream, committed on close, discarded on abort
+                                               small: one PUT; create: a conditional PUT, probed
 
-Listing caches are off, instances are not shared, and a client that was made in another process is
-never used: fsspec's event loop does not survive a fork. Nothing here is as fast as a client of
-its own could be (``object_store`` is the room for those); it is the one that always works.
+S3, GCS, Azure and HDFS have clients of their own (``object_store``, ``hdfs``); this one always works.
+It writes through one stream and reads one range at a time, because that is what fsspec has: parts in
+parallel are not possible here, and retries are the library's own. Listing caches are off, instances
+are not shared, and a client that was made in another process is never used: fsspec's event loop does
+not survive a fork.
+
+Names are names: fsspec's ``rm``, ``mv`` and ``copy`` take what they are given for a glob pattern, so
+that a tree ``step_[1]`` would remove ``step_1``; none of them gets a name that could be one.
 """
 
 from __future__ import annotations
@@ -17,12 +22,13 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from glob import has_magic
 from typing import Any
 
 from ckptfs.errors import (
     AlreadyExistsError,
-    IntegrityError,
     NotFoundError,
     StorageError,
     UnsupportedError,
@@ -39,19 +45,28 @@ from ckptfs.storage.base import (
     Storage,
 )
 from ckptfs.storage.fsspec_client import Client
+from ckptfs.storage.fsspec_data import Ranges, Stream
+from ckptfs.storage.options import OURS
 from ckptfs.uri import Uri, mask_credentials
 
 _log = logging.getLogger(__name__)
 
 __all__ = ["FsspecStorage", "open_fsspec"]
 
-_BLOCK_BYTES = 16 << 20  # 16 MiB parts: S3 takes 10,000 of them, 160 GB a file
-_READ_BYTES = 64 << 20  # 64 MiB a request
 _SWEEPS = 3
 
 
 def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
-    """The registry's factory: ``s3://...``, or ``fsspec+file:///...`` to insist on fsspec."""
+    """The registry's factory: ``sftp://...``, or ``fsspec+s3://...`` to insist on fsspec. Options are
+    its filesystem's; UriError for those of the clients of our own, which would do nothing here.
+    """
+    for name in OURS:
+        if name in storage_options:
+            raise UriError(
+                f"storage option {name!r} means nothing to {uri.protocol}://",
+                uri=uri,
+                hint="it goes through one fsspec stream; s3, gs, az and hdfs have such options",
+            )
     return FsspecStorage(uri, storage_options)
 
 
@@ -87,6 +102,12 @@ class FsspecStorage(Storage):
             durable=self._client.is_bucket,
         )
 
+    def probe(self, key: str) -> Capabilities:
+        """As ``Storage.probe``."""
+        self.uri(key)
+        self._creates_exclusively(key)
+        return self.capabilities
+
     # -- small, whole ------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
@@ -98,7 +119,7 @@ class FsspecStorage(Storage):
         the first create of a process writes, and removes, a key of its own to find out.
         """
         del staging
-        if not self._creates_exclusively(key):
+        if not self._creates_exclusively(key.rpartition("/")[0]):
             raise UnsupportedError(
                 "no exclusive create here: the server or its client ignores the condition",
                 uri=self.uri(key),
@@ -145,10 +166,10 @@ class FsspecStorage(Storage):
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         del size_hint_bytes
-        return _Stream(self._client, key)
+        return Stream(self._client, key)
 
     def open_read(self, key: str) -> DataReader:
-        return _Ranges(self._client, key, self.stat(key).size_bytes)
+        return Ranges(self._client, key, self.stat(key).size_bytes)
 
     # -- names -------------------------------------------------------------------------
 
@@ -169,21 +190,27 @@ class FsspecStorage(Storage):
     def remove_dir(self, key: str) -> None:
         self.uri(key)
 
+    def remove_many(self, keys: Sequence[str]) -> None:
+        if self._client.is_bucket and len(keys) > 1:
+            try:
+                with self._client.said("remove", "", changes=True):
+                    self._remove_files([self._client.at(key) for key in keys])
+                    return
+            except StorageError:
+                # One of them, and not which: one by one tells, and removes the others.
+                _log.debug("a batch of deletes failed below %s", self.root, exc_info=True)
+        super().remove_many(keys)
+
     def remove_tree(self, key: str) -> None:
         if not key:
             raise UnsupportedError("the root is never removed", uri=self.root)
-        path = self._client.at(key)
         with self._client.said("remove_tree", key, changes=True):
-            for remaining in reversed(range(_SWEEPS)):
-                try:
-                    self._client.fs.invalidate_cache()
-                    self._client.fs.rm(path, recursive=True)
-                except FileNotFoundError:
-                    # Nothing there, or another remover was faster with one of many: look again.
-                    if not remaining or not self._client.fs.exists(path):
-                        return
-                else:
+            for _ in range(_SWEEPS):
+                files, folders = self._client.below(key)
+                if not files and not folders:
                     return
+                self._remove_files(files)
+                self._remove_folders(folders)
 
     # -- certainty ---------------------------------------------------------------------
 
@@ -202,11 +229,30 @@ class FsspecStorage(Storage):
 
     # -- inside ------------------------------------------------------------------------
 
-    def _creates_exclusively(self, key: str) -> bool:
+    def _remove_files(self, paths: Sequence[str]) -> None:
+        fs = self._client.fs
+        if self._client.is_bucket and len(paths) > 1 and not any(map(has_magic, paths)):
+            fs.rm(list(paths))  # few requests for many names
+            return
+        for path in paths:
+            with suppress(FileNotFoundError):
+                fs.rm_file(path)
+
+    def _remove_folders(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            try:
+                self._client.fs.rmdir(path)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                # Somebody wrote into it meanwhile: the next sweep sees what.
+                _log.debug("not removed yet: %s", mask_credentials(path), exc_info=True)
+
+    def _creates_exclusively(self, folder: str) -> bool:
         with self._lock:
             known = self._exclusive
         if known is None:
-            known = self._client.claims_create() and self._probe(key.rpartition("/")[0])
+            known = self._client.claims_create() and self._probe(folder)
             with self._lock:
                 self._exclusive = known
         return known
@@ -232,140 +278,15 @@ class FsspecStorage(Storage):
         except AlreadyExistsError:
             raise
         except StorageError as error:
-            # Some servers' refusal arrives as EINVAL (radosgw through s3fs): what stands there,
-            # if it is not ours, says that it was one.
-            if error.errno == errno.EINVAL and self._holds_other(key, data):
+            # Some servers' refusal arrives as EINVAL (radosgw through s3fs): that something stands
+            # there, ours or another's, says that it was one.
+            if error.errno == errno.EINVAL and self._is_there(key):
                 raise AlreadyExistsError("create failed: it exists", uri=self.uri(key)) from error
             raise
 
-    def _holds_other(self, key: str, data: bytes) -> bool:
+    def _is_there(self, key: str) -> bool:
         try:
-            return self.read(key) != data
+            self.stat(key)
         except StorageError:
             return False
-
-
-class _Stream(DataWriter):
-    """One file through one fsspec stream; invisible under its key until closed."""
-
-    def __init__(self, client: Client, key: str) -> None:
-        self._client = client
-        self._key = key
-        self._target = client.at(key)
-        folder, _, _ = self._target.rpartition("/")
-        self._path = (
-            self._target if client.is_bucket else f"{folder}/.partial-{secrets.token_hex(8)}"
-        )
-        self._done = False
-        self._broken = False
-        self._file: Any = None
-        try:
-            with client.said("write", key):
-                self._file = self._begin()
-        except BaseException:
-            self.abort()
-            raise
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        if self._file is None or self._broken:
-            raise StorageError("the file cannot be written any more", uri=self._uri)
-        view = memoryview(data).cast("B")
-        self._broken = True
-        with self._client.said("write", self._key):
-            sent = 0
-            while sent < len(view):
-                # bytes: not every client's stream takes a memoryview, and it may keep the buffer.
-                sent += self._file.write(bytes(view[sent : sent + _BLOCK_BYTES]))
-        self._broken = False
-        return len(view)
-
-    def close(self) -> None:
-        if self._done:
-            return
-        if self._file is None or self._broken:
-            raise StorageError("the file cannot be closed: a write failed", uri=self._uri)
-        self._broken = True
-        with self._client.said("write", self._key, changes=True):
-            self._file.close()
-            if self._client.is_bucket:
-                self._file.commit()
-            else:
-                self._move()
-        self._file, self._done = None, True
-
-    def abort(self) -> None:
-        if self._done:
-            return
-        stream, self._file, self._done = self._file, None, True
-        self._broken = True
-        try:
-            if self._client.is_bucket:
-                if stream is not None:
-                    # Not close(): that would complete the upload and leave a truncated object.
-                    stream.discard()
-                    stream.closed = True
-            else:
-                if stream is not None:
-                    stream.close()
-                self._client.fs.rm_file(self._path)
-        except FileNotFoundError:
-            return
-        except Exception as error:  # noqa: BLE001 - the error that brought us here is the one to tell
-            _log.warning("left behind: %s (%s)", self._uri, mask_credentials(str(error)))
-
-    @property
-    def _uri(self) -> Uri:
-        return self._client.uri(self._key)
-
-    def _begin(self) -> Any:
-        fs = self._client.fs
-        if self._client.is_bucket:
-            return fs.open(self._path, "wb", autocommit=False, block_size=_BLOCK_BYTES)
-        try:
-            return fs.open(self._path, "wb")
-        except FileNotFoundError:
-            # An object store has no parents to make, so our callers make none.
-            fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-            return fs.open(self._path, "wb")
-
-    def _move(self) -> None:
-        fs = self._client.fs
-        try:
-            fs.mv(self._path, self._target)
-        except FileExistsError:
-            # HDFS and some SFTP servers do not rename over: last wins means taking it away first.
-            fs.rm_file(self._target)
-            fs.mv(self._path, self._target)
-
-
-class _Ranges(DataReader):
-    def __init__(self, client: Client, key: str, size_bytes: int) -> None:
-        self._client = client
-        self._key = key
-        self._closed = False
-        self.size_bytes = size_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        client, uri = self._client, self._client.uri(self._key)
-        if self._closed:
-            raise StorageError("the reader is closed", uri=uri)
-        view = buffer.cast("B")
-        for start in range(0, len(view), _READ_BYTES):
-            part = view[start : start + _READ_BYTES]
-            begin = offset + start
-            data = b""
-            if begin < self.size_bytes:
-                with client.said("read", self._key):
-                    data = client.fs.cat_file(
-                        client.at(self._key), start=begin, end=begin + len(part)
-                    )
-            if len(data) != len(part):
-                raise IntegrityError(
-                    f"the file ends at byte {begin + len(data)}, "
-                    f"{offset + len(view)} were asked for",
-                    uri=uri,
-                )
-            part[:] = data
-
-    def close(self) -> None:
-        self._closed = True
+        return True

@@ -2,6 +2,7 @@
 
     Client.fs       the filesystem, listing caches off; a new one after a fork
     Client.at(key)  the path of a key in the filesystem's own spelling
+    Client.below    what lies below a key;  Client.move  one file over another: no glob patterns
     Client.said     a context: whatever the library raises becomes a typed error with the URI
 
 Client libraries raise what they like, OSErrors with and without an errno, and types of their own:
@@ -31,7 +32,7 @@ from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["Client"]
 
-_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"))
+_BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
 _NETWORK = ("Timeout", "Connection", "Disconnected", "ServerError", "ServiceUnavailable")
 
 
@@ -70,6 +71,35 @@ class Client:
         tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
         base = self._opened()[2].rstrip("/")
         return f"{base}/{tail}" if tail else base or "/"
+
+    def below(self, key: str) -> tuple[list[str], list[str]]:
+        """Paths of all files below a key, or of the file that it is; and of its directories, the
+        deepest first (none in a bucket). By ``find``, which takes a name for a name.
+        """
+        fs, path = self.fs, self.at(key)
+        fs.invalidate_cache()
+        found = fs.find(path, withdirs=not self.is_bucket, detail=True)
+        if not isinstance(found, dict):
+            # adlfs, of a name that is a file, or is not there.
+            found = {str(name): {} for name in found}
+        # What only begins alike is another's: some clients list by a prefix of letters.
+        mine = {
+            name: info
+            for name, info in found.items()
+            if f"{name.strip('/')}/".startswith(f"{path.strip('/')}/")
+        }
+        folders = [name for name, info in mine.items() if info.get("type") == "directory"]
+        files = [name for name in mine if name not in set(folders)]
+        return files, sorted(folders, key=len, reverse=True)
+
+    def move(self, source: str, target: str) -> None:
+        """One file over another, in one step where the client has one: else copied and removed."""
+        fs = self.fs
+        if type(fs).mv is not fsspec.AbstractFileSystem.mv:
+            fs.mv(source, target)
+            return
+        fs.cp_file(source, target)
+        fs.rm_file(source)
 
     def close(self) -> None:
         """Let the client go; the next use opens another."""

@@ -27,6 +27,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
+from ckptfs.storage.clients import choose
 from ckptfs.storage.fsspec import FsspecStorage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import STORES, MemoryStorage
@@ -83,6 +84,7 @@ def test_a_missing_driver_names_the_extra(
         raise ImportError(protocol)
 
     monkeypatch.setattr(import_module("fsspec.registry"), "get_filesystem_class", missing)
+    monkeypatch.setattr(choose, "find_spec", lambda name: None)
     with pytest.raises(MissingDriverError) as caught:
         open_storage(text)
     assert f"pip install 'ckptfs[{extra}]'" in str(caught.value)
@@ -337,8 +339,9 @@ def test_a_refusal_that_arrives_as_einval(bucket: type[Bucket]) -> None:
         raise OSError(22, "PreconditionFailed")
 
     bucket.pipe_file = refuse  # type: ignore[method-assign]
-    with pytest.raises(AlreadyExistsError):
-        storage.create("log/1", b"x", staging="")
+    for data in (b"x", b"other"):
+        with pytest.raises(AlreadyExistsError):
+            storage.create("log/1", data, staging="")
     with pytest.raises(StorageError) as caught:
         storage.create("log/2", b"x", staging="")
     assert not isinstance(caught.value, AlreadyExistsError)
@@ -420,3 +423,63 @@ def test_reads_that_fail_are_transient(
     monkeypatch.setattr(bucket, "cat_file", slow)
     with pytest.raises(TransientError):
         open_storage("oss://bucket/run").read("f")
+
+
+@pytest.mark.parametrize("root", ["fsspec+memory:///patterns/run", "oss://bucket/run"])
+@pytest.mark.parametrize("name", ["step_[1]", "step_*", "step_[!x]"])
+@pytest.mark.usefixtures("bucket")
+def test_a_name_is_no_pattern(root: str, name: str) -> None:
+    """A name with letters of a glob is written, read and removed as it is, and no other with it."""
+    storage = open_storage(root)
+    for folder in ("step_1", name):
+        storage.replace(f"{folder}/a", folder.encode())
+        with storage.open_write(f"{folder}/d/b") as writer:
+            writer.write(b"x")
+    assert storage.read(f"{name}/a") == name.encode()
+    storage.remove_many([f"{name}/a", f"{name}/absent"])
+    storage.remove_tree(name)
+    storage.remove_tree(name)
+    assert [entry.name for entry in storage.list("")] == ["step_1"]
+    assert storage.read("step_1/a") == b"step_1"
+    assert storage.read("step_1/d/b") == b"x"
+    storage.remove_tree("step_1")
+    assert storage.list("") == []
+
+
+def test_many_names_go_in_one_request(bucket: type[Bucket]) -> None:
+    """Known names are removed together where the client can, absent ones too."""
+    asked: list[object] = []
+
+    def rm(self: Bucket, path: Any, recursive: bool = False, maxdepth: Any = None) -> None:  # noqa: FBT002
+        asked.append(path)
+        for name in path:
+            if self.backing.exists(name):
+                self.backing.rm_file(name)
+
+    bucket.rm = rm  # type: ignore[method-assign]
+    storage = open_storage("oss://bucket/run")
+    for name in "abc":
+        storage.replace(name, b"x")
+    storage.remove_many(["a", "b", "absent"])
+    assert [entry.name for entry in storage.list("")] == ["c"]
+    assert len(asked) == 1
+
+
+def test_a_client_that_lists_by_letters_removes_no_other_tree(bucket: type[Bucket]) -> None:
+    """A name that only begins alike stays, also where the client's find tells of it."""
+
+    def find(self: Bucket, path: str, **_: Any) -> dict[str, Any]:
+        return {name: {} for name in self.backing.find("/") if name.strip("/").startswith(path)}
+
+    bucket.find = find
+    storage = open_storage("oss://bucket/run")
+    for key in ("step_1/a", "step_10/a"):
+        storage.replace(key, b"x")
+    storage.remove_tree("step_1")
+    assert bucket.backing.find("/") == ["/bucket/run/step_10/a"]
+
+
+def test_options_of_other_clients_are_refused(tmp_path: Path) -> None:
+    """What would do nothing through one stream is an error, not ignored."""
+    with pytest.raises(UriError, match="concurrency"):
+        open_storage(f"fsspec+file://{tmp_path}", {"concurrency": 4})

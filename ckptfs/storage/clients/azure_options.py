@@ -1,0 +1,285 @@
+"""What the options of an Azure URI mean, the same for both clients: where, who, and what is sent.
+
+    options + environment + URI  -->  Account(endpoint, container, login, stored, key headers)
+
+    connection_string                       wins over every other, as in adlfs
+    credential | account_key                a token, a key or a SAS; the key as text
+    sas_token
+    client_id + client_secret + tenant_id   a service principal
+    (none, anon not asked for)              DefaultAzureCredential: environment, workload or managed
+                                            identity, az login
+    anon=True                               nothing is signed: public containers
+
+The names are adlfs's, and its environment variables AZURE_STORAGE_*; nothing here asks the network.
+What every object is stored with has the names of the Azure SDK: encryption_scope, cpk,
+standard_blob_tier, tags, metadata, content_settings. An unknown name is a UriError; so are two that
+contradict each other, above all two accounts.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlencode
+
+from ckptfs.errors import UriError
+from ckptfs.storage.clients.azure_login import (
+    DEFAULT_ARGUMENTS,
+    PUBLIC,
+    Default,
+    Login,
+    Principal,
+    Token,
+    connected,
+    login_of,
+)
+from ckptfs.storage.options import Times
+from ckptfs.uri import Uri
+
+__all__ = ["Account", "resolve"]
+
+_WHO: Final = (
+    "account_name", "account_key", "account_host", "connection_string", "sas_token", "credential",
+    "client_id", "client_secret", "tenant_id", "anon", "location_mode",
+)  # fmt: skip
+_STORED: Final = (
+    "encryption_scope", "cpk", "standard_blob_tier", "tags", "metadata", "content_settings",
+    "validate_content",
+)  # fmt: skip
+_TIMES: Final = ("connection_timeout", "read_timeout")
+# They tune adlfs's own caches and file objects, and a dictionary of options that serves pandas
+# may hold them: taken, without a meaning here (concurrency and part_size_bytes are ours).
+_OF_ADLFS_ALONE: Final = (
+    "blocksize", "max_concurrency", "default_fill_cache", "default_cache_type", "asynchronous",
+    "loop", "request_session", "socket_timeout", "timeout", "assume_container_exists",
+    "version_aware", "use_listings_cache", "listings_expiry_time", "max_paths",
+    "skip_instance_cache",
+)  # fmt: skip
+_KNOWN: Final = frozenset((*_WHO, *_STORED, *_TIMES, *_OF_ADLFS_ALONE, *DEFAULT_ARGUMENTS))
+_TIERS: Final = {"hot": "Hot", "cool": "Cool", "cold": "Cold"}
+_CONTENT: Final = {
+    "content_type": "x-ms-blob-content-type",
+    "content_encoding": "x-ms-blob-content-encoding",
+    "content_language": "x-ms-blob-content-language",
+    "content_disposition": "x-ms-blob-content-disposition",
+    "cache_control": "x-ms-blob-cache-control",
+}
+_HOST: Final = re.compile(r"([a-z0-9-]+)\.(?:dfs|blob)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """One container of one account, and how it is spoken to.
+
+    endpoint: scheme://host[/account], without a query. stored: headers of every request that stores
+    an object. key_headers: the customer's encryption key, for reading too. md5: send one with all
+    data; None: where the client can. times: connection_timeout and read_timeout, where given.
+    """
+
+    endpoint: str
+    name: str
+    container: str
+    login: Login
+    times: Times
+    stored: Mapping[str, str] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    content: Mapping[str, str] = field(default_factory=dict)
+    encryption_key: str | None = field(default=None, repr=False)
+    md5: bool | None = None
+
+    def storing(self) -> dict[str, str]:
+        """The headers of every PUT of an object and every commit of one."""
+        found = dict(self.stored)
+        found |= {_CONTENT[name]: value for name, value in self.content.items()}
+        found |= {f"x-ms-meta-{name}": value for name, value in self.metadata.items()}
+        if self.tags:
+            found["x-ms-tags"] = urlencode(self.tags)
+        return found
+
+    def key_headers(self) -> dict[str, str]:
+        """The customer-provided key: with every request that touches an object's bytes."""
+        if self.encryption_key is None:
+            return {}
+        digest = hashlib.sha256(base64.b64decode(self.encryption_key)).digest()
+        return {
+            "x-ms-encryption-key": self.encryption_key,
+            "x-ms-encryption-key-sha256": base64.b64encode(digest).decode(),
+            "x-ms-encryption-algorithm": "AES256",
+        }
+
+
+def resolve(
+    uri: Uri,
+    options: Mapping[str, Any],
+    times: Times,
+    environ: Mapping[str, str] | None = None,
+) -> Account:
+    """The one reading of an Azure URI with its options. UriError names the option; no I/O."""
+    env = os.environ if environ is None else environ
+    given = {name: value for name, value in options.items() if value is not None}
+    _refuse_unknown(uri, given)
+    container, named, host = _place(uri)
+    asked = given.get("account_name")
+    if named and asked and named != asked:
+        raise _clash(uri, f"account_name={asked!r}", f"the URI names account {named!r}")
+    name = named or asked or env.get("AZURE_STORAGE_ACCOUNT_NAME") or ""
+    connection = given.get("connection_string") or env.get("AZURE_STORAGE_CONNECTION_STRING")
+    if connection:
+        endpoint, found, login = connected(uri, str(connection))
+        if (named or asked) and found != (named or asked):
+            raise _clash(
+                uri, f"the connection string is for {found!r}", f"{named or asked!r} was asked for"
+            )
+        name = found
+    else:
+        endpoint = _endpoint(uri, name, given.get("account_host") or host, given)
+        login = login_of(uri, name, given, env)
+    if isinstance(login, Token | Principal | Default) and not endpoint.startswith("https://"):
+        raise UriError(
+            f"{endpoint} is not https, and a token is sent over nothing else",
+            uri=uri,
+            hint="give account_key or a SAS for an emulator",
+        )
+    return Account(
+        endpoint=endpoint,
+        name=name,
+        container=container,
+        login=login,
+        times=Times(
+            float(given.get("connection_timeout", times.connect_s)),
+            float(given.get("read_timeout", times.request_s)),
+        ),
+        stored=_stored(uri, given),
+        tags=_texts(uri, given, "tags"),
+        metadata=_texts(uri, given, "metadata"),
+        content=_content(uri, given),
+        encryption_key=_encryption_key(uri, given.get("cpk")),
+        md5=_flag(uri, "validate_content", given["validate_content"])
+        if "validate_content" in given
+        else None,
+    )
+
+
+# -- where -----------------------------------------------------------------------------
+
+
+def _refuse_unknown(uri: Uri, given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in _KNOWN and not re.fullmatch(r"exclude_\w+_credential", name):
+            known = ", ".join(sorted((*_WHO, *_STORED)))
+            raise UriError(
+                f"no storage option {name!r} for Azure", uri=uri, hint=f"known are: {known}"
+            )
+    if _flag(uri, "version_aware", given.get("version_aware", False)):
+        raise UriError(
+            "version_aware: ckptfs reads current versions only", uri=uri, hint="leave it out"
+        )
+
+
+def _place(uri: Uri) -> tuple[str, str, str]:
+    """Container, account and blob host of az://container/... or abfss://container@host/..."""
+    if not uri.userinfo:
+        if _HOST.fullmatch(uri.authority):
+            raise UriError(
+                "the URI names an account and no container",
+                uri=uri,
+                hint=f"write {uri.protocol}://container@{uri.authority}/path",
+            )
+        return uri.authority, "", ""
+    found = _HOST.fullmatch(uri.authority)
+    if found is None or ":" in uri.userinfo:
+        raise UriError(
+            "not an Azure URI",
+            uri=uri,
+            hint="write az://container/path or abfss://container@account.dfs.core.windows.net/path",
+        )
+    return uri.userinfo, found[1], f"{found[1]}.blob.{found[2]}"
+
+
+def _endpoint(uri: Uri, name: str, host: str, given: Mapping[str, Any]) -> str:
+    if not name and not host:
+        raise UriError(
+            "which Azure account?",
+            uri=uri,
+            hint="give account_name or connection_string, or set AZURE_STORAGE_ACCOUNT_NAME",
+        )
+    mode = given.get("location_mode", "primary")
+    if mode not in ("primary", "secondary"):
+        raise UriError(f"location_mode={mode!r}: it takes 'primary' or 'secondary'", uri=uri)
+    host = host or f"{name}.blob.{PUBLIC}"
+    if mode == "secondary":
+        account, dot, rest = host.partition(".")
+        host = f"{account}-secondary{dot}{rest}"
+    return f"https://{host.rstrip('/')}"
+
+
+# -- what is stored --------------------------------------------------------------------
+
+
+def _stored(uri: Uri, given: Mapping[str, Any]) -> dict[str, str]:
+    found = {}
+    if scope := given.get("encryption_scope"):
+        if given.get("cpk") is not None:
+            raise _clash(uri, "encryption_scope", "cpk is given too, and a blob has one of them")
+        found["x-ms-encryption-scope"] = str(scope)
+    if tier := given.get("standard_blob_tier"):
+        name = str(getattr(tier, "value", tier))
+        if name.lower() not in _TIERS:
+            raise UriError(
+                f"standard_blob_tier={name!r}: it takes 'Hot', 'Cool' or 'Cold'",
+                uri=uri,
+                hint="an archived blob cannot be read, and a run reads its own log",
+            )
+        found["x-ms-access-tier"] = _TIERS[name.lower()]
+    return found
+
+
+def _content(uri: Uri, given: Mapping[str, Any]) -> dict[str, str]:
+    settings = given.get("content_settings")
+    if settings is not None and not isinstance(settings, Mapping):
+        settings = {n: v for n in _CONTENT if (v := getattr(settings, n, None)) is not None}
+    for name in settings or {}:
+        if name not in _CONTENT:
+            raise UriError(
+                f"content_settings has {name!r}", uri=uri, hint=f"it takes {', '.join(_CONTENT)}"
+            )
+    return {name: str(value) for name, value in (settings or {}).items()}
+
+
+def _texts(uri: Uri, given: Mapping[str, Any], option: str) -> dict[str, str]:
+    value = given.get(option, {})
+    if not isinstance(value, Mapping):
+        raise UriError(f"{option} is not a mapping of names to texts", uri=uri)
+    return {str(name): str(text) for name, text in value.items()}
+
+
+def _encryption_key(uri: Uri, cpk: Any) -> str | None:
+    if cpk is None:
+        return None
+    key = cpk.get("key_value") if isinstance(cpk, Mapping) else getattr(cpk, "key_value", cpk)
+    key = base64.b64encode(key).decode() if isinstance(key, bytes) else str(key)
+    try:
+        size_bytes = len(base64.b64decode(key, validate=True))
+    except (binascii.Error, ValueError):
+        size_bytes = 0
+    if size_bytes != 32:  # noqa: PLR2004 - AES-256
+        raise UriError("cpk is not the base64 of a 256-bit key", uri=uri)
+    return key
+
+
+def _flag(uri: Uri, option: str, value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "1", "false", "0"):
+        raise UriError(f"{option}={value!r}: it takes true or false", uri=uri)
+    return text in ("true", "1")
+
+
+def _clash(uri: Uri, one: str, other: str) -> UriError:
+    return UriError(f"{one}, but {other}", uri=uri, hint="leave one of them out")

@@ -1,0 +1,425 @@
+"""What the adlfs client sends, and what it makes of answers that no emulator gives."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+from azure.core.exceptions import ClientAuthenticationError
+
+from ckptfs.errors import (
+    AccessError,
+    AlreadyExistsError,
+    AnswerLostError,
+    CkptfsError,
+    CredentialsError,
+    IntegrityError,
+    MissingDriverError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+    UriError,
+)
+from ckptfs.storage.clients import azure_identity, azure_options, obstore_azure
+from ckptfs.storage.clients.azure import AzureClient, open_client
+from ckptfs.storage.clients.azure_failures import LIMITS
+from ckptfs.storage.clients.base import IF_ABSENT, Listed, ObjectClient
+from ckptfs.storage.options import Times
+from ckptfs.uri import Uri
+
+KEY = base64.b64encode(b"k" * 64).decode()
+SAS = "sv=2022-11-02&se=2999-01-01T00%3A00%3A00Z&sp=rw&sig=TopSecret%3D"
+
+
+@dataclass
+class Told:
+    """One answer to give."""
+
+    status: int = 201
+    code: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+@dataclass
+class Heard:
+    """One request that came."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class Recorder:
+    """An HTTP server that writes down what it is asked, and answers what it was told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[Heard] = []
+        self.told: list[Told] = []
+        recorder = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                size = int(self.headers.get("Content-Length") or 0)
+                names = {name.lower(): value for name, value in self.headers.items()}
+                heard = Heard(self.command, self.path, names, self.rfile.read(size))
+                recorder.heard.append(heard)
+                told = recorder.told.pop(0) if recorder.told else Told(headers={"ETag": '"0x1"'})
+                self.send_response_only(told.status)
+                if told.code:
+                    self.send_header("x-ms-error-code", told.code)
+                headers = {"Date": formatdate(usegmt=True), **told.headers}
+                if "Content-Length" not in headers:
+                    headers["Content-Length"] = str(len(told.body))
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(told.body)
+
+            do_GET = do_PUT = do_HEAD = do_DELETE = answer  # noqa: N815 - http.server calls these
+
+            def log_message(self, *args: Any) -> None:
+                """Not on standard error."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}/mine"
+
+    def client(
+        self,
+        login: str = f"AccountName=mine;AccountKey={KEY}",
+        uri: str = "az://box/run",
+        **options: Any,
+    ) -> AzureClient:
+        """A client that talks to it."""
+        text = f"BlobEndpoint={self.endpoint};{login}"
+        return open_client(Uri.parse(uri), {"connection_string": text, **options}, Times(5, 5))
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    """A recorder that listens."""
+    found = Recorder()
+    thread = threading.Thread(target=found.server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield found
+    found.server.shutdown()
+    thread.join()
+    found.server.server_close()
+
+
+# -- what is sent ----------------------------------------------------------------------
+
+
+def _everything(client: AzureClient) -> None:
+    client.put("run/k", b"data", IF_ABSENT)
+    upload = client.begin_upload("run/k", part_bytes=4)
+    upload.put_part(0, b"data")
+    upload.complete()
+    upload.abort()
+
+
+def test_every_put_and_commit_carries_what_was_asked_for(recorder: Recorder) -> None:
+    """Scope, tier, tags and metadata on the put and the commit; the scope on each block too."""
+    client = recorder.client(
+        encryption_scope="s1", standard_blob_tier="cold", tags={"a": "b"}, metadata={"m": "1"}
+    )
+    _everything(client)
+    put, block, commit = recorder.heard
+    for heard in (put, commit):
+        assert heard.headers["x-ms-encryption-scope"] == "s1"
+        assert heard.headers["x-ms-access-tier"] == "Cold"
+        assert heard.headers["x-ms-tags"] == "a=b"
+        assert heard.headers["x-ms-meta-m"] == "1"
+    assert block.headers["x-ms-encryption-scope"] == "s1"
+    assert "x-ms-access-tier" not in block.headers
+    assert put.headers["if-none-match"] == "*"
+    assert put.headers["x-ms-blob-type"] == "BlockBlob"
+    for heard in recorder.heard:
+        digest = base64.b64encode(hashlib.md5(heard.body).digest()).decode()  # noqa: S324
+        assert heard.headers["content-md5"] == digest
+    assert b"<Latest>" in commit.body
+
+
+def test_the_customers_key_goes_with_reading_too(recorder: Recorder) -> None:
+    """cpk: on puts, blocks, commits, reads and heads."""
+    key = base64.b64encode(bytes(range(32))).decode()
+    client = recorder.client(cpk=key, validate_content=False)
+    _everything(client)
+    recorder.told += [Told(200, body=b"1"), Told(206, body=b"1"), Told(200)]
+    client.get("run/k")
+    client.get_range("run/k", 0, memoryview(bytearray(1)), None)
+    client.head("run/k")
+    assert len(recorder.heard) == 6
+    for heard in recorder.heard:
+        assert heard.headers["x-ms-encryption-key"] == key
+        assert heard.headers["x-ms-encryption-algorithm"] == "AES256"
+        assert "content-md5" not in heard.headers
+
+
+def test_how_requests_are_signed(
+    recorder: Recorder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A key signs each request, a SAS stands in its query, nobody signs nothing; a password that
+    ~/.netrc keeps for every host is not taken for any of them.
+    """
+    netrc = tmp_path / "netrc"
+    netrc.write_text("default login me password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    recorder.client().put("run/k", b"")
+    recorder.client(f"SharedAccessSignature={SAS}").put("run/k", b"")
+    recorder.client("").put("run/k", b"")
+    key, sas, nobody = recorder.heard
+    assert key.headers["authorization"].startswith("SharedKey mine:")
+    assert "sig=TopSecret%3D" in sas.path
+    assert "authorization" not in sas.headers
+    assert "authorization" not in nobody.headers
+    assert nobody.path == "/mine/box/run/k"
+    assert nobody.headers["content-length"] == "0"
+    assert "transfer-encoding" not in nobody.headers
+    assert {heard.headers["accept-encoding"] for heard in recorder.heard} == {"identity"}
+
+
+class Identity:
+    """Gives no token, as azure.identity does."""
+
+    def get_token(self, *scopes: str, **options: Any) -> None:
+        """Fail as an identity that has no way to log in."""
+        raise ClientAuthenticationError("Attempted credentials: AzureCli: please run 'az login'")
+
+
+class AsyncIdentity(Identity):
+    """The same, as adlfs wants them."""
+
+    async def get_token(self, *scopes: str, **options: Any) -> None:  # type: ignore[override]
+        """Fail as above."""
+        super().get_token(*scopes)
+
+
+@pytest.mark.parametrize("identity", [Identity(), AsyncIdentity()])
+@pytest.mark.parametrize("opener", [open_client, obstore_azure.open_client], ids=["sdk", "obstore"])
+def test_an_identity_without_a_token(
+    identity: Identity, opener: Callable[[Uri, dict[str, Any], Times], ObjectClient]
+) -> None:
+    """No token is a CredentialsError that says why, from both clients, before anything is sent."""
+    options = {"account_name": "nobody", "credential": identity}
+    client = opener(Uri.parse("az://box/run"), options, Times(2, 2))
+    with pytest.raises(CredentialsError, match="az login"):
+        client.put("run/k", b"x", IF_ABSENT)
+
+
+def test_obstore_alone_has_no_identities(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without azure-identity a login by identity is a missing driver; a key needs none."""
+    monkeypatch.setattr(azure_identity, "find_spec", lambda name: None)
+    with pytest.raises(MissingDriverError, match="azure-identity"):
+        obstore_azure.open_client(Uri.parse("az://box/run"), {"account_name": "mine"}, Times())
+    options = {"account_name": "mine", "account_key": KEY}
+    obstore_azure.open_client(Uri.parse("az://box/run"), options, Times())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cpk": "x"}, "cpk"),
+        ({"encryption_scope": "s"}, "encryption_scope"),
+        ({"validate_content": True}, "validate_content"),
+        ({"validate_content": False, "tags": {"a": "b"}}, None),
+        ({}, None),
+    ],
+)
+def test_what_obstore_cannot_do(options: dict[str, Any], why: str | None) -> None:
+    """What it lacks is said by the option's name, so that auto takes the other client."""
+    told = obstore_azure.cannot(options)
+    assert told is None if why is None else why in (told or "")
+
+
+def test_obstore_takes_certificates_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """REQUESTS_CA_BUNDLE counts for both clients; a directory of certificates for one."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))
+    assert str(tmp_path) in (obstore_azure.cannot({}) or "")
+    bundle = tmp_path / "ca.pem"
+    bundle.write_bytes(b"")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
+    assert obstore_azure.cannot({}) is None
+
+
+def test_a_token_goes_over_https_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over plain http a token would be everybody's: refused before anything is sent."""
+    monkeypatch.setattr(azure_options, "_endpoint", lambda *given: "http://127.0.0.1:1")
+    options = {"account_name": "mine", "credential": Identity()}
+    with pytest.raises(UriError, match="not https"):
+        open_client(Uri.parse("az://box/run"), options, Times())
+
+
+def test_limits() -> None:
+    """The published limits of block blobs: 190.7 TiB in 50,000 blocks."""
+    assert LIMITS.max_parts * LIMITS.max_part_bytes == LIMITS.max_object_bytes
+    assert 190 << 40 < LIMITS.max_object_bytes < 191 << 40
+
+
+# -- what is made of answers -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "told"),
+    [
+        (409, "BlobAlreadyExists", AlreadyExistsError, "untouched"),
+        (412, "ConditionNotMet", AlreadyExistsError, "untouched"),
+        (403, "UnauthorizedBlobOverwrite", AlreadyExistsError, "untouched"),
+        (412, "LeaseIdMissing", AccessError, "lease"),
+        (409, "SnapshotsPresent", AccessError, "snapshots"),
+        (409, "BlobImmutableDueToPolicy", AccessError, "immutability policy"),
+        (409, "InvalidBlobType", StorageError, "append or page blob"),
+        (409, "ResourceTypeMismatch", StorageError, "directory"),
+        (409, "BlobArchived", StorageError, "archive"),
+        (404, "ContainerNotFound", NotFoundError, "no container 'box'"),
+        (409, "ContainerBeingDeleted", NotFoundError, "no container 'box'"),
+        (403, "AuthenticationFailed", CredentialsError, "does not accept"),
+        (403, "AuthorizationPermissionMismatch", AccessError, "c and w"),
+        (403, "AuthorizationFailure", AccessError, "firewall"),
+        (401, "NoAuthenticationInformation", CredentialsError, "anon=True"),
+        (409, "PublicAccessNotPermitted", CredentialsError, "anonymous"),
+        (400, "Md5Mismatch", TransientError, "damaged"),
+        (400, "UnsupportedHeader", UnsupportedError, "does not know"),
+        (503, "ServerBusy", TransientError, "slow down"),
+        (429, "TooManyRequests", TransientError, "slow down"),
+        (500, "InternalError", AnswerLostError, "may have happened"),
+        (500, "OperationTimedOut", AnswerLostError, "may have happened"),
+        (502, "", AnswerLostError, "may have happened"),
+        (413, "RequestBodyTooLarge", StorageError, "413"),
+    ],
+)
+def test_refusals_of_a_conditional_put(
+    recorder: Recorder, status: int, code: str, kind: type[CkptfsError], told: str
+) -> None:
+    """Each code of the service is the type that its handler needs, in one sentence, tried once."""
+    recorder.told = [Told(status, code)]
+    with pytest.raises(CkptfsError) as caught:
+        recorder.client().put("run/k", b"x", IF_ABSENT)
+    assert type(caught.value) is kind
+    assert told in str(caught.value)
+    assert "az://box/run/k" in str(caught.value)
+    assert len(recorder.heard) == 1
+    assert caught.value.__context__ is None
+
+
+def test_the_container_is_named_and_not_the_account(recorder: Recorder) -> None:
+    """In abfss://container@account.dfs... the authority is the account."""
+    client = recorder.client(uri="abfss://box@mine.dfs.core.windows.net/run")
+    recorder.told = [Told(404, "ContainerNotFound")]
+    with pytest.raises(NotFoundError, match=r"no container 'box' .* \[uri abfss://box@mine"):
+        client.get("run/k")
+    assert recorder.heard[0].path == "/mine/box/run/k"
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "BlobNotFound", NotFoundError),
+        (412, "ConditionNotMet", StaleError),
+        (416, "InvalidRange", IntegrityError),
+        (500, "InternalError", TransientError),
+        (503, "ServerBusy", TransientError),
+        (409, "BlobUsesCustomerSpecifiedEncryption", AccessError),
+    ],
+)
+def test_refusals_of_a_read(
+    recorder: Recorder, status: int, code: str, kind: type[CkptfsError]
+) -> None:
+    """Reading changes nothing, so nothing is ever in doubt."""
+    recorder.told = [Told(status, code)]
+    with pytest.raises(CkptfsError) as caught:
+        recorder.client().get_range("run/k", 0, memoryview(bytearray(4)), '"0x1"')
+    assert type(caught.value) is kind
+    assert recorder.heard[0].headers["if-match"] == '"0x1"'
+
+
+def test_a_body_that_is_longer_or_shorter_than_asked_for(recorder: Recorder) -> None:
+    """An object that ends early is IntegrityError; a connection that ends early is worth a retry."""
+    client = recorder.client()
+    out = bytearray(4)
+    recorder.told = [
+        Told(206, body=b"12"),
+        Told(200, body=b"12345678"),
+        Told(206, body=b"12", headers={"Content-Length": "4", "Connection": "close"}),
+        Told(206, body=b"1234"),
+    ]
+    for kind in (IntegrityError, IntegrityError, TransientError):
+        with pytest.raises(kind):
+            client.get_range("run/k", 0, memoryview(out), None)
+    client.get_range("run/k", 0, memoryview(out), None)
+    assert out == b"1234"
+
+
+def test_an_ended_signature_and_a_wrong_clock_are_told_apart(recorder: Recorder) -> None:
+    """Azure answers AuthenticationFailed to both; the SAS's end and the server's Date tell."""
+    ended = "AccountName=mine;SharedAccessSignature=" + SAS.replace("2999", "2021")
+    off = formatdate(time() - 3600, usegmt=True)
+    recorder.told = [
+        Told(403, "AuthenticationFailed"),
+        Told(403, "AuthenticationFailed", {"Date": off}),
+    ]
+    with pytest.raises(CredentialsError, match="expired") as caught:
+        recorder.client(ended).put("run/k", b"x")
+    assert "TopSecret" not in repr(caught.value) + str(caught.value)
+    with pytest.raises(CredentialsError, match="clock"):
+        recorder.client().put("run/k", b"x")
+
+
+def test_a_directory_is_no_blob(recorder: Recorder) -> None:
+    """Hierarchical namespace: its directories are not found, nor listed as keys."""
+    client = recorder.client()
+    recorder.told = [Told(200, headers={"x-ms-resource-type": "directory"})]
+    with pytest.raises(NotFoundError, match="a directory"):
+        client.head("run/d")
+    page = (
+        "<?xml version='1.0' encoding='utf-8'?><EnumerationResults><Blobs>"
+        "<Blob><Name>run/d</Name><Properties><ResourceType>directory</ResourceType>"
+        "<Content-Length>0</Content-Length></Properties></Blob>"
+        "<Blob><Name>run/d/a</Name><Properties><Content-Length>3</Content-Length></Properties></Blob>"
+        '<Blob><Name Encoded="true">run/d/%EF%BF%BE</Name><Properties>'
+        "<Content-Length>4</Content-Length></Properties></Blob>"
+        "<BlobPrefix><Name>run/d/e/</Name></BlobPrefix>"
+        "</Blobs><NextMarker>{}</NextMarker></EnumerationResults>"
+    )
+    recorder.told = [
+        Told(200, body=page.format("more").encode()),
+        Told(200, body=page.format("").encode()),
+    ]
+    found = list(client.list_keys("run/", delimiter=True))
+    assert found == 2 * [
+        Listed("run/d/a", 3),
+        Listed("run/d/\ufffe", 4),
+        Listed("run/d/e/", is_prefix=True),
+    ]
+    assert "marker=more" in recorder.heard[-1].path
+
+
+def test_silence_ends(recorder: Recorder) -> None:
+    """A server that never answers is given up after request_timeout_s, as a lost answer."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        text = f"BlobEndpoint=http://127.0.0.1:{silent.getsockname()[1]}/mine"
+        client = open_client(Uri.parse("az://box/run"), {"connection_string": text}, Times(2, 0.2))
+        with pytest.raises(AnswerLostError, match="silent"):
+            client.put("run/k", b"x")
+        with pytest.raises(TransientError, match="silent"):
+            client.get("run/k")
