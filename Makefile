@@ -12,6 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo test test-hdfs check format compat formats campaign-crash campaign-model bench
+.PHONY: campaign-servers bench-objects
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-sink
 .DEFAULT_GOAL := help
@@ -26,8 +27,10 @@ help:
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
+	@echo "make campaign-servers  every request killed, 200 races, 2 GB through a bad network (long)"
 	@echo "make campaign-model  search every interleaving of the commit protocol (long)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
+	@echo "make bench-objects   the same on object stores, beside FsspecWriter, s3torchconnector, obstore"
 
 # The pin of torch is repeated on the command line: a range alone would let pip take a newer build.
 $(STAMP): pyproject.toml constraints-dev.txt
@@ -70,13 +73,20 @@ formats: $(STAMP)
 	$(BIN)/python -m tests.formats.make
 
 campaign-crash: $(STAMP)
-	$(BIN)/python -m pytest -m campaign --timeout=0 tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers tests $(PYTEST_ARGS)
+
+campaign-servers: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
 
 campaign-model: $(STAMP)
 	$(BIN)/python -m tests.model.campaign
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.save_load
+
+bench-objects: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.object_store
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

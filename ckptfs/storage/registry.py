@@ -2,7 +2,11 @@
 
     file                  LocalStorage
     memory                MemoryStorage
+    s3 s3a  gs gcs        ObjectStorage, over the client that ``clients.choose`` finds
+    az abfs abfss
+    hdfs webhdfs          HdfsStorage
     faults+X, nodes+X     ckptfs.testing: faults planned from outside; node-local disks as directories
+    objects+memory        ckptfs.testing: ObjectStorage over an object store in this process's memory
     fsspec+X              FsspecStorage over X, whatever else knows X (fsspec+file, fsspec+memory)
     entry points          group "ckptfs.backends", name = protocol, value = "module:factory"
     anything fsspec knows FsspecStorage
@@ -37,11 +41,13 @@ _WRAPPERS = {
     "faults": "ckptfs.testing.faults:open_faulty",
     "nodes": "ckptfs.testing.nodes:open_nodes",
     "fsspec": "ckptfs.storage.fsspec:open_fsspec",
+    "objects": "ckptfs.testing.object_client:open_memory_objects",
 }
+_OBJECT_STORE = "ckptfs.storage.object_store:open_object_store"
+_HDFS = "ckptfs.storage.hdfs:open_hdfs"
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _EXTRAS = {
-    **dict.fromkeys(("s3", "s3a"), "s3"),
-    **dict.fromkeys(("gs", "gcs"), "gcs"),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl", "wasb", "wasbs"), "azure"),
+    **dict.fromkeys(("adl", "wasb", "wasbs"), "azure"),
     **dict.fromkeys(("hdfs", "viewfs", "webhdfs", "arrow_hdfs"), "hdfs"),
 }
 # Implementations that fsspec ships itself and that import their library when they connect.
@@ -87,8 +93,10 @@ def _factory(uri: Uri) -> Factory:
     wrapper, plus, _ = protocol.partition("+")
     if plus and wrapper in _WRAPPERS:
         return _load(_WRAPPERS[wrapper])
+    if protocol in _OBJECT_STORES:
+        return _load(_OBJECT_STORE)
     _need_driver(uri)
-    return _load(_WRAPPERS["fsspec"])
+    return _load(_HDFS if protocol in ("hdfs", "webhdfs") else _WRAPPERS["fsspec"])
 
 
 def _open_local(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:

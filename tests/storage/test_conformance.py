@@ -17,6 +17,8 @@ from ckptfs.storage.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.testing.faults import FaultyStorage, Plan
+from ckptfs.testing.object_client import STORES as BUCKETS
+from ckptfs.testing.object_client import Manner, Manners
 from ckptfs.uri import Uri
 
 
@@ -181,3 +183,37 @@ class TestMemoryObject(InMemory):
     """The model with keys only."""
 
     shape = Shape.OBJECT
+
+
+class TestObjectStore(StorageConformance):
+    """The object store code over a bucket in memory; parts of 64 KiB, so that most files have some."""
+
+    def make_storage(self, place: Path) -> Storage:
+        BUCKETS.drop(place.name)
+        self.bucket = BUCKETS.bucket(place.name)
+        options = {"part_size_bytes": 64 << 10}
+        return open_storage(f"objects+memory://{place.name}/some/run", options)
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        self.bucket.put_behind(f"some/run/{key}", data)
+
+    def raw_read(self, key: str) -> bytes:
+        return self.bucket.objects[f"some/run/{key}"].data
+
+    def raw_exists(self, key: str) -> bool:
+        return f"some/run/{key}" in self.bucket.objects
+
+    def raw_list(self) -> list[str]:
+        assert not self.bucket.uploads  # nothing is left behind on the server
+        return sorted(name.removeprefix("some/run/") for name in self.bucket.objects)
+
+
+class TestObjectStoreWithoutConditions(TestObjectStore):
+    """The same where the server ignores every condition."""
+
+    def make_storage(self, place: Path) -> Storage:
+        storage = super().make_storage(place)
+        self.bucket.manners = Manners(Manner.IGNORES, Manner.IGNORES)
+        storage.probe("d")
+        assert not storage.capabilities.exclusive_create
+        return storage

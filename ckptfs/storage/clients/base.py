@@ -16,6 +16,7 @@ clients by ``ckptfs.storage.object_store``. Keys are whole keys inside the bucke
     AccessError          credentials are right, and may not do this
     TransientError       worth a retry, and the request surely did nothing (throttled, no connection)
     AnswerLostError      a change was sent, and no answer tells whether it happened (5xx, reset)
+    UnsupportedError     the server says that it does not know this request or header (501)
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class Conditions:
 class Limits:
     """What the store takes, from its documentation (named where a client sets them), in bytes.
 
-    part_multiple_bytes: every part but the last is a multiple of it.
+    part_multiple_bytes: every part but the last is a multiple of it. equal_parts: every part but the
+    last has the size that ``begin_upload`` was told; else later ones may be larger.
     """
 
     min_part_bytes: int = 5 << 20
@@ -89,6 +91,7 @@ class Limits:
     max_object_bytes: int = 5 << 40
     max_single_put_bytes: int = 5 << 30
     part_multiple_bytes: int = 1
+    equal_parts: bool = False
     delete_batch: int = 1000
 
 
@@ -159,6 +162,9 @@ class ObjectClient(ABC):
     endpoint: str  # scheme://host[:port] that errors name; no credentials
     limits: Limits
     conditions: Conditions
+    # Whether the library copies what it sends, while it sends it: half of an upload's memory_bytes is
+    # the library's then. Nothing of a part is held after put_part returned.
+    copies_parts: bool = True
 
     @abstractmethod
     def get(self, key: str) -> tuple[bytes, str | None]:
@@ -190,7 +196,9 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
-        """Begin an object in parts of ``part_bytes`` (the last may be smaller)."""
+        """Begin an object in parts of ``part_bytes``; the last may be smaller, and where the size was
+        not known (``limits.equal_parts`` is False) later ones may be larger. No request is needed yet.
+        """
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         """Uploads below a prefix that nobody completed; none where the store forgets them itself."""

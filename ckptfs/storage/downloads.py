@@ -1,0 +1,105 @@
+"""One object, read in ranges: parallel, each straight into its place, all of the same object.
+
+    open        one HEAD: size and etag
+    read_into   up to 8 MiB: one request           more: ranges of 8 MiB, several at once
+                each range with the etag: another object under the key is StaleError, never a mixture
+
+The calling thread fetches ranges too, so that a busy pool slows a read and never blocks it. A read
+that fails returns when no thread writes into the caller's buffer any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+
+from ckptfs.errors import IntegrityError, StorageError
+from ckptfs.storage.base import DataReader
+from ckptfs.storage.clients.base import Head
+from ckptfs.storage.uploads import Route
+from ckptfs.uri import Uri
+
+__all__ = ["RANGE_BYTES", "ObjectReader", "split"]
+
+RANGE_BYTES = 8 << 20
+
+
+def split(offset: int, size_bytes: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
+    """(offset, size) of each request: as even as whole 64 KiB allow, none above ``range_bytes``."""
+    count = max(1, -(-size_bytes // range_bytes))
+    step = -(-size_bytes // count)
+    step = min(range_bytes, -(-step // 65536) * 65536)
+    end = offset + size_bytes
+    return [(at, min(step, end - at)) for at in range(offset, end, step)] if size_bytes else []
+
+
+class ObjectReader(DataReader):
+    """Reads one object, as it was when it was opened."""
+
+    window_bytes = RANGE_BYTES
+
+    def __init__(self, route: Route, key: str, uri: Uri, head: Head) -> None:
+        self._route = route
+        self._key = key
+        self._uri = uri
+        self._etag = head.etag
+        self._closed = False
+        self.size_bytes = head.size_bytes
+        self.concurrency = route.concurrency
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        if self._closed:
+            raise StorageError("the reader is closed", uri=self._uri)
+        view = buffer.cast("B")
+        if offset + len(view) > self.size_bytes:
+            raise IntegrityError(
+                f"the file ends at byte {self.size_bytes}, {offset + len(view)} were asked for",
+                uri=self._uri,
+            )
+        ranges = split(offset, len(view))
+        if len(ranges) > 1:
+            self._fetch_all(ranges, offset, view)
+        elif ranges:
+            self._fetch(offset, view, None)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _fetch(self, offset: int, out: memoryview, stop: threading.Event | None) -> None:
+        client = self._route.client
+        self._route.retrier.run(
+            lambda: client.get_range(self._key, offset, out, self._etag), stop=stop
+        )
+
+    def _fetch_all(self, ranges: list[tuple[int, int]], base: int, view: memoryview) -> None:
+        waiting = deque(ranges)
+        errors: list[BaseException] = []
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                try:
+                    at, size_bytes = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    self._fetch(at, view[at - base : at - base + size_bytes], stop)
+                except BaseException as error:  # noqa: BLE001 - the first one is raised below
+                    errors.append(error)
+                    stop.set()
+
+        helpers: list[Future[None]] = []
+        try:
+            pool = self._route.pool()
+            for _ in range(min(self._route.concurrency, len(ranges)) - 1):
+                helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next submit fails
+            work()
+        finally:
+            # Whatever happened: no thread may write into the buffer after this returns.
+            stop.set()
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.exception()
+        if errors:
+            raise errors[0]

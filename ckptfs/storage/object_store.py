@@ -1,0 +1,279 @@
+"""An object store: keys, no directories, no rename. What is decided once for all client libraries.
+
+    read create replace stat list     one request each              conditions.py  are they honoured?
+    open_write   parts in parallel    uploads.py, parts.py          retrying.py    when again
+    open_read    ranges in parallel   downloads.py                  options.py     how much at once
+    remove*      batches              deletes.py                    clients/       one file per library
+
+Writing is final: data keys never change under their name, the one thing that can be won is a create.
+A conditional put whose answer was lost is not repeated here but told (AnswerLostError): only the
+caller can tell its own bytes from another's. Everything else is repeated until ``retry_s`` is over.
+
+Nothing is written by reading, nothing is listed where a key is known, and no bucket, no directory
+marker and no copy is ever made. Clients and threads belong to one process; after a fork or a pickle
+there are new ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError, UnsupportedError
+from ckptfs.storage.base import (
+    Capabilities,
+    DataReader,
+    DataWriter,
+    Entry,
+    Shape,
+    Space,
+    Stat,
+    Storage,
+)
+from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
+from ckptfs.storage.clients.choose import open_client
+from ckptfs.storage.conditions import Honoured, Verdict, probe_conditions
+from ckptfs.storage.deletes import Deleter, Holds
+from ckptfs.storage.downloads import ObjectReader
+from ckptfs.storage.options import ObjectOptions, parse_options
+from ckptfs.storage.parts import plan_parts
+from ckptfs.storage.retrying import NOT_DONE, Retrier, RetryPolicy
+from ckptfs.storage.threads import Threads
+from ckptfs.storage.uploads import ObjectWriter, Route
+from ckptfs.uri import Uri
+
+__all__ = ["ObjectStorage", "open_object_store"]
+
+
+def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectStorage:
+    """The registry's factory for ``s3://``, ``gs://``, ``az://`` and their kin."""
+    options, rest = parse_options(uri, storage_options)
+    return ObjectStorage(uri, open_client(uri, options, rest), options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """What this process has seen of one bucket through one client; storages come and go with saves."""
+
+    verdict: Verdict = field(default_factory=Verdict)
+    holds: Holds = field(default_factory=Holds)
+
+
+# By process, client library, endpoint and bucket. A fork begins anew: its locks are its own.
+_SEEN: dict[tuple[int, str, str, str], _Bucket] = {}
+
+
+class ObjectStorage(Storage):
+    """Bytes below one prefix of one bucket, through ``client``. Picklable with its options."""
+
+    def __init__(
+        self, root: Uri, client: ObjectClient, options: ObjectOptions | None = None
+    ) -> None:
+        self.root = root
+        self.client = client
+        self.options = options or ObjectOptions()
+        # What an upload may hold: all of it ours, or half of it the library's.
+        self._memory_bytes = self.options.memory_bytes // (2 if client.copies_parts else 1)
+        self.retrier = Retrier(client.endpoint, RetryPolicy(self.options.retry_s))
+        base = root.path.lstrip("/")
+        self._prefix = f"{base}/" if base else ""
+        self._pools: dict[int, Threads] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pools": {}}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Before this process wrote here by a condition: what the client can ask for. Then what the
+        probe saw. Asking costs nothing.
+        """
+        found, asks = self._bucket.verdict.found, self.client.conditions
+        return Capabilities(
+            shape=Shape.OBJECT,
+            exclusive_create=asks.if_absent if found is None else found.if_absent,
+            atomic_replace=True,
+            conditional_replace=asks.if_absent and asks.if_match
+            if found is None
+            else found.if_match is not None,
+            durable=True,
+        )
+
+    def probe(self, key: str) -> Capabilities:
+        """As ``Storage.probe``: six small requests on a fresh key below ``key``, once per process."""
+        self._honoured(key)
+        return self.capabilities
+
+    # -- small, whole ------------------------------------------------------------------
+
+    def read(self, key: str) -> bytes:
+        path = self._path(key)
+        return self.retrier.run(lambda: self.client.get(path)[0])
+
+    def create(self, key: str, data: bytes, *, staging: str) -> None:
+        """As ``Storage.create``, by a conditional PUT. UnsupportedError: the store ignores it."""
+        del staging
+        path = self._path(key)
+        if not self._honoured(key.rpartition("/")[0]).if_absent:
+            raise UnsupportedError(
+                "no exclusive create here: the store or its client ignores the condition",
+                uri=self.uri(key),
+                hint="fences cannot hold on this store; see capabilities",
+            )
+        self.retrier.run(lambda: self.client.put(path, data, IF_ABSENT), after=NOT_DONE)
+
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        path = self._path(key)
+        if if_match is None:
+            self.retrier.run(lambda: self.client.put(path, data, ALWAYS))
+            return
+        spelling = self._honoured(key.rpartition("/")[0]).if_match
+        if spelling is None:
+            raise UnsupportedError(
+                "no conditional replace here: the store or its client ignores the condition",
+                uri=self.uri(key),
+            )
+        condition = IfMatch(spelling.of(if_match)) if if_match else IF_ABSENT
+        try:
+            self.retrier.run(lambda: self.client.put(path, data, condition), after=NOT_DONE)
+        except NotFoundError as error:
+            # Some stores answer 404, not 412, where the object of that etag has gone.
+            raise AlreadyExistsError(
+                "replace failed: the object has changed", uri=self.uri(key)
+            ) from error
+
+    def stat(self, key: str) -> Stat:
+        path = self._path(key)
+        found = self.retrier.run(lambda: self.client.head(path))
+        return Stat(found.size_bytes, is_dir=False, etag=found.etag)
+
+    def list(self, key: str) -> list[Entry]:
+        path = self._path(key)
+        prefix = f"{path}/" if path else ""
+        found = self.retrier.run(lambda: [*self.client.list_keys(prefix, delimiter=True)])
+        names: dict[str, bool] = {}
+        for item in found:
+            name = item.key.removeprefix(prefix).rstrip("/")
+            if name:  # else a marker that somebody made for the prefix itself
+                names[name] = names.get(name, False) or item.is_prefix
+        return [Entry(name, is_dir) for name, is_dir in sorted(names.items())]
+
+    # -- large, streamed ---------------------------------------------------------------
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        """As ``Storage.open_write``. With the size, parts are no larger than they must be; a size
+        that no object may have is UnsupportedError at once.
+        """
+        uri = self.uri(key)
+        try:
+            cut = plan_parts(
+                self.client.limits,
+                size_hint_bytes=size_hint_bytes,
+                asked_bytes=self.options.part_size_bytes,
+                room_bytes=self._memory_bytes,
+            )
+        except StorageError as error:
+            error.uri = str(uri)
+            raise
+        return ObjectWriter(self._route, self._path(key), uri, cut)
+
+    def open_read(self, key: str) -> DataReader:
+        path = self._path(key)
+        head = self.retrier.run(lambda: self.client.head(path))
+        return ObjectReader(self._route, path, self.uri(key), head)
+
+    # -- names -------------------------------------------------------------------------
+
+    def make_dir(self, key: str) -> None:
+        self.uri(key)
+
+    def rename(self, source: str, target: str) -> None:
+        raise UnsupportedError("an object store has no rename", uri=self.uri(source))
+
+    def remove(self, key: str) -> None:
+        self.uri(key)
+        self._deleter.delete_keys([key])
+
+    def remove_many(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.uri(key)
+        self._deleter.delete_keys(keys)
+
+    def remove_dir(self, key: str) -> None:
+        self.uri(key)
+
+    def remove_tree(self, key: str) -> None:
+        self.uri(key)
+        if not key:
+            raise UnsupportedError("the root is never removed", uri=self.root)
+        self._deleter.delete_tree(key)
+
+    # -- certainty ---------------------------------------------------------------------
+
+    def sync(self, key: str) -> None:
+        self.uri(key)
+
+    def refresh(self, key: str) -> None:
+        self.uri(key)
+
+    def sweep_uploads(self, older_than_s: float) -> int:
+        pending = self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
+        swept = 0
+        for upload in pending:
+            if upload.age_s < older_than_s:
+                continue
+            try:
+                self.retrier.run(lambda u=upload: self.client.abort_pending(u))  # type: ignore[misc]
+            except NotFoundError:
+                continue  # completed, or swept by another
+            swept += 1
+        return swept
+
+    def space(self) -> Space | None:
+        return None
+
+    def close(self) -> None:
+        pool = self._pools.pop(os.getpid(), None)
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.client.close()
+
+    # -- inside ------------------------------------------------------------------------
+
+    def _path(self, key: str) -> str:
+        """The whole key in the bucket. UriError: not a plain relative key."""
+        return self.uri(key).path.lstrip("/")
+
+    def _honoured(self, folder: str) -> Honoured:
+        path = self._path(folder)
+        return self._bucket.verdict.settle(
+            lambda: probe_conditions(self.client, f"{path}/" if path else "", self.retrier)
+        )
+
+    @property
+    def _bucket(self) -> _Bucket:
+        root = self.root
+        bucket = str(Uri(root.protocol, root.authority, "", "", root.userinfo))
+        key = (os.getpid(), type(self.client).__qualname__, self.client.endpoint, bucket)
+        return _SEEN.get(key) or _SEEN.setdefault(key, _Bucket())
+
+    @property
+    def _deleter(self) -> Deleter:
+        return Deleter(self.client, self.retrier, self._bucket.holds, self.root, self._prefix)
+
+    @property
+    def _route(self) -> Route:
+        at_once = self.options.concurrency
+        return Route(self.client, self.retrier, self._pool, at_once, self._memory_bytes)
+
+    def _pool(self) -> Executor:
+        """The threads of this process: those of the one that forked it are not there."""
+        pid = os.getpid()
+        found = self._pools.get(pid)
+        if found is None:
+            # setdefault: of two threads that come first at once, both use one pool.
+            fresh = Threads(self.options.concurrency, "ckptfs-io")
+            found = self._pools.setdefault(pid, fresh)
+        return found

@@ -1,0 +1,90 @@
+"""A few threads for requests. As ``ThreadPoolExecutor``, but for the end of the process.
+
+The standard pool takes no work once the main thread has returned, and a save that goes on in another
+thread (``async_save`` at the end of a script) would fail half-way for that. These are daemon threads
+that nobody joins: whoever waits for a result keeps the process alive, and nothing else does. They
+start when there is work, and end after some idle seconds or at ``shutdown``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, ParamSpec, TypeVar
+
+__all__ = ["Threads"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_IDLE_S = 10.0
+
+
+class Threads(Executor):
+    """At most ``size`` threads, work in order. Belongs to the process that made it."""
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size = size
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running = 0
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """As ``Executor.submit``. RuntimeError after shutdown, or where no thread can be started."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("these threads were shut down")
+            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+            if self._idle >= len(self._waiting):
+                self._changed.notify()
+            elif self._running < self._size:
+                self._start()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard's
+        """As ``Executor.shutdown``, but never waits."""
+        del wait
+        with self._changed:
+            self._closed = True
+            if cancel_futures:
+                for future, _ in self._waiting:
+                    future.cancel()
+            self._changed.notify_all()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        self._running += 1
+        try:
+            thread.start()
+        except RuntimeError:
+            self._running -= 1
+            if not self._running:
+                self._waiting.pop()
+                raise
+            # No more threads on this machine: those that run will come to it.
+
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
+            future, call = task
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+                    future.set_exception(error)
+            del task, future, call  # while idle, nothing that was lent is held
+
+    def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE_S)
+            self._idle -= 1
+            if self._waiting:
+                return self._waiting.popleft()
+            self._running -= 1
+            return None

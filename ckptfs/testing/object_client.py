@@ -1,0 +1,343 @@
+"""An object store in this process's memory, behind the contract of the real clients.
+
+    store = MemoryObjects(Plan([...]))                       a server: objects, uploads, a request log
+    MemoryObjectClient(store)                                a client of it: one try per request
+    ObjectStorage(Uri.parse("s3://b/run"), client)           what is under test
+    open_storage("objects+memory://b/run")                   the same by URI, ``STORES`` holding it
+
+What goes wrong is planned with ``ckptfs.testing.plan``. Operations are the client's methods (``get``
+``get_range`` ``put`` ``head`` ``list_keys`` ``delete`` ``begin_upload`` ``put_part`` ``complete``
+``abort`` ``list_uploads`` ``abort_pending``), keys are whole keys:
+
+    Fault("put", "*/log/*", 1, Lose())                       it was done, and the answer was lost
+    Fault("put_part", "*", 3, Fail(TransientError(...)))     refused before, or (When.AFTER) after it acted
+    Fault("get_range", "*", 1, Fail(..., When.HALF))         a body that is cut in the middle
+    Fault("*", "*", None, Hold())                            as slow as the test likes
+
+    store.manners = Manners(if_absent=Manner.IGNORES, ...)   what the server makes of conditions
+    store.put_behind("run/f", data)                          another writer: the etag changes
+    store.locked = {"run/step_1/*"}                          deletes of these are AccessError
+    store.requests("put")                                    what was asked, in order; ``counts()``
+
+Thread-safe. Belongs to one process, as ``memory://`` does. Limits are those of a small S3, enforced:
+parts below the least size, or too many of them, fail at ``complete`` as they do there.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ckptfs.errors import (
+    AccessError,
+    AlreadyExistsError,
+    AnswerLostError,
+    IntegrityError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    UnsupportedError,
+    UriError,
+)
+from ckptfs.storage.clients.base import (
+    ALWAYS,
+    Buffer,
+    Condition,
+    Conditions,
+    Head,
+    IfAbsent,
+    IfMatch,
+    Listed,
+    ObjectClient,
+    PendingUpload,
+    Refused,
+    Upload,
+)
+from ckptfs.storage.object_store import ObjectStorage
+from ckptfs.storage.options import parse_options
+from ckptfs.testing.memory_objects import (
+    SMALL_LIMITS,
+    STORES,
+    Manner,
+    Manners,
+    MemoryObjects,
+    Pending,
+    Stored,
+)
+from ckptfs.testing.plan import Fail, Hold, HoldFile, Kill, Lose, When
+from ckptfs.uri import Uri
+
+__all__ = [
+    "SMALL_LIMITS",
+    "STORES",
+    "Manner",
+    "Manners",
+    "MemoryObjectClient",
+    "MemoryObjects",
+    "open_memory_objects",
+]
+
+T = TypeVar("T")
+
+_BOTH = Conditions(if_absent=True, if_match=True)
+
+
+def open_memory_objects(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectStorage:
+    """The registry's factory of ``objects+memory``. Takes the options of all object stores."""
+    options, rest = parse_options(uri, storage_options)
+    if rest:
+        raise UriError(f"objects+memory:// has no option {min(rest)!r}", uri=uri)
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UriError("objects+memory:// belongs to one process", uri=uri)
+    return ObjectStorage(uri, MemoryObjectClient(uri.authority), options)
+
+
+class MemoryObjectClient(ObjectClient):
+    """A client of one bucket: a ``MemoryObjects``, or the name of one in ``STORES``.
+
+    asks: which conditions it can ask for. Pickles by name only.
+    """
+
+    copies_parts = False
+
+    def __init__(self, store: MemoryObjects | str, *, asks: Conditions = _BOTH) -> None:
+        self._name = store if isinstance(store, str) else ""
+        self._store = STORES.bucket(store) if isinstance(store, str) else store
+        # Never an endpoint twice: what a process has seen of one is no news of the next.
+        self.endpoint = f"objects+memory://server-{self._store.number}"
+        self.limits = self._store.limits
+        self.conditions = asks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: held for name, held in self.__dict__.items() if name != "_store"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._store = STORES.bucket(self._name)
+
+    @property
+    def store(self) -> MemoryObjects:
+        """The server. UriError in another process than the one that made it."""
+        if self._store.pid != os.getpid():
+            raise UriError("objects+memory:// belongs to the process that opened it")
+        return self._store
+
+    def get(self, key: str) -> tuple[bytes, str | None]:
+        def act() -> tuple[bytes, str | None]:
+            found = self._found(key)
+            return found.data, found.etag
+
+        return self._do("get", key, act)
+
+    def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+        def fill(size_bytes: int) -> None:
+            found = self._found(key)
+            if etag is not None and found.etag != etag:
+                raise StaleError("get failed: another object stands there now", uri=self._uri(key))
+            data = found.data[offset : offset + size_bytes]
+            out[: len(data)] = data
+            if len(data) < size_bytes:
+                raise IntegrityError(f"the object ends at byte {len(found.data)}", uri=key)
+
+        self._do("get_range", key, lambda: fill(len(out)), lambda: fill(len(out) // 2))
+
+    def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+        # Taken now: what a lost request carries must not change when it is done later.
+        body = bytes(data)
+
+        def act() -> str:
+            self._check(key, condition)
+            if len(body) > self.limits.max_single_put_bytes:
+                raise StorageError("put failed: EntityTooLarge", uri=self._uri(key))
+            return self.store.put_behind(key, body)
+
+        return self._do("put", key, act)
+
+    def head(self, key: str) -> Head:
+        def act() -> Head:
+            found = self._found(key)
+            return Head(len(found.data), found.etag)
+
+        return self._do("head", key, act)
+
+    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
+        def act() -> list[Listed]:
+            found: dict[str, Listed] = {}
+            for key, held in sorted(self.store.objects.items()):
+                if not key.startswith(prefix):
+                    continue
+                head, slash, _ = key[len(prefix) :].partition("/")
+                if delimiter and slash:
+                    name = f"{prefix}{head}/"
+                    found[name] = Listed(name, is_prefix=True)
+                else:
+                    found[key] = Listed(key, len(held.data))
+            return list(found.values())
+
+        return iter(self._do("list_keys", prefix, act))
+
+    def delete(self, keys: Sequence[str]) -> list[Refused]:
+        if len(keys) > self.limits.delete_batch:
+            raise StorageError(f"delete failed: {len(keys)} keys in one request")
+
+        def act() -> list[Refused]:
+            refused = []
+            for key in keys:
+                if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.store.locked):
+                    error = AccessError("delete failed: object lock", uri=self._uri(key))
+                    refused.append(Refused(key, error))
+                else:
+                    self.store.objects.pop(key, None)
+            return refused
+
+        return self._do("delete", keys[0], act)
+
+    def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
+        name = self._do("begin_upload", key, lambda: self.store.new_upload(key))
+        return _MemoryUpload(self, key, name, part_bytes)
+
+    def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
+        def act() -> list[PendingUpload]:
+            now_s = self.store.clock()
+            return [
+                PendingUpload(held.key, name, now_s - held.began_s)
+                for name, held in self.store.uploads.items()
+                if held.key.startswith(prefix)
+            ]
+
+        return iter(self._do("list_uploads", prefix, act))
+
+    def abort_pending(self, upload: PendingUpload) -> None:
+        def act() -> None:
+            if self.store.uploads.pop(upload.upload_id, None) is None:
+                raise NotFoundError("abort failed: NoSuchUpload", uri=self._uri(upload.key))
+
+        self._do("abort_pending", upload.key, act)
+
+    def _uri(self, key: str) -> str:
+        return f"{self.endpoint}/{key}"
+
+    def _found(self, key: str) -> Stored:
+        found = self.store.objects.get(key)
+        if found is None:
+            raise NotFoundError("get failed: NoSuchKey", uri=self._uri(key))
+        return found
+
+    def _check(self, key: str, condition: Condition) -> None:
+        manners = self.store.manners
+        held = self.store.objects.get(key)
+        match condition:
+            case IfAbsent():
+                manner, holds = manners.if_absent, held is None
+            case IfMatch(etag):
+                told = "" if held is None else held.etag
+                bare = manners.if_match is Manner.BARE_ONLY
+                manner, holds = manners.if_match, etag == (told.strip('"') if bare else told)
+                if held is None and manner is not Manner.IGNORES:
+                    raise NotFoundError("put failed: NoSuchKey", uri=self._uri(key))
+            case _:
+                return
+        if manner is Manner.REFUSES:
+            raise UnsupportedError("put failed: NotImplemented", uri=self._uri(key))
+        if not holds and manner is not Manner.IGNORES:
+            raise AlreadyExistsError("put failed: PreconditionFailed", uri=self._uri(key))
+
+    def _do(
+        self, op: str, key: str, act: Callable[[], T], half: Callable[[], object] | None = None
+    ) -> T:
+        def acted() -> T:
+            with self.store.lock:
+                return act()
+
+        action = self.store.plan.begin(op, key)
+        match action:
+            case Kill(when) | Fail(_, when):
+                if when is When.AFTER:
+                    acted()
+                elif when is When.HALF and half is not None:
+                    with self.store.lock:
+                        half()
+                if isinstance(action, Fail):
+                    raise action.error
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Lose(done, later, after):
+                if later:
+                    self.store.plan.later(after, acted)
+                elif done:
+                    acted()
+                raise AnswerLostError(f"{op}: the test lost the answer", uri=self._uri(key))
+            case Hold(reached, release):
+                reached.set()
+                release.wait()
+            case HoldFile():
+                raise TypeError("HoldFile is between processes, this store belongs to one")
+            case None:
+                pass
+        return acted()
+
+
+class _MemoryUpload(Upload):
+    def __init__(self, client: MemoryObjectClient, key: str, name: str, part_bytes: int) -> None:
+        self._client = client
+        self._key = key
+        self._name = name
+        self._part_bytes = part_bytes
+
+    def put_part(self, number: int, data: Buffer) -> None:
+        body = bytes(data)
+
+        def act() -> None:
+            self._pending("put_part").parts[number] = body
+
+        self._client._do("put_part", self._key, act)  # noqa: SLF001 - one module
+
+    def complete(self) -> str | None:
+        def act() -> str:
+            held = self._pending("complete")
+            self._check([held.parts[number] for number in sorted(held.parts)], set(held.parts))
+            del self._client.store.uploads[self._name]
+            data = b"".join(held.parts[number] for number in sorted(held.parts))
+            return self._client.store.put_behind(self._key, data)
+
+        return self._client._do("complete", self._key, act)  # noqa: SLF001
+
+    def abort(self) -> None:
+        def act() -> None:
+            self._client.store.uploads.pop(self._name, None)
+
+        self._client._do("abort", self._key, act)  # noqa: SLF001
+
+    def _pending(self, action: str) -> Pending:
+        held = self._client.store.uploads.get(self._name)
+        if held is None:
+            raise NotFoundError(
+                f"{action} failed: NoSuchUpload",
+                uri=self._client._uri(self._key),  # noqa: SLF001
+            )
+        return held
+
+    def _check(self, parts: list[bytes], numbers: set[int]) -> None:
+        limits, whole = self._client.limits, parts[:-1]
+        wrong = (
+            "InvalidPart: gaps"
+            if numbers != set(range(len(numbers))) or not parts
+            else "too many parts"
+            if len(parts) > limits.max_parts
+            else "EntityTooSmall"
+            if any(len(p) < limits.min_part_bytes for p in whole)
+            else "a part is no multiple"
+            if any(len(p) % limits.part_multiple_bytes for p in whole)
+            else "EntityTooLarge"
+            if any(len(p) > limits.max_part_bytes for p in parts)
+            else "parts differ"
+            if limits.equal_parts and any(len(p) != self._part_bytes for p in whole)
+            else ""
+        )
+        if wrong:
+            raise StorageError(
+                f"complete failed: {wrong}",
+                uri=self._client._uri(self._key),  # noqa: SLF001
+            )

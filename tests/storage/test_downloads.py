@@ -1,0 +1,176 @@
+"""Downloads: ranges of one object, in parallel, straight into their place."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptfs.errors import IntegrityError, NotFoundError, StaleError, StorageError, TransientError
+from ckptfs.storage.base import DataReader
+from ckptfs.storage.downloads import RANGE_BYTES, split
+from ckptfs.testing.memory_objects import MemoryObjects
+from ckptfs.testing.object_client import MemoryObjectClient
+from ckptfs.testing.plan import Fail, Fault, Hold, Lose, When
+from tests.storage.objects import bucket, busy, over
+
+BIG = bytes(range(251)) * ((3 * RANGE_BYTES + 12345) // 251)
+
+
+def read_all(reader: DataReader, size: int = len(BIG)) -> bytearray:
+    """The first ``size`` bytes."""
+    buffer = bytearray(size)
+    reader.read_into(0, memoryview(buffer))
+    return buffer
+
+
+@given(offset=st.integers(0, 1 << 50), size=st.integers(0, 1 << 36))
+def test_ranges_cover_everything_once(offset: int, size: int) -> None:
+    """In order, without gap or overlap, none above 8 MiB, none empty; as few as that allows."""
+    size %= 1 << 30
+    ranges = split(offset, size)
+    at = offset
+    for start, length in ranges:
+        assert start == at
+        assert 0 < length <= RANGE_BYTES
+        at += length
+    assert at == offset + size
+    assert len(ranges) == -(-size // RANGE_BYTES)
+
+
+def test_large_reads_go_in_parallel_and_small_ones_in_one_request() -> None:
+    """One HEAD; a small read is one request, a large one several at once, the caller among them."""
+    gate = threading.Barrier(3)
+    threads = set()
+
+    class Together(MemoryObjectClient):
+        def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if len(out) > 1000:
+                threads.add(threading.current_thread())
+                gate.wait(20)  # passes only if three ranges are under way at once
+            super().get_range(key, offset, out, etag)
+
+    store = MemoryObjects()
+    store.put_behind("run/f", BIG[: 3 * RANGE_BYTES])
+    storage = over(Together(store), concurrency=3)
+    with storage.open_read("f") as reader:
+        assert (reader.concurrency, reader.window_bytes) == (3, RANGE_BYTES)
+        assert read_all(reader, 1000) == BIG[:1000]
+        assert store.counts() == {"head": 1, "get_range": 1}
+        assert read_all(reader, 3 * RANGE_BYTES) == BIG[: 3 * RANGE_BYTES]
+    assert store.counts() == {"head": 1, "get_range": 4}
+    assert threading.current_thread() in threads
+    assert len(threads) == 3
+    storage.close()
+
+
+def test_broken_bodies_are_fetched_again() -> None:
+    """A range that breaks in the middle, is throttled or unanswered is asked again, nothing else."""
+    store, storage = bucket(
+        [
+            Fault("get_range", "*", 1, Fail(busy(), When.HALF)),
+            Fault("get_range", "*", 3, Fail(busy())),
+            Fault("get_range", "*", 4, Lose()),
+        ]
+    )
+    store.put_behind("run/f", BIG)
+    with storage.open_read("f") as reader:
+        assert read_all(reader) == BIG
+    assert store.counts()["get_range"] == 4 + 3
+    storage.close()
+
+
+@pytest.mark.parametrize("size", [100, len(BIG)])
+def test_another_object_under_the_key_is_stale(size: int) -> None:
+    """The key is overwritten after the open: StaleError, never a mixture, one range or many."""
+    store, storage = bucket()
+    store.put_behind("run/f", BIG[:size])
+    with storage.open_read("f") as reader:
+        store.put_behind("run/f", bytes(size))
+        with pytest.raises(StaleError):
+            read_all(reader, size)
+    storage.close()
+
+
+def test_an_object_that_goes_is_not_found() -> None:
+    """Deleted after the open: NotFoundError."""
+    store, storage = bucket()
+    store.put_behind("run/f", b"x")
+    with storage.open_read("f") as reader:
+        store.objects.clear()
+        with pytest.raises(NotFoundError):
+            read_all(reader, 1)
+
+
+def test_past_the_end_asks_nothing() -> None:
+    """IntegrityError without a request: the size is known."""
+    store, storage = bucket()
+    store.put_behind("run/f", b"12345")
+    with storage.open_read("f") as reader, pytest.raises(IntegrityError):
+        read_all(reader, 6)
+    assert store.counts() == {"head": 1}
+
+
+def test_nobody_writes_into_the_buffer_after_an_error() -> None:
+    """One range fails while another is under way: the read returns only when that one has ended."""
+    hold = Hold()
+    store, storage = bucket([Fault("get_range", "*", 1, hold)], concurrency=2)
+    store.put_behind("run/f", BIG)
+    buffer = bytearray(len(BIG))
+    outcome: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            with storage.open_read("f") as reader:
+                reader.read_into(0, memoryview(buffer))
+        except StorageError as error:
+            outcome.append(error)
+
+    # Everything after the held range is refused.
+    for n in range(2, 9):
+        store.plan.add(Fault("get_range", "*", n, Fail(StorageError("broken"))))
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert hold.reached.wait(20)
+    while len(store.requests("get_range")) < 2:
+        assert reading.is_alive()
+    reading.join(0.05)
+    assert reading.is_alive()  # the held range still owns its piece of the buffer
+    hold.release.set()
+    reading.join(20)
+    assert "broken" in str(outcome[0])
+    storage.close()
+
+
+def test_the_first_error_is_the_one_raised() -> None:
+    """One range finds another object, a retrying one gives up because of it: the cause is raised."""
+    stale = threading.Event()
+
+    class Changing(MemoryObjectClient):
+        def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if offset == 0:
+                assert stale.wait(20)
+                raise busy()
+            stale.set()
+            raise StaleError("changed")
+
+    store = MemoryObjects()
+    store.put_behind("run/f", BIG[: 2 * RANGE_BYTES])
+    storage = over(Changing(store), concurrency=2, retry_s=1e9)
+    with storage.open_read("f") as reader, pytest.raises(StaleError):
+        read_all(reader, 2 * RANGE_BYTES)
+    storage.close()
+
+
+def test_giving_up_names_endpoint_and_tries() -> None:
+    """A store that stays busy: TransientError with where and how often."""
+    store, storage = bucket([Fault("get_range", "*", None, Fail(busy()))], retry_s=3.0)
+    store.put_behind("run/f", BIG)
+    with (
+        storage.open_read("f") as reader,
+        pytest.raises(TransientError, match=r"objects\+memory://.*tries in"),
+    ):
+        read_all(reader)
+    storage.close()

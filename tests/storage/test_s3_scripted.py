@@ -1,0 +1,795 @@
+"""Both S3 clients against a server that answers as the test says: errors, one try, every header."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfs.errors import (
+    AccessError,
+    AlreadyExistsError,
+    AnswerLostError,
+    CkptfsError,
+    CredentialsError,
+    IntegrityError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+)
+from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ObjectClient
+from ckptfs.storage.options import Times
+from tests.storage.s3_scripted import (
+    BUCKET,
+    KEY,
+    MODULES,
+    SECRET,
+    TOKEN,
+    Answer,
+    Request,
+    Scripted,
+    deleted,
+    error,
+    open_s3,
+    usual,
+)
+
+Call = Callable[[ObjectClient], object]
+
+GET: Call = lambda client: client.get("run/k")  # noqa: E731
+PUT: Call = lambda client: client.put("run/k", b"data")  # noqa: E731
+CREATE: Call = lambda client: client.put("run/k", b"data", IF_ABSENT)  # noqa: E731
+LIST: Call = lambda client: list(client.list_keys("run/", delimiter=True))  # noqa: E731
+HEAD: Call = lambda client: client.head("run/k")  # noqa: E731
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    """A server of this test's own."""
+    with Scripted() as found:
+        yield found
+
+
+@pytest.fixture(params=MODULES)
+def module(request: pytest.FixtureRequest) -> str:
+    """Each of the two clients."""
+    return str(request.param)
+
+
+def always(answer: Answer) -> Callable[[Request], Answer]:
+    """A server that answers so to everything."""
+    return lambda _: answer
+
+
+def failing(client: ObjectClient, call: Call) -> CkptfsError:
+    """The error of a call, after a look that nothing secret hangs on it."""
+    with pytest.raises(CkptfsError) as caught:
+        call(client)
+    told = "".join(traceback.format_exception(caught.value))
+    link: BaseException | None = caught.value
+    while link is not None:
+        told += repr(link) + repr(link.__dict__)
+        link = link.__cause__ or link.__context__
+    for secret in (SECRET, TOKEN, KEY, "SECRETSIGNATURE"):
+        assert secret not in told
+    return caught.value
+
+
+SIGNATURE = (
+    f"<AWSAccessKeyId>{KEY}</AWSAccessKeyId><StringToSign>AWS4</StringToSign>"
+    "<SignatureProvided>SECRETSIGNATURE</SignatureProvided>"
+)
+AT = " [uri s3://bucket/run/k] -- "
+SENTENCES: list[tuple[str, Answer, Call, type[CkptfsError], str]] = [
+    (
+        "bucket",
+        Answer(404, error("NoSuchBucket")),
+        PUT,
+        NotFoundError,
+        "put failed: there is no bucket 'bucket' at {endpoint}" + AT + "check its name and the "
+        "endpoint; ckptfs never creates one",
+    ),
+    (
+        "key",
+        Answer(403, error("InvalidAccessKeyId", "unknown", SIGNATURE)),
+        PUT,
+        CredentialsError,
+        "put failed: {endpoint} does not accept these credentials (InvalidAccessKeyId)"
+        + AT
+        + "check key and secret (or the profile), and that they belong to this endpoint",
+    ),
+    (
+        "secret",
+        Answer(403, error("SignatureDoesNotMatch", "X-Amz-Signature=SECRETSIGNATURE", SIGNATURE)),
+        GET,
+        CredentialsError,
+        "get failed: {endpoint} does not accept these credentials (SignatureDoesNotMatch)"
+        + AT
+        + "check key and secret (or the profile), and that they belong to this endpoint",
+    ),
+    (
+        "region",
+        Answer(400, error("AuthorizationHeaderMalformed", "x", "<Region>eu-west-1</Region>")),
+        PUT,
+        StorageError,
+        "put failed: the bucket 'bucket' is not in this region: {endpoint} refers to region "
+        "'eu-west-1'" + AT + "set client_kwargs={{'region_name': ...}} or AWS_DEFAULT_REGION, or "
+        "the endpoint_url of that region",
+    ),
+    (
+        "redirect",
+        Answer(301, error("PermanentRedirect"), {"x-amz-bucket-region": "eu-west-1"}),
+        GET,
+        StorageError,
+        "get failed: the bucket 'bucket' is not in this region: {endpoint} refers to {where}"
+        + AT
+        + "set client_kwargs={{'region_name': ...}} or AWS_DEFAULT_REGION, or the endpoint_url of "
+        "that region",
+    ),
+    (
+        "list",
+        Answer(403, error("AccessDenied")),
+        LIST,
+        AccessError,
+        "list failed: these credentials may not list here (AccessDenied)"
+        + AT.replace("/run/k", "/run")
+        + "allow s3:ListBucket for this prefix",
+    ),
+    (
+        "put",
+        Answer(403, error("AccessDenied")),
+        PUT,
+        AccessError,
+        "put failed: these credentials may not write here (AccessDenied)"
+        + AT
+        + "allow s3:PutObject on this prefix (with SSE-KMS also kms:GenerateDataKey)",
+    ),
+    (
+        "clock",
+        Answer(403, error("RequestTimeTooSkewed")),
+        PUT,
+        CredentialsError,
+        "put failed: this machine's clock and that of {endpoint} differ by too much"
+        + AT
+        + "set the clock (ntp, chrony): requests are signed with the time",
+    ),
+    (
+        "expired",
+        Answer(400, error("ExpiredToken", f"The provided token {TOKEN} has expired")),
+        GET,
+        CredentialsError,
+        "get failed: the credentials have expired (ExpiredToken)"
+        + AT
+        + "renew them; a profile or a role renews itself, a pasted token does not",
+    ),
+    (
+        "lock",
+        Answer(
+            403, error("AccessDenied", "Access Denied because object protected by object lock.")
+        ),
+        lambda client: client.delete(["run/k"]),
+        AccessError,
+        "delete failed: the object is protected by a lock, a retention time or a legal hold"
+        + AT
+        + "it can go when the retention has ended",
+    ),
+]
+
+
+def test_each_refusal_is_one_clear_sentence(module: str, server: Scripted) -> None:
+    """What went wrong and what to do stand in one sentence, typed, asked for once, nothing secret."""
+    client = open_s3(module, server)
+    # A header that obstore does not show tells the region of a redirection.
+    where = "region 'eu-west-1'" if module == "s3" else "another one"
+    for name, answer, call, kind, sentence in SENTENCES:
+        server.requests.clear()
+        server.answer = always(answer)
+        found = failing(client, call)
+        assert type(found) is kind, name
+        assert str(found) == sentence.format(endpoint=server.endpoint, where=where)
+        assert len(server.requests) == 1, name
+
+
+def test_head_asks_for_the_words_that_its_answer_cannot_have(module: str, server: Scripted) -> None:
+    """A refused HEAD has no body: one GET of a byte tells an expired token from a missing right."""
+    server.answer = lambda request: Answer(
+        400, b"" if request.method == "HEAD" else error("ExpiredToken")
+    )
+    found = failing(open_s3(module, server), HEAD)
+    assert type(found) is CredentialsError
+    assert server.kinds == ["HEAD", "GET"]
+
+
+def test_a_missing_object_costs_one_head(module: str, server: Scripted) -> None:
+    """404 needs no words: NotFoundError after one request."""
+    server.answer = lambda _: Answer(404)
+    assert type(failing(open_s3(module, server), HEAD)) is NotFoundError
+    assert server.kinds == ["HEAD"]
+
+
+ONE_TRY: list[tuple[Answer, type[CkptfsError], type[CkptfsError]]] = [
+    (Answer(503, error("SlowDown")), TransientError, TransientError),
+    (Answer(429, error("TooManyRequests")), TransientError, TransientError),
+    (Answer(500, error("InternalError")), TransientError, AnswerLostError),
+    (Answer(502, b"<html>"), TransientError, AnswerLostError),
+    (Answer(503, error("ServiceUnavailable")), TransientError, AnswerLostError),
+    (Answer(200, b"", {}, "drop"), TransientError, AnswerLostError),
+    (Answer(409, error("ConditionalRequestConflict")), TransientError, TransientError),
+    (Answer(400, error("RequestTimeout")), TransientError, TransientError),
+    (Answer(400, error("XAmzContentSHA256Mismatch")), TransientError, TransientError),
+    (Answer(501, error("NotImplemented")), UnsupportedError, UnsupportedError),
+]
+
+
+def test_one_try_and_what_it_may_have_done(module: str, server: Scripted) -> None:
+    """A read that fails did nothing; a change is in doubt unless the answer says it was not done.
+    Nobody but the caller tries again.
+    """
+    client = open_s3(module, server)
+    for answer, reading, changing in ONE_TRY:
+        server.answer = usual
+        PUT(client)  # a connection to reuse, which some libraries would repeat a request on
+        server.requests.clear()
+        server.answer = always(answer)
+        assert type(failing(client, GET)) is reading, answer
+        # aiohttp itself sends a GET again when a kept connection closes under it.
+        assert len(server.requests) <= (2 if answer.then == "drop" else 1), answer
+        server.requests.clear()
+        assert type(failing(client, CREATE)) is changing, answer
+        assert len(server.requests) == 1, answer
+
+
+def test_conditions_on_the_wire(module: str, server: Scripted) -> None:
+    """If-None-Match: * and If-Match go as headers of the PUT; 412 is AlreadyExistsError, and on a
+    read StaleError.
+    """
+    client = open_s3(module, server)
+    client.put("run/k", b"1", IF_ABSENT)
+    client.put("run/k", b"1", IfMatch('"abc"'))
+    client.get_range("run/k", 2, memoryview(bytearray(3)), '"e1"')
+    absent, match, reading = server.requests
+    assert absent.headers["if-none-match"] == "*"
+    assert match.headers["if-match"] == "abc"
+    assert reading.headers["if-match"] == '"e1"'
+    server.answer = lambda _: Answer(412, error("PreconditionFailed"))
+    assert type(failing(client, lambda c: c.put("run/k", b"1", IF_ABSENT))) is AlreadyExistsError
+    stale = failing(client, lambda c: c.get_range("run/k", 0, memoryview(bytearray(1)), '"e0"'))
+    assert type(stale) is StaleError
+
+
+def test_if_match_on_nothing_is_a_condition_that_does_not_hold(
+    module: str, server: Scripted
+) -> None:
+    """AWS answers 404 where radosgw answers 412: the caller sees AlreadyExistsError from both."""
+    server.answer = lambda _: Answer(404, error("NoSuchKey"))
+    found = failing(open_s3(module, server), lambda c: c.put("run/k", b"1", IfMatch('"abc"')))
+    assert type(found) is AlreadyExistsError
+
+
+def test_a_range_that_is_another_objects_or_is_cut_short(module: str, server: Scripted) -> None:
+    """An etag that changed, a body that ends early, and an object that ends early are three errors."""
+    client = open_s3(module, server)
+    out = memoryview(bytearray(6))
+    assert type(failing(client, lambda c: c.get_range("run/k", 2, out, '"e0"'))) is StaleError
+    assert type(failing(client, lambda c: c.get_range("run/k", 8, out, None))) is IntegrityError
+    server.answer = lambda request: Answer(
+        usual(request).status, usual(request).body, usual(request).headers, "cut"
+    )
+    assert type(failing(client, lambda c: c.get_range("run/k", 2, out, None))) is TransientError
+    server.answer = usual
+    client.get_range("run/k", 2, out, '"e1"')
+    assert bytes(out) == b"234567"
+
+
+def test_a_server_without_ranges_is_told(module: str, server: Scripted) -> None:
+    """All of the object where a part was asked for is UnsupportedError, not wrong bytes."""
+    server.answer = lambda _: Answer(200, b"0123456789", {"ETag": '"e1"', "Last-Modified": DATE})
+    client = open_s3(module, server)
+    found = failing(client, lambda c: c.get_range("run/k", 2, memoryview(bytearray(3)), None))
+    assert isinstance(found, UnsupportedError | StorageError)
+
+
+DATE = "Fri, 20 Nov 2026 10:00:00 GMT"
+
+
+def test_silence_ends(module: str, server: Scripted) -> None:
+    """A server that says nothing for request_s ends a read as TransientError, a change in doubt."""
+    server.answer = lambda _: Answer(then="hold")
+    client = open_s3(module, server, Times(0.2, 0.2))
+    began = time.monotonic()
+    assert type(failing(client, GET)) is TransientError
+    assert type(failing(client, PUT)) is AnswerLostError
+    assert time.monotonic() - began < 4
+
+
+def test_nobody_reads_the_body_of_a_put(module: str) -> None:
+    """A server that accepts a connection and never reads ends a large PUT too."""
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with Scripted() as server:
+            server.endpoint = endpoint
+            client = open_s3(module, server, Times(0.2, 0.3))
+            began = time.monotonic()
+            found = failing(client, lambda c: c.put("run/k", bytes(16 << 20)))
+    assert type(found) is AnswerLostError
+    assert "was silent for too long" in str(found)
+    assert time.monotonic() - began < 5
+
+
+def test_a_trickle_ends(module: str, server: Scripted) -> None:
+    """A server that is never silent, and never done, is given up too."""
+    client = open_s3(module, server, Times(0.2, 0.3))
+    data = bytes(1 << 20)
+    ranged = {"Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}", "Last-Modified": DATE}
+    server.answer = lambda _: Answer(206, data, {"ETag": '"e1"', **ranged}, "trickle")
+    began = time.monotonic()
+    out = memoryview(bytearray(len(data)))
+    found = failing(client, lambda c: c.get_range("run/k", 0, out, None))
+    assert type(found) is TransientError
+    assert time.monotonic() - began < 5
+
+
+def test_nobody_is_there(module: str, server: Scripted) -> None:
+    """A port where nothing listens, a host without an address and http behind https each have their
+    sentence; nothing was sent, so a change is not in doubt.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    cases = {
+        f"http://127.0.0.1:{port}": (TransientError, f"nothing listens at http://127.0.0.1:{port}"),
+        "http://no.such.host.invalid": (
+            TransientError,
+            "the host of http://no.such.host.invalid has no address",
+        ),
+        server.endpoint.replace("http:", "https:"): (
+            StorageError,
+            f"no TLS connection to {server.endpoint.replace('http:', 'https:')}",
+        ),
+    }
+    for endpoint, (kind, sentence) in cases.items():
+        found = failing(open_s3(module, server, endpoint_url=endpoint), PUT)
+        assert type(found) is kind
+        assert f"put failed: {sentence}" in str(found)
+
+
+def test_a_completion_that_fails_with_200(module: str, server: Scripted) -> None:
+    """S3 may answer 200 to a completion, and tell in the body that it failed."""
+
+    def answer(request: Request) -> Answer:
+        if request.kind == "POST ?uploadId":
+            return Answer(200, error("InternalError"))
+        return usual(request)
+
+    server.answer = answer
+    upload = open_s3(module, server).begin_upload("run/k", part_bytes=5 << 20)
+    upload.put_part(0, bytes(5 << 20))
+    with pytest.raises((AnswerLostError, StorageError)):
+        upload.complete()
+
+
+def test_batch_deletes(module: str, server: Scripted) -> None:
+    """One POST deletes many; keys that are refused are told one by one, missing ones are success."""
+
+    def answer(request: Request) -> Answer:
+        if request.kind == "POST ?delete":
+            refused = (
+                "<Error><Key>run/b</Key><Code>AccessDenied</Code><Message>m</Message></Error>"
+                "<Error><Key>run/c</Key><Code>NoSuchKey</Code><Message>m</Message></Error>"
+            )
+            return Answer(200, deleted(refused))
+        if request.path.endswith("/run/b"):
+            return Answer(403, error("AccessDenied"))
+        return Answer(204)
+
+    server.answer = answer
+    refused = open_s3(module, server).delete(["run/a", "run/b", "run/c"])
+    assert [(one.key, type(one.error)) for one in refused] == [("run/b", AccessError)]
+    assert server.kinds[0] == "POST ?delete"
+
+
+def test_a_store_that_lists_no_uploads(module: str, server: Scripted) -> None:
+    """501 to the listing of uploads: none are told, and nobody fails for it."""
+    server.answer = lambda _: Answer(501, error("NotImplemented"))
+    assert list(open_s3(module, server).list_uploads("run/")) == []
+    assert server.kinds == ["GET ?uploads"]
+
+
+def test_a_store_without_batch_deletes(module: str, server: Scripted) -> None:
+    """501 to the batch: each key is deleted by itself."""
+    server.answer = lambda request: (
+        Answer(501, error("NotImplemented")) if request.kind == "POST ?delete" else usual(request)
+    )
+    assert open_s3(module, server).delete(["run/a", "run/b"]) == []
+    assert server.kinds[0] == "POST ?delete"
+    assert len(server.requests) > 1
+
+
+def everything(client: ObjectClient) -> None:
+    """Every kind of request that changes or reads an object."""
+    client.put("run/k", b"data", IF_ABSENT)
+    client.get("run/k")
+    client.get_range("run/k", 2, memoryview(bytearray(3)), None)
+    client.head("run/k")
+    list(client.list_keys("run/", delimiter=False))
+    upload = client.begin_upload("run/u", part_bytes=5 << 20)
+    upload.put_part(0, bytes(5 << 20))
+    upload.complete()
+    client.delete(["run/a", "run/b"])
+
+
+def seen(server: Scripted, header: str) -> set[str]:
+    """The kinds of requests that carried a header."""
+    return {request.kind for request in server.requests if header in request.headers}
+
+
+def test_nothing_but_what_is_needed_is_asked(module: str, server: Scripted) -> None:
+    """No HeadBucket, no GetBucketLocation, no copy, no bucket creation, no Expect; keys below run/."""
+    everything(open_s3(module, server))
+    assert set(server.kinds) == {
+        "PUT", "GET", "HEAD", "GET ?list", "POST ?uploads", "PUT ?partNumber", "POST ?uploadId",
+        "POST ?delete",
+    }  # fmt: skip
+    for request in server.requests:
+        assert "expect" not in request.headers
+        assert "x-amz-copy-source" not in request.headers
+        aimed = request.path.removeprefix(f"/{BUCKET}").strip("/")
+        assert aimed.startswith("run/") or request.kind in ("GET ?list", "POST ?delete")
+        assert request.query.get("prefix", "run/").startswith("run/")
+
+
+def test_encryption_class_and_tags_reach_every_object(module: str, server: Scripted) -> None:
+    """SSE-KMS, storage class, tags, metadata and requester pays are on PUT and on multipart create."""
+    more = {
+        "ServerSideEncryption": "aws:kms",
+        "SSEKMSKeyId": "arn:aws:kms:k",
+        "StorageClass": "STANDARD_IA",
+        "Tagging": "team=a",
+        "Metadata": {"owner": "me"},
+        "ContentType": "application/x-ckpt",
+    }
+    everything(open_s3(module, server, s3_additional_kwargs=more, requester_pays=True))
+    for header, value in {
+        "x-amz-server-side-encryption": "aws:kms",
+        "x-amz-server-side-encryption-aws-kms-key-id": "arn:aws:kms:k",
+        "x-amz-storage-class": "STANDARD_IA",
+        "x-amz-tagging": "team=a",
+        "x-amz-meta-owner": "me",
+        "content-type": "application/x-ckpt",
+    }.items():
+        born = [one for one in server.requests if one.kind in ("PUT", "POST ?uploads")]
+        assert [one.headers.get(header) for one in born] == [value, value]
+    assert seen(server, "x-amz-request-payer") >= {
+        "PUT", "GET", "HEAD", "GET ?list", "POST ?uploads", "PUT ?partNumber",
+    }  # fmt: skip
+
+
+def test_acl_and_owner_through_s3fs(server: Scripted) -> None:
+    """ACL goes with every new object, the expected owner with every request."""
+    more = {"ACL": "bucket-owner-full-control", "ExpectedBucketOwner": "123456789012"}
+    everything(open_s3("s3", server, s3_additional_kwargs=more))
+    assert seen(server, "x-amz-acl") == {"PUT", "POST ?uploads"}
+    assert seen(server, "x-amz-expected-bucket-owner") == set(server.kinds)
+
+
+def test_customer_keys_go_with_parts_and_reads(module: str, server: Scripted) -> None:
+    """SSE-C: the key goes with every PUT, part, GET and HEAD, as base64, and in no error."""
+    secret = b"k" * 32
+    more = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": secret}
+    everything(open_s3(module, server, s3_additional_kwargs=more))
+    sent = base64.b64encode(secret).decode()
+    header = "x-amz-server-side-encryption-customer-key"
+    assert seen(server, header) >= {"PUT", "GET", "HEAD", "POST ?uploads", "PUT ?partNumber"}
+    assert {one.headers[header] for one in server.requests if header in one.headers} == {sent}
+
+
+def test_bodies_are_signed_over_http(module: str, server: Scripted) -> None:
+    """Over http the SHA-256 of each body is signed, so that a store refuses what was damaged."""
+    client = open_s3(module, server)
+    part = os.urandom(5 << 20)
+    client.put("run/k", memoryview(bytearray(b"data")))
+    upload = client.begin_upload("run/u", part_bytes=len(part))
+    upload.put_part(0, memoryview(part))
+    upload.complete()
+    bodies = [one for one in server.requests if one.kind in ("PUT", "PUT ?partNumber")]
+    assert [one.body for one in bodies] == [b"data", part]
+    for one in bodies:
+        assert one.headers["x-amz-content-sha256"] == hashlib.sha256(one.body).hexdigest()
+
+
+def test_a_user_may_leave_bodies_unsigned(module: str, server: Scripted) -> None:
+    """payload_signing_enabled=False of config_kwargs is honoured."""
+    config = {"s3": {"addressing_style": "path", "payload_signing_enabled": False}}
+    PUT(open_s3(module, server, config_kwargs=config))
+    assert server.requests[0].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+
+
+def test_anonymous(module: str, server: Scripted) -> None:
+    """anon=True signs nothing and looks for no credentials."""
+    PUT(open_s3(module, server, anon=True, key=None, secret=None, token=None))
+    assert "authorization" not in server.requests[0].headers
+
+
+def test_the_environment_is_enough(
+    module: str, server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN and AWS_ENDPOINT_URL_S3."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    PUT(open_s3(module, server, key=None, secret=None, token=None, endpoint_url=None))
+    assert KEY in server.requests[0].headers["authorization"]
+    assert server.requests[0].headers["x-amz-security-token"] == TOKEN
+
+
+def test_fsspecs_own_variables(
+    module: str, server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What FSSPEC_S3_* set in fsspec's configuration stands below the options."""
+    import fsspec.config
+
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"key": KEY, "secret": SECRET, "token": "no"})
+    PUT(open_s3(module, server, key=None, secret=None))
+    assert KEY in server.requests[0].headers["authorization"]
+    assert server.requests[0].headers["x-amz-security-token"] == TOKEN
+
+
+def profile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lines: str, name: str = "checkpoints"
+) -> None:
+    """An AWS configuration of this test's own."""
+    path = folder / "config"
+    path.write_text(f"[profile {name}]\n{lines}\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "none"))
+
+
+def test_a_profile(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """profile= takes key, secret, region and endpoint from the user's AWS configuration."""
+    keys = f"aws_access_key_id={KEY}\naws_secret_access_key={SECRET}\nregion=eu-west-3\n"
+    profile(tmp_path, monkeypatch, f"{keys}endpoint_url={server.endpoint}")
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("key", "secret", "token", "endpoint_url", "client_kwargs")
+    )
+    PUT(open_s3(module, server, profile="checkpoints", **nothing))
+    assert f"{KEY}/" in server.requests[0].headers["authorization"]
+    assert "/eu-west-3/s3/" in server.requests[0].headers["authorization"]
+
+
+def test_a_profile_that_is_not_there(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong profile is a CredentialsError that names it."""
+    profile(tmp_path, monkeypatch, "region=eu-west-3")
+    nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
+    found = failing(open_s3(module, server, profile="elsewhere", **nothing), PUT)
+    assert type(found) is CredentialsError
+    assert "elsewhere" in str(found)
+
+
+def test_credentials_are_renewed_in_the_middle_of_an_upload(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A credential process whose keys end soon is asked again while parts go out."""
+    script = tmp_path / "keys.py"
+    script.write_text(
+        "import datetime, json, pathlib\n"
+        f"count = pathlib.Path({str(tmp_path / 'count')!r})\n"
+        "n = len(count.read_text()) if count.exists() else 0\n"
+        "count.write_text('x' * (n + 1))\n"
+        "end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=30)\n"
+        f"print(json.dumps(dict(Version=1, AccessKeyId=f'AKIA{{n}}', SecretAccessKey={SECRET!r},\n"
+        "    SessionToken=f'token-{n}', Expiration=end.isoformat())))\n"
+    )
+    profile(tmp_path, monkeypatch, f"credential_process={sys.executable} {script}")
+    nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
+    client = open_s3(module, server, profile="checkpoints", **nothing)
+    upload = client.begin_upload("run/u", part_bytes=5 << 20)
+    upload.put_part(0, bytes(5 << 20))
+    tokens: set[str] = set()
+    end = time.monotonic() + 10
+    while len(tokens) < 2 and time.monotonic() < end:  # 30 s are less than botocore's margin
+        client.put("run/k", b"x")
+        tokens.add(server.requests[-1].headers["x-amz-security-token"])
+    upload.put_part(1, bytes(5 << 20))
+    upload.complete()
+    assert len(tokens) == 2
+    assert all(token.startswith("token-") for token in tokens)
+
+
+def test_after_a_refusal_credentials_are_looked_up_again(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever renews a pasted token in the AWS files goes on with the storage that is open."""
+    lines = "aws_access_key_id={0}\naws_secret_access_key={0}\naws_session_token={0}"
+    profile(tmp_path, monkeypatch, lines.format("old"))
+    nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
+    client = open_s3(module, server, profile="checkpoints", **nothing)
+    server.answer = lambda request: (
+        Answer(400, error("ExpiredToken"))
+        if request.headers["x-amz-security-token"] == "old"
+        else usual(request)
+    )
+    assert type(failing(client, PUT)) is CredentialsError
+    profile(tmp_path, monkeypatch, lines.format("new"))
+    PUT(client)
+
+
+def test_a_host_without_instance_metadata(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No credentials and a metadata address that swallows everything: a typed error, in seconds."""
+    profile(tmp_path, monkeypatch, "region=us-east-1", "default")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", url)
+        nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
+        client = open_s3(module, server, **nothing)
+        began = time.monotonic()
+        found = failing(client, PUT)
+    assert type(found) is CredentialsError
+    assert "no credentials were found" in str(found)
+    assert "AWS_ACCESS_KEY_ID" in str(found)
+    assert time.monotonic() - began < 8
+    assert server.requests == []
+
+
+def test_a_proxy_of_the_environment(
+    module: str, server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP_PROXY is used: the request arrives there with the whole address in its first line."""
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, server.endpoint)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    PUT(open_s3(module, server, endpoint_url="http://store.invalid:8000"))
+    assert server.requests[0].headers["host"] == "store.invalid:8000"
+
+
+def put_in_child(pickled: bytes, key: str) -> None:
+    """What a spawned process does with a client that it was sent."""
+    client: ObjectClient = pickle.loads(pickled)
+    client.put(key, b"from a child")
+
+
+def test_options_survive_pickling_and_a_spawned_process(module: str, server: Scripted) -> None:
+    """A client that was pickled, also into another process, asks with the same options."""
+    more = {"StorageClass": "STANDARD_IA"}
+    client = open_s3(module, server, s3_additional_kwargs=more)
+    PUT(client)
+    pickled = pickle.dumps(client)
+    put_in_child(pickled, "run/pickled")
+    child = multiprocessing.get_context("spawn").Process(
+        target=put_in_child, args=(pickled, "run/spawned")
+    )
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert [one.path for one in server.requests] == [
+        f"/{BUCKET}/run/k",
+        f"/{BUCKET}/run/pickled",
+        f"/{BUCKET}/run/spawned",
+    ]
+    assert {one.headers["x-amz-storage-class"] for one in server.requests} == {"STANDARD_IA"}
+
+
+def test_after_a_fork(module: str, server: Scripted) -> None:
+    """s3fs' client goes on in a forked child with connections of its own; obstore's says that it
+    cannot, instead of waiting for ever.
+    """
+    client = open_s3(module, server)
+    PUT(client)
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            client.put("run/child", b"x")
+            code = 0
+        except UnsupportedError:
+            code = 1
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == (0 if module == "s3" else 1)
+    PUT(client)
+    children = [one for one in server.requests if one.path.endswith("/child")]
+    assert len(children) == (1 if module == "s3" else 0)
+
+
+def test_a_buffer_is_the_callers_again(server: Scripted) -> None:
+    """A part that is reused at once for the next does not change what went out."""
+    for module in MODULES:
+        server.requests.clear()
+        upload = open_s3(module, server).begin_upload("run/u", part_bytes=5 << 20)
+        buffer = bytearray(5 << 20)
+        for number in range(4):
+            buffer[:] = bytes([65 + number]) * len(buffer)
+            upload.put_part(number, memoryview(buffer))
+        upload.complete()
+        parts = {
+            one.query["partNumber"]: one.body for one in server.requests if "?part" in one.kind
+        }
+        assert {number: set(body) for number, body in parts.items()} == {
+            str(n + 1): {65 + n} for n in range(4)
+        }
+
+
+def test_parts_in_any_order(module: str, server: Scripted) -> None:
+    """One thread or many, in any order: the completion lists all parts, in theirs."""
+    for threads in (False, True):
+        server.requests.clear()
+        upload = open_s3(module, server).begin_upload("run/u", part_bytes=5 << 20)
+        order = [3, 1, 0, 2]
+        work = [
+            threading.Thread(target=upload.put_part, args=(n, bytes([n]) * (5 << 20)))
+            for n in order
+        ]
+        for one in work:
+            one.start() if threads else one.run()
+        if threads:
+            for one in work:
+                one.join()
+        upload.complete()
+        parts = {
+            one.query["partNumber"]: one.body[0] for one in server.requests if "?part" in one.kind
+        }
+        assert parts == {"1": 0, "2": 1, "3": 2, "4": 3}
+        text = server.requests[-1].body.decode()
+        places = [text.index(f"<PartNumber>{n}</PartNumber>") for n in (1, 2, 3, 4)]
+        assert places == sorted(places)
+
+
+def test_a_part_that_fails_is_told(module: str, server: Scripted) -> None:
+    """A refused part is an error of put_part or of complete; the upload can be aborted after it."""
+    server.answer = lambda request: (
+        Answer(403, error("AccessDenied")) if "?part" in request.kind else usual(request)
+    )
+    upload = open_s3(module, server).begin_upload("run/u", part_bytes=5 << 20)
+
+    def whole() -> None:
+        upload.put_part(0, bytes(5 << 20))
+        upload.complete()
+
+    with pytest.raises(AccessError):
+        whole()
+    upload.abort()
+    assert server.kinds[-1] == "DELETE ?uploadId"
+    assert "POST ?uploadId" not in server.kinds
+
+
+def test_an_answer_to_the_completion_that_is_lost(module: str, server: Scripted) -> None:
+    """Done on the server and not told: in doubt first, then "no such upload", so that the caller
+    looks at the key; never a refusal at once, also where the library itself asked again.
+    """
+    asked = 0
+
+    def answer(request: Request) -> Answer:
+        nonlocal asked
+        if request.kind == "POST ?uploadId":
+            asked += 1
+            return Answer(then="drop") if asked == 1 else Answer(404, error("NoSuchUpload"))
+        return usual(request)
+
+    server.answer = answer
+    upload = open_s3(module, server).begin_upload("run/u", part_bytes=5 << 20)
+    upload.put_part(0, bytes(5 << 20))
+    with pytest.raises(AnswerLostError):
+        upload.complete()
+    with pytest.raises(NotFoundError):
+        upload.complete()
