@@ -14,6 +14,7 @@ exclusiveness of names are advice here. The result of every save says so.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 from ckptfs.commit.layout import HINT, LOG, log_key
 from ckptfs.errors import AlreadyExistsError, NotFoundError
@@ -28,7 +29,7 @@ from ckptfs.storage.base import (
 )
 from ckptfs.uri import Uri
 
-__all__ = ["ADVICE", "AdvisoryLog", "with_log"]
+__all__ = ["ADVICE", "AdvisoryLog", "LogKind", "kind_of_log", "other_kind", "with_log"]
 
 ADVICE = (
     "this storage has no exclusive create: two writers of one run are not kept apart, "
@@ -42,15 +43,47 @@ def with_log(storage: Storage, caps: Capabilities, *, write: bool) -> Storage:
     """The storage itself, or one whose run log reads like any other. Readers write nothing."""
     if write:
         return storage if caps.exclusive_create else AdvisoryLog(storage)
+    return AdvisoryLog(storage) if kind_of_log(storage) is LogKind.ADVISORY else storage
+
+
+class LogKind(Enum):
+    """How the entries that lie there were written."""
+
+    NONE = "none"
+    EXCLUSIVE = "exclusive"
+    ADVISORY = "advisory"
+
+
+def kind_of_log(storage: Storage) -> LogKind:
+    """One stat, and a listing where that finds nothing. Writes nothing."""
     try:
         storage.stat(log_key(0))
     except NotFoundError:
         try:
             names = [entry.name for entry in storage.list(LOG)]
         except NotFoundError:
-            return storage
-        return AdvisoryLog(storage) if any("." in name for name in names) else storage
-    return storage
+            return LogKind.NONE
+        return LogKind.ADVISORY if any("." in name for name in names) else LogKind.NONE
+    return LogKind.EXCLUSIVE
+
+
+def other_kind(storage: Storage, caps: Capabilities) -> str | None:
+    """What is wrong where the log that lies there is not of the kind that this writer would write:
+    both kinds beside each other are two histories of one run.
+    """
+    match kind_of_log(storage):
+        case LogKind.EXCLUSIVE if not caps.exclusive_create:
+            return (
+                "the run's log was written with exclusive creates, and the store or its client "
+                "does not keep two creates apart now"
+            )
+        case LogKind.ADVISORY if caps.exclusive_create:
+            return (
+                "the run's log was written without exclusive creates, which the store and its "
+                "client have now"
+            )
+        case _:
+            return None
 
 
 class AdvisoryLog(Storage):
@@ -65,6 +98,10 @@ class AdvisoryLog(Storage):
     def capabilities(self) -> Capabilities:
         """The inner storage's: no exclusive create."""
         return self._inner.capabilities
+
+    def probe(self, key: str) -> Capabilities:
+        """As the inner storage."""
+        return self._inner.probe(key)
 
     def _number(self, key: str) -> int | None:
         name = key.removeprefix(_PREFIX)

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import BinaryIO, Protocol
 
 import xxhash
@@ -116,6 +116,10 @@ class _Mounted:
         return _checked(parts)
 
 
+class _Stopped(Exception):  # noqa: N818 - not an error: another upload has that
+    """Another file of this rank could not be uploaded."""
+
+
 class _Uploaded:
     def __init__(self, attempt: Attempt, path: str) -> None:
         self.path = path
@@ -149,20 +153,32 @@ class _Uploaded:
         self, names: Sequence[str], sizes: Mapping[str, int], at_once: int
     ) -> dict[str, FileRecord]:
         """Some files, so many at a time. The first failure stops the others and is raised."""
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckptfs-upload") as pool:
-            going = {name: pool.submit(self._upload, name, sizes[name]) for name in names}
+        failures: list[BaseException] = []
+
+        def upload(name: str) -> FileRecord:
             try:
-                for done in as_completed(going.values()):
-                    done.result()
-            except BaseException:
-                # Nobody may go on uploading below a name that is being cleaned up.
+                return self._upload(name, sizes[name])
+            except BaseException as error:
+                if not isinstance(error, _Stopped):
+                    failures.append(error)
                 self._stopped.set()
-                pool.shutdown(cancel_futures=True)
                 raise
+
+        with ThreadPoolExecutor(at_once, thread_name_prefix="ckptfs-upload") as pool:
+            going = {name: pool.submit(upload, name) for name in names}
+            try:
+                wait(going.values())
+            except BaseException:
+                # Ctrl-C: nobody may go on uploading below a name that is being cleaned up.
+                self._stopped.set()
+                raise
+        if failures:
+            raise failures[0]
         return {name: done.result() for name, done in going.items()}
 
     def _upload(self, name: str, size_hint_bytes: int) -> FileRecord:
         storage, key = self._attempt.storage, f"{self._attempt.directory}/{name}"
+        self._go_on()
         storage.make_dir(key.rsplit("/", 1)[0])
         digest, size = xxhash.xxh3_128(), 0
         chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
@@ -172,12 +188,15 @@ class _Uploaded:
             storage.open_write(key, size_hint_bytes=size_hint_bytes) as writer,
         ):
             while count := file.readinto(chunk):
-                if self._stopped.is_set():
-                    raise StateError("another file of this rank could not be uploaded", uri=key)
+                self._go_on()
                 digest.update(chunk[:count])
                 size += count
                 writer.write(chunk[:count])
         return FileRecord(name, size, None, None, digest.hexdigest())
+
+    def _go_on(self) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
         """Two ranks must not have written different files under one name."""

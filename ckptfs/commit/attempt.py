@@ -43,7 +43,7 @@ from ckptfs.commit.manifest import (
 )
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
-from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey
+from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import (
@@ -368,17 +368,27 @@ class Attempt:
         try:
             # Of other saves this domain knows only what its own log records: an earlier one that
             # is sealed here but not elsewhere must not be projected.
-            now = None if background is not None else holder
+            aside = background is not None and not self._clears_plain_names()
+            now = None if aside else holder
             self._state = drive(finish(seal, self._means, self._state, holder=now), self.storage)
             self.seat.known.learn(self._state)
             self.seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             return str(error)
-        if holder is not None and background is not None:
+        if holder is not None and background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
-            chore = partial(drive, clear(self._means, self._known, holder), self.storage)
+            program = clear(self._means, self._known, holder)
+            chore = partial(drive, program, self.storage, stopped=background.stopped)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return None
+
+    def _clears_plain_names(self) -> bool:
+        """Whether a directory artifact is to go: plain names may be a later owner's by the time that a
+        chore comes to them, so they go before this save returns.
+        """
+        here = self._means.domain
+        doomed = () if self._state is None else to_clear({here: self._state}, here)
+        return any(seal.artifact is Kind.DIRECTORY for seal, _ in doomed)
 
     def abandon(self) -> None:
         """Local, best effort, after a failed begin, write or commit: abort and remove our bytes.

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import AccessError, CkptfsError
 
 __all__ = ["Background"]
 
@@ -25,21 +25,38 @@ logger = logging.getLogger(__name__)
 
 Chore = Callable[[], object]
 
+_FIRST_REST_S = 60.0
+_LONGEST_REST_S = 3600.0
+
 
 class Background:
-    """One daemon thread, started by the first chore. Any thread may submit."""
+    """One daemon thread, started by the first chore. Any thread may submit.
 
-    def __init__(self) -> None:
-        self._chores: queue.SimpleQueue[tuple[str, Chore] | None] = queue.SimpleQueue()
+    stopped: set when a close gave up waiting; chores look at it between two operations.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rest_s = 0.0
+        self._rest_until = 0.0
+        self._chores: queue.SimpleQueue[tuple[str, Chore] | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
+        self.stopped = threading.Event()
 
     def submit(self, what: str, chore: Chore) -> None:
-        """Do it after those submitted before; dropped, with a line in the log, once closed."""
+        """Do it after those submitted before; dropped, with a line in the log, once closed, and
+        while the store refuses what chores do.
+        """
         with self._lock:
             if self._closed:
                 logger.info("%s is left to the next owner of the run", what)
+                return
+            if self._clock() < self._rest_until:
+                logger.debug("%s waits: the last chore was refused", what)
                 return
             self._chores.put((what, chore))
             if self._thread is None:
@@ -54,7 +71,7 @@ class Background:
         with self._lock:
             if self._closed or self._thread is None:
                 return True
-            self._chores.put(("waiting", done.set))
+            self._chores.put(done)
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
@@ -67,16 +84,31 @@ class Background:
             return True
         thread.join(timeout_s)
         if thread.is_alive():
-            logger.warning("chores of the run go on after its release; the next owner ends them")
+            self.stopped.set()
+            logger.warning("a chore of the run goes on after its release; the next owner ends it")
         return not thread.is_alive()
 
     def _work(self) -> None:
         while (task := self._chores.get()) is not None:
+            if isinstance(task, threading.Event):
+                task.set()
+                continue
             what, chore = task
-            started = time.monotonic()
             try:
                 chore()
+            except AccessError as error:
+                self._rest(what, error)
             except (CkptfsError, OSError) as error:
                 logger.warning("%s failed, and is tried again later: %s", what, error)
+            except Exception:
+                # A bug in a chore must not end the thread: the next one would never be done.
+                logger.exception("%s failed, and is tried again later", what)
             else:
-                logger.debug("%s took %.1f s", what, time.monotonic() - started)
+                self._rest_s = 0.0
+
+    def _rest(self, what: str, error: AccessError) -> None:
+        """Credentials or a lock forbid it: told once, and asked less and less often."""
+        level = logging.INFO if self._rest_s else logging.WARNING
+        self._rest_s = min(max(_FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
+        self._rest_until = self._clock() + self._rest_s
+        logger.log(level, "%s failed, and is tried again later: %s", what, error)

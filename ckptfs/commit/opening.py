@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.advisory import with_log
+from ckptfs.commit.advisory import other_kind, with_log
 from ckptfs.commit.layout import CONTROL
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError, UriError
@@ -110,13 +110,31 @@ def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Ca
     differently of one place would write into different directories.
     """
 
-    def local() -> tuple[str, Capabilities] | None:
+    def local() -> tuple[str, Capabilities, str | None] | None:
         # A run that exists already was opened without a write: what its log may rely on must be
         # seen before the first entry, or a store that ignores conditions would pass for one of ours.
-        return (placement.mine.id, storage.probe(CONTROL)) if placement.is_owner else None
+        if not placement.is_owner:
+            return None
+        caps = storage.probe(CONTROL)
+        return placement.mine.id, caps, other_kind(storage, caps)
 
-    answers = control.step("capabilities", local)
-    return dict(a for a in answers if a is not None)[placement.mine.id]
+    def decide(answers: Sequence[tuple[str, Capabilities, str | None] | None]) -> _Found:
+        found = [a for a in answers if a is not None]
+        wrong = next((why for _, _, why in found if why is not None), None)
+        if wrong is not None:
+            raise StateError(
+                wrong,
+                uri=storage.root,
+                hint="use the client and options that wrote it, or begin another run",
+            )
+        return _Found({domain: caps for domain, caps, _ in found})
+
+    return control.step("capabilities", local, decide).caps[placement.mine.id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    caps: Mapping[str, Capabilities]
 
 
 def step_of(name: str, step: int | None) -> int | None:

@@ -14,12 +14,13 @@ Programs are deterministic: identifiers, clocks and randomness come in as argume
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckptfs.errors import CommitInDoubtError, StorageError
+from ckptfs.errors import CommitInDoubtError, FencedError, StorageError
 from ckptfs.storage.base import Storage
 
 __all__ = [
@@ -231,8 +232,14 @@ def perform(op: Op, storage: Storage) -> Any:
             raise TypeError("Pause is executed by the driver")
 
 
-def drive(program: Program[T], storage: Storage, *, deadline_s: float = 60.0) -> T:
-    """Run a program against a storage until it returns.
+def drive(
+    program: Program[T],
+    storage: Storage,
+    *,
+    deadline_s: float = 60.0,
+    stopped: threading.Event | None = None,
+) -> T:
+    """Run a program against a storage until it returns. FencedError once ``stopped`` is set.
 
     deadline_s bounds how long a program may keep pausing, in seconds from its first pause. Storage
     errors are thrown into the program; what it does not catch reaches the caller.
@@ -246,6 +253,9 @@ def drive(program: Program[T], storage: Storage, *, deadline_s: float = 60.0) ->
         except StopIteration as stop:
             result: T = stop.value
             return result
+        if stopped is not None and stopped.is_set():
+            program.close()
+            raise FencedError("the run was released meanwhile", uri=storage.root)
         answer = failure = None
         try:
             if isinstance(op, Pause):

@@ -16,6 +16,7 @@ readers follow the log and do not need any of this.
 from __future__ import annotations
 
 import json
+import logging
 
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
@@ -37,6 +38,7 @@ from ckptfs.commit.ops import (
 )
 from ckptfs.commit.protocol import Standing, Views, commits, standing, successor_here
 from ckptfs.errors import (
+    AccessError,
     AlreadyExistsError,
     AnswerLostError,
     NotFoundError,
@@ -44,7 +46,9 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Capabilities, Shape
 
-__all__ = ["discard_source", "names_save", "project", "project_all"]
+__all__ = ["discard_source", "drop_record", "names_save", "project", "project_all"]
+
+logger = logging.getLogger(__name__)
 
 
 def project(seal: Seal, views: Views, domain: str, caps: Capabilities) -> Program[None]:
@@ -177,7 +181,7 @@ def _drop_records(
                 pass
             case _:
                 continue
-        yield Remove(AttemptKeys(caps.shape, seal.name, seal.save_id).record)
+        yield from drop_record(AttemptKeys(caps.shape, seal.name, seal.save_id))
 
 
 def _project_one(seal: Seal, caps: Capabilities, state: LogState) -> Program[None]:
@@ -254,7 +258,17 @@ def _project_object(
             return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
         yield from _put(seal, f"{keys.name}/{piece}", data, caps, known)
     # Its record has done its work; recovery need not look at this save again.
-    yield Remove(keys.record)
+    yield from drop_record(keys)
+
+
+def drop_record(keys: AttemptKeys) -> Program[None]:
+    """Remove an attempt's record on an object store, where that is permitted: it only saves the
+    next claim a look. Credentials that may not delete must not keep a run from being claimed.
+    """
+    try:
+        yield Remove(keys.record)
+    except AccessError as error:
+        logger.debug("the record of save %s stays: %s", keys.save_id, error)
 
 
 def _put(

@@ -48,7 +48,7 @@ from ckptfs.commit.ops import (
     StatOf,
     Sync,
 )
-from ckptfs.commit.project import discard_source, names_save, project
+from ckptfs.commit.project import discard_source, drop_record, names_save, project
 from ckptfs.commit.protocol import (
     Refusal,
     Standing,
@@ -336,7 +336,7 @@ def _wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
         yield Remove(f"{keys.projected_data}/{MANIFEST}")
     elif keys.name:
         yield RemoveTree(keys.projected_data)
-    yield Remove(keys.record)  # last: by it the next holder finds the rest
+    yield from drop_record(keys)  # last: by it the next holder finds the rest
 
 
 def wipe_leftovers(seals: list[Seal], caps: Capabilities) -> Program[None]:

@@ -13,8 +13,10 @@ kept, and named.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
@@ -39,10 +41,14 @@ from ckptfs.commit.reclaim import (
     take_trash,
     wipe_leftovers,
 )
-from ckptfs.errors import FencedError, NotFoundError
+from ckptfs.errors import AccessError, FencedError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
 
 __all__ = ["AttemptRecord", "Plan", "Report", "encode_record", "plan_recovery", "report", "settle"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +208,13 @@ def settle(
     for record in dead:
         # Bytes go only after the abort (or the record of it) was folded back as effective.
         if standing(record.save_id, views) is Standing.ABORTED:
-            yield from discard_attempt(record.save_id, record.name, holder, caps)
+            discard = discard_attempt(record.save_id, record.name, holder, caps)
+            yield from _if_permitted(discard, record.save_id, caps)
     views = yield from _complete_deletes(views, domain, holder, caps, ids=ids, stamp=stamp)
     yield from project_all(views, domain, caps)
     for doom in doomed(views):
         if domain in doom.seal.domains:
-            gone = yield from delete_save(
+            delete = delete_save(
                 doom.seal,
                 views,
                 domain,
@@ -218,10 +225,27 @@ def settle(
                 stamp=stamp,
                 still=_still_doomed(doom, views, domain),
             )
+            gone = yield from _if_permitted(delete, doom.seal.name, caps)
+            if gone is None:
+                continue
             _stop_if_fenced(gone, domain)
             views = {**views, domain: gone.state}
     yield from _sweep_empty(domain, views, caps)
     return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
+
+
+def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program[T | None]:
+    """None where an object store refuses a delete: credentials that may not, or a lock.
+
+    The bytes wait for a later owner; the run can be used without their going.
+    """
+    try:
+        return (yield from program)
+    except AccessError as error:
+        if caps.shape is not Shape.OBJECT:
+            raise
+        logger.warning("the bytes of %s stay: %s", what, error)
+        return None
 
 
 def _still_doomed(
@@ -273,7 +297,7 @@ def _complete_deletes(
         if save.gone:
             leftovers.append(save.seal)
             continue
-        gone = yield from delete_save(
+        delete = delete_save(
             save.seal,
             views,
             domain,
@@ -283,10 +307,14 @@ def _complete_deletes(
             ids=ids,
             stamp=stamp,
         )
+        gone = yield from _if_permitted(delete, save.seal.name, caps)
+        if gone is None:
+            continue
         _stop_if_fenced(gone, domain)
         views = {**views, domain: gone.state}
     names = {live.seal.name for live in committed(views)}
-    yield from wipe_leftovers([seal for seal in leftovers if seal.name not in names], caps)
+    wipe = wipe_leftovers([seal for seal in leftovers if seal.name not in names], caps)
+    yield from _if_permitted(wipe, "leftovers", caps)
     return views
 
 

@@ -46,6 +46,7 @@ from ckptfs.errors import (
     RunBusyError,
     StateError,
     StorageError,
+    UnsupportedError,
 )
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.uri import Uri
@@ -358,7 +359,7 @@ def _sweep(storage: Storage) -> None:
     """Abort uploads in parts that a dead process left: only their age on the server's clock counts."""
     try:
         swept = storage.sweep_uploads(ORPHAN_S)
-    except AccessError as error:
+    except (AccessError, UnsupportedError) as error:
         # Most policies leave this right out; a lifecycle rule of the bucket does the same.
         logger.info("unfinished uploads are not swept: %s", error)
         return

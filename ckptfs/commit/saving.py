@@ -38,6 +38,7 @@ __all__ = [
     "record_abort",
     "seal_save",
     "survey",
+    "to_clear",
     "undo",
 ]
 
@@ -138,7 +139,7 @@ def clear(
     """
     seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
-    for seal, reason in _to_clear(seen, means.domain):
+    for seal, reason in to_clear(seen, means.domain):
         try:
             gone = yield from delete_save(
                 seal,
@@ -149,7 +150,7 @@ def clear(
                 reason=reason,
                 ids=means.ids,
                 stamp=means.stamp,
-                still=lambda now, s=seal: _still_to_clear(s, now, means.domain),  # type: ignore[misc]
+                still=lambda now, s=seal: _stillto_clear(s, now, means.domain),  # type: ignore[misc]
             )
         except StorageError as error:
             # One that cannot be deleted now (held by a lock, say) must not keep the others.
@@ -166,7 +167,7 @@ def clear(
     return Cleared(done, seen[means.domain])
 
 
-def _to_clear(seen: Views, domain: str) -> list[tuple[Seal, str]]:
+def to_clear(seen: Views, domain: str) -> list[tuple[Seal, str]]:
     """What is doomed by now, and what a delete that failed half-way left."""
     begun = [
         (save.seal, "begun before")
@@ -176,8 +177,8 @@ def _to_clear(seen: Views, domain: str) -> list[tuple[Seal, str]]:
     return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.domains]
 
 
-def _still_to_clear(seal: Seal, now: LogState, domain: str) -> bool:
-    return any(seal.save_id == other.save_id for other, _ in _to_clear({domain: now}, domain))
+def _stillto_clear(seal: Seal, now: LogState, domain: str) -> bool:
+    return any(seal.save_id == other.save_id for other, _ in to_clear({domain: now}, domain))
 
 
 def _record(

@@ -43,6 +43,8 @@ __all__ = ["fenced_rather_than_missing", "seal_everywhere", "undo_here"]
 
 logger = logging.getLogger(__name__)
 
+UNDO_S = 5.0
+
 
 class _What(Enum):
     FENCED = "fenced"
@@ -216,4 +218,5 @@ def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> 
     """Owners: abort the attempt in this domain and remove its bytes; whether it is aborted now."""
     if not seat.placement.is_owner:
         return False
-    return drive(undo(keys, base, means), seat.storage)
+    # What cannot be undone soon is left to recovery: the caller waits for its error.
+    return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)

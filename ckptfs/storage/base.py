@@ -196,7 +196,7 @@ class Storage(ABC):
 
     def read_ahead(self, keys: Sequence[str]) -> tuple[bytes, ...]:
         """The bytes of small files that were written one after another, up to the first that is
-        missing (or fails: the error is raised only where it is the first file's).
+        missing. Any other error of one before that is raised: a file that cannot be read is not absent.
 
         Stores where a request takes long read several at once.
         """
@@ -204,10 +204,8 @@ class Storage(ABC):
         for key in keys:
             try:
                 found.append(self.read(key))
-            except StorageError as error:
-                if found or isinstance(error, NotFoundError):
-                    break
-                raise
+            except NotFoundError:
+                break
         return tuple(found)
 
     @abstractmethod

@@ -99,6 +99,10 @@ class FaultyStorage(Storage):
         """Those of inner; not counted."""
         return self.inner.capabilities
 
+    def probe(self, key: str) -> Capabilities:
+        """That of inner; not counted."""
+        return self.inner.probe(key)
+
     def read(self, key: str) -> bytes:
         return self._do("read", key, lambda: self.inner.read(key))
 

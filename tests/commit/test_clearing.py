@@ -63,7 +63,7 @@ def test_a_delete_that_fails_is_told_and_tried_again(
     run: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The save that dooms two succeeds, the other one goes, and the next save's chores do the rest."""
-    monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=AccessError:remove_many:*:1")
+    monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=TransientError:remove_many:*:1")
     with ckptfs.prepare_run(f"{run}?shape=object") as held:
         names = ("step_1", "step_2")
         saved = [ckptfs.save(_state(1), _at(run, n), run=held).save_id for n in names]

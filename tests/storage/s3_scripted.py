@@ -13,6 +13,7 @@ and closes, "hold" answers when ``server.release`` is set, "trickle" sends a byt
 from __future__ import annotations
 
 import re
+import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -119,13 +120,16 @@ def _ranged(request: Request, data: bytes, etag: Mapping[str, str]) -> Answer:
 class Scripted:
     """A server on a free port of this machine, in threads of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answer: Callable[[Request], Answer] = usual
         self.requests: list[Request] = []
         self.release = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        scheme = "http" if tls is None else "https"
+        self.endpoint = f"{scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -1,0 +1,201 @@
+"""A multipart upload through one ``obstore.put`` of an iterator, which a thread feeds part by part.
+
+    put_part(0) put_part(2) put_part(1) ...      any order, any threads
+             |       |       |
+             Feed: part n is handed over when obstore asks for it      (in order; a few wait as copies)
+                     |
+             obstore.put in a thread: sends up to ``max_concurrency`` at once, retries by itself
+
+obstore copies no part that is as large as it was told: it holds the caller's buffer until the part has
+arrived, and ``put_part`` returns when it let go of it. A smaller one, the last, it keeps until the
+end; so that one is copied here. A part that failed in the end is told by a
+later ``put_part`` or by ``complete``, and not as something to try again: the stream is gone. ``abort``
+makes the iterator raise; obstore then aborts the upload on the server.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from ckptfs.errors import AnswerLostError, CkptfsError, NotFoundError, StorageError, TransientError
+from ckptfs.storage.clients.base import Buffer, Upload
+from ckptfs.storage.clients.failures import Asked
+
+__all__ = ["Feed", "StreamUpload"]
+
+_EARLY: Final = 4  # parts that came before their turn and wait as copies; more wait uncopied
+_ABORT_S: Final = 30.0
+
+
+class _StoppedError(CkptfsError):
+    """The upload was aborted here; obstore passes it through."""
+
+
+class Feed:
+    """Parts in order, for one consumer; any number of threads give them, in any order."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._changed = threading.Condition()
+        self._part_bytes = part_bytes
+        self._waiting: dict[int, Buffer | np.ndarray[Any, Any]] = {}
+        self._handed = 0  # parts that the consumer got
+        self._held: set[int] = set()  # those whose buffers it may still read
+        self._end: int | None = None
+        self._over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._over or self._handed == self._end or self._handed in self._waiting
+            )
+            if self._over:
+                raise _StoppedError("the upload was aborted")
+            if self._handed not in self._waiting:
+                raise StopIteration
+            self._handed += 1
+            self._changed.notify_all()
+            return self._waiting.pop(self._handed - 1)
+
+    def give(self, number: int, data: Buffer) -> bool:
+        """Hand over one part; returns when nobody reads its buffer. False: the stream is over."""
+        with self._changed:
+            if self._over or number < self._handed:
+                return not self._over  # a part that went already: the bytes are the same
+            early = number > self._handed and len(self._waiting) < _EARLY
+            if early or memoryview(data).nbytes != self._part_bytes:
+                self._waiting[number] = bytes(data)
+                self._changed.notify_all()
+                return True
+            try:
+                self._changed.wait_for(lambda: self._over or number <= self._handed)
+                if number == self._handed and not self._over:
+                    self._lend(number, data)
+                    self._changed.wait_for(lambda: self._over or number not in self._held)
+            except BaseException:
+                # Ctrl-C: the stream must not go on with a buffer that is the caller's again.
+                self._stop()
+                raise
+            return not self._over
+
+    def finish(self) -> None:
+        """No more parts. StorageError: one is missing."""
+        with self._changed:
+            end = self._handed + len(self._waiting)
+            if self._waiting and max(self._waiting) != end - 1:
+                raise StorageError(f"part {self._handed} was never put")
+            self._end = end
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """The stream is over: the consumer's next step raises, whoever gives gets False."""
+        with self._changed:
+            self._stop()
+
+    def _lend(self, number: int, data: Buffer) -> None:
+        # An array only for its weak references: it dies when the last reader of its bytes is gone.
+        lent = np.frombuffer(data, dtype=np.uint8)
+        self._held.add(number)
+        weakref.finalize(lent, self._released, number).atexit = False
+        self._waiting[number] = lent
+        self._changed.notify_all()
+
+    def _released(self, number: int) -> None:
+        with self._changed:
+            self._held.discard(number)
+            self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._over = True
+        self._waiting.clear()
+        self._changed.notify_all()
+
+
+class StreamUpload(Upload):
+    """``send`` consumes the feed in a thread of its own and returns the object's etag, or raises
+    typed errors. Nothing happens, and no thread exists, before the first part.
+    """
+
+    def __init__(
+        self, asked: Asked, part_bytes: int, send: Callable[[Iterator[Any]], str | None]
+    ) -> None:
+        self._asked = asked
+        self._send = send
+        self._feed = Feed(part_bytes)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._etag: str | None = None
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._told = False
+
+    def put_part(self, number: int, data: Buffer) -> None:
+        with self._lock:
+            if self._thread is None and not self._ended:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"ckptfs-upload-{self._asked.uri.name}", daemon=True
+                )
+                self._thread.start()
+        if not self._feed.give(number, data):
+            raise self._for_good()
+
+    def complete(self) -> str | None:
+        if self._thread is None:
+            raise StorageError("an upload needs a part", uri=self._asked.uri)
+        if not self._ended:
+            self._feed.finish()
+            self._thread.join()
+        failure = self._failure
+        if failure is None:
+            return self._etag
+        if self._told:
+            raise NotFoundError("complete failed: the upload has ended", uri=self._asked.uri)
+        self._told = True
+        if isinstance(failure, NotFoundError):
+            # obstore asked again after an answer that was lost, and met its own success.
+            raise AnswerLostError("complete may have happened", uri=self._asked.uri)
+        raise failure
+
+    def abort(self) -> None:
+        self._feed.stop()
+        with self._lock:
+            thread = self._thread
+            self._ended = self._ended or thread is None
+        if thread is None:
+            return
+        thread.join(_ABORT_S)
+        if thread.is_alive():
+            raise StorageError("the upload still waits for the server", uri=self._asked.uri)
+        if self._failure is None:
+            return  # complete
+        failure, self._failure = self._failure, _StoppedError("the upload was aborted")
+        if not self._told and not isinstance(failure, _StoppedError):
+            raise failure
+
+    def _run(self) -> None:
+        try:
+            self._etag = self._send(self._feed)
+        except BaseException as error:  # noqa: BLE001 - told by the next put_part or by complete
+            self._failure = error
+        self._ended = True
+        self._feed.stop()
+
+    def _for_good(self) -> BaseException:
+        """Why the stream is over, as something that trying again does not cure."""
+        failure, self._told = self._failure, True
+        if isinstance(failure, TransientError | AnswerLostError):
+            return StorageError(
+                f"{failure.message}, also after obstore's own retries",
+                uri=failure.uri,
+                hint=failure.hint,
+            )
+        if failure is None or isinstance(failure, _StoppedError):
+            return StorageError("the upload was aborted", uri=self._asked.uri)
+        return failure

@@ -1,0 +1,204 @@
+"""Where S3 requests go and who signs them, told for a client that is not botocore's.
+
+    resolve(options, bucket) -> Place     endpoint, region, path or host style, certificates, proxies,
+                                          keys or a provider of credentials
+
+With botocore installed everything is asked of botocore itself, so that variables, profiles, SSO,
+roles and credential processes mean the same as for s3fs: the endpoint and style are those of a URL
+that it would use, and credentials are refreshed by it during a long save. Without it: the options and
+AWS_ACCESS_KEY_ID, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL(_S3), AWS_CA_BUNDLE, and obstore's own sources
+(web identity, container and instance metadata).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from ckptfs.errors import CredentialsError, UriError
+from ckptfs.storage.clients.failures import clean
+from ckptfs.storage.clients.s3_options import S3Options, service_loader
+
+__all__ = ["Place", "resolve"]
+
+_AWS: Final = (".amazonaws.com", ".amazonaws.com.cn")
+# botocore renews its credentials when they are asked for and close to their end.
+_ASK_AGAIN: Final = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """config and client_options: for obstore's S3Store. provider: called for credentials.
+
+    chose_checksum, payload_signing: what the user said of them.
+    """
+
+    config: Mapping[str, Any]
+    client_options: Mapping[str, Any]
+    is_aws: bool
+    chose_checksum: bool
+    payload_signing: bool | None
+    provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+
+
+def resolve(options: S3Options, bucket: str) -> Place:
+    """Read variables and files, no network. CredentialsError: the profile does not exist."""
+    found = (
+        _asked_botocore(options, bucket) if find_spec("botocore") else _asked_environment(options)
+    )
+    config, verify, provider = found
+    config |= _keys(options)
+    host = urlsplit(config.get("endpoint", "https://s3.amazonaws.com")).hostname or ""
+    s3 = options.table("config_kwargs").get("s3") or {}
+    is_tls = config.get("endpoint", "https:").startswith("https:")
+    return Place(
+        config,
+        _client_options(options, verify, allow_http=not is_tls),
+        is_aws=is_tls and host.endswith(_AWS),
+        chose_checksum="request_checksum_calculation" in options.table("config_kwargs")
+        or "AWS_REQUEST_CHECKSUM_CALCULATION" in os.environ,
+        payload_signing=s3.get("payload_signing_enabled"),
+        provider=None if options.client.get("anon") or "access_key_id" in config else provider,
+    )
+
+
+def _keys(options: S3Options) -> dict[str, Any]:
+    kwargs = options.table("client_kwargs")
+    said = options.client
+    found = {
+        "access_key_id": said.get("key") or said.get("username") or kwargs.get("aws_access_key_id"),
+        "secret_access_key": said.get("secret")
+        or said.get("password")
+        or kwargs.get("aws_secret_access_key"),
+        "session_token": said.get("token") or kwargs.get("aws_session_token"),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _client_options(options: S3Options, verify: Any, *, allow_http: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"allow_http": allow_http}
+    if verify is False:
+        found["allow_invalid_certificates"] = True
+    elif isinstance(verify, str):
+        try:
+            with open(verify, "rb") as file:
+                found["root_certificate"] = file.read()
+        except OSError as error:
+            raise UriError(
+                f"the certificates in {verify} cannot be read: {error.strerror}"
+            ) from None
+    config = options.table("config_kwargs")
+    if proxies := config.get("proxies"):
+        found["proxy_url"] = proxies.get("https") or proxies.get("http")
+    for name in ("connect_timeout", "read_timeout"):
+        if name in config:
+            found[name] = f"{round(float(config[name]) * 1000)}ms"
+    return found
+
+
+# -- with botocore ---------------------------------------------------------------------
+
+
+def _asked_botocore(
+    options: S3Options, bucket: str
+) -> tuple[dict[str, Any], Any, Callable[[], dict[str, Any]] | None]:
+    import botocore.session
+    from botocore import UNSIGNED
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    kwargs = dict(options.table("client_kwargs"))
+    said = dict(options.table("config_kwargs"))
+    shape = {name: said[name] for name in ("s3", "region_name") if name in said}
+    endpoint = options.client.get("endpoint_url") or kwargs.get("endpoint_url")
+    try:
+        session = botocore.session.Session(profile=options.client.get("profile"))
+        session.register_component("data_loader", service_loader())
+        # Unsigned: a client that only tells addresses must not look for credentials.
+        client = session.create_client(
+            "s3",
+            region_name=kwargs.get("region_name"),
+            use_ssl=kwargs.get("use_ssl", options.client.get("use_ssl", True)),
+            verify=kwargs.get("verify"),
+            endpoint_url=endpoint,
+            config=Config(**shape, signature_version=UNSIGNED),
+        )
+        url = client.generate_presigned_url("get_object", {"Bucket": bucket, "Key": "k"})
+        verify = kwargs.get("verify")
+        if verify is None:
+            verify = session.get_config_variable("ca_bundle")
+    except (BotoCoreError, ValueError) as error:
+        failure = CredentialsError(
+            f"the configuration of AWS cannot be used: {clean(str(error))}",
+            hint="check AWS_PROFILE, AWS_CONFIG_FILE and the files that they name",
+        )
+    else:
+        region = client.meta.region_name
+        config = _addressed(client.meta.endpoint_url, url, bucket) | {"region": _region(region)}
+        ca_file = verify or os.environ.get("REQUESTS_CA_BUNDLE")
+        return config, ca_file, _Credentials(session)
+    raise failure
+
+
+def _region(name: str) -> str:
+    return "us-east-1" if name == "aws-global" else name
+
+
+def _addressed(endpoint: str, url: str, bucket: str) -> dict[str, Any]:
+    """obstore wants the bucket in the endpoint where a URL of an object has it in its host."""
+    in_path = f"/{bucket}/" in urlsplit(url).path
+    if in_path:
+        return {"endpoint": endpoint.rstrip("/"), "virtual_hosted_style_request": False}
+    scheme, _, rest = endpoint.rstrip("/").partition("://")
+    return {"endpoint": f"{scheme}://{bucket}.{rest}", "virtual_hosted_style_request": True}
+
+
+class _Credentials:
+    """What obstore calls when it needs credentials; botocore finds and renews them."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __call__(self) -> dict[str, Any]:
+        found = self._session.get_credentials()
+        if found is None:
+            raise CredentialsError("no credentials were found")
+        now = found.get_frozen_credentials()
+        return {
+            "access_key_id": now.access_key,
+            "secret_access_key": now.secret_key,
+            "token": now.token,
+            "expires_at": datetime.now(UTC) + _ASK_AGAIN,
+        }
+
+
+# -- without ---------------------------------------------------------------------------
+
+
+def _asked_environment(
+    options: S3Options,
+) -> tuple[dict[str, Any], Any, Callable[[], dict[str, Any]] | None]:
+    kwargs = options.table("client_kwargs")
+    region = (
+        kwargs.get("region_name")
+        or os.environ.get("AWS_REGION")
+        or os.environ.get("AWS_DEFAULT_REGION")
+        or "us-east-1"
+    )
+    config: dict[str, Any] = {"region": region}
+    endpoint = (
+        options.endpoint
+        or os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+    )
+    style = (options.table("config_kwargs").get("s3") or {}).get("addressing_style", "path")
+    if endpoint:
+        config["endpoint"] = endpoint
+    else:
+        config["virtual_hosted_style_request"] = style != "path"
+    return config, kwargs.get("verify") or os.environ.get("AWS_CA_BUNDLE"), None

@@ -1,0 +1,383 @@
+"""One client's connection: each request is counted, done to as planned, forwarded, answered.
+
+    head -> plan -> wait, hold -> forward head and body -> the server's answer -> hold -> the client
+
+Every request gets a connection of its own to the server, so that no fault of an idle one is taken
+for a planned one. What was cut off is never forwarded as if it were whole: a body that ends early on
+one side is reset on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn, TypeVar
+from urllib.parse import SplitResult
+
+from ckptfs.testing._proxy.faults import (
+    Action,
+    Answer,
+    At,
+    Bandwidth,
+    Cut,
+    Delay,
+    Hold,
+    HoldFile,
+    ProxyPlan,
+    Refuse,
+    Reset,
+    Trickle,
+    Truncate,
+)
+from ckptfs.testing._proxy.wire import Head, body_of, read_head
+
+__all__ = ["LIMIT_BYTES", "Exchange", "Relay", "Shared", "reset"]
+
+LIMIT_BYTES = 1 << 20
+_POLL_S = 0.005  # while a request is held
+_SECRET_HEADERS = frozenset({"authorization", "cookie", "proxy-authorization"})
+_SECRET_QUERY = re.compile(
+    r"(?i)\b(sig|signature|delegation|[\w-]*credential|[\w-]*token|x-[\w-]*-signature)=[^&]*"
+)
+
+A = TypeVar("A")
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and what became of it. Times are ``time.monotonic``; no credentials in it.
+
+    status: the server's, or the proxy's own; None: no answer came, or none was asked for.
+    done: what was planned and done to it, as words. sent_bytes: of its body, to the server.
+    answer_bytes: of the answer's body, to the client. ended_s: None while it is under way.
+    """
+
+    number: int
+    connection: int
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    began_s: float
+    status: int | None = None
+    done: list[str] = field(default_factory=list)
+    sent_bytes: int = 0
+    answer_bytes: int = 0
+    ended_s: float | None = None
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
+    @property
+    def query(self) -> str:
+        """The target's query, "" without one."""
+        return self.target.partition("?")[2]
+
+
+class Shared:
+    """What all connections of one proxy share."""
+
+    def __init__(
+        self, upstream: SplitResult, plan: ProxyPlan, rewrites: Mapping[str, str] | None = None
+    ) -> None:
+        self.upstream = upstream
+        self.plan = plan
+        self.rewrites = dict(rewrites or {})
+        self.log: list[Exchange] = []
+        self.news = threading.Condition()
+        self.refused = asyncio.Event()
+        self._paces: dict[Bandwidth, float] = {}
+
+    def begin(self, connection: int, head: Head) -> Exchange:
+        """Number a request and write it down."""
+        headers = {
+            name.lower(): value
+            for name, value in head.headers
+            if name.lower() not in _SECRET_HEADERS and "token" not in name.lower()
+        }
+        target = _SECRET_QUERY.sub(r"\1=***", head.target)
+        with self.news:
+            exchange = Exchange(
+                len(self.log) + 1, connection, head.method, target, headers, time.monotonic()
+            )
+            self.log.append(exchange)
+            self.news.notify_all()
+        return exchange
+
+    def end(self, exchange: Exchange) -> None:
+        """It is over, one way or another."""
+        with self.news:
+            exchange.ended_s = time.monotonic()
+            self.news.notify_all()
+
+    async def pace(self, limit: Bandwidth, size_bytes: int) -> None:
+        """Wait until so many more bytes may pass."""
+        now = time.monotonic()
+        free = max(self._paces.get(limit, now), now) + size_bytes / limit.bytes_per_s
+        self._paces[limit] = free
+        await asyncio.sleep(free - now)
+
+
+class _SeveredError(Exception):
+    """The connection to the client is to be cut now."""
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection by RST; bytes that wait to be sent are dropped."""
+    found: socket.socket | None = writer.get_extra_info("socket")
+    if found is not None:
+        with contextlib.suppress(OSError):  # closed already
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+class Relay:
+    """The requests of one connection, one after the other."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        number: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self._shared, self._number = shared, number
+        self._reader, self._writer = reader, writer
+
+    async def run(self) -> None:
+        """Until one side ends it, or a fault does."""
+        found: socket.socket | None = self._writer.get_extra_info("socket")
+        if found is not None:
+            # Head and body are two writes: with Nagle's algorithm every answer would take 40 ms.
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            while (head := await read_head(self._reader)) is not None:
+                exchange = self._shared.begin(self._number, head)
+                try:
+                    if not await self._exchange(head, exchange):
+                        break
+                except (ConnectionError, asyncio.IncompleteReadError, TimeoutError) as error:
+                    exchange.done.append(f"broke: {error}")
+                    reset(self._writer)
+                    return
+                finally:
+                    self._shared.end(exchange)
+            self._writer.close()
+        except _SeveredError:
+            reset(self._writer)
+
+    async def _exchange(self, head: Head, exchange: Exchange) -> bool:
+        """One request; whether the connection goes on."""
+        actions = self._shared.plan.begin(head.method, head.target)
+        for action in actions:
+            if isinstance(action, Delay):
+                exchange.done.append(f"delayed {action.wait_s:g} s")
+                await asyncio.sleep(action.wait_s)
+        await _hold(actions, At.BEFORE, exchange)
+        cut = _first(actions, Reset)
+        if _first(actions, Refuse):
+            self._shared.refused.set()
+            exchange.done.append("refused")
+            raise _SeveredError
+        if cut and _is_early(cut, head):
+            await self._sever(cut, exchange)
+        if answer := _first(actions, Answer):
+            await self._answer_alone(answer, head, exchange)
+            return False
+        upstream = await self._connect()
+        try:
+            found = await self._ask(upstream, head, actions, exchange)
+            await self._pass_on(found, upstream[0], head.method, actions, exchange)
+            return found.keeps_open and head.keeps_open and not _first(actions, Truncate)
+        finally:
+            reset(upstream[1])
+
+    async def _sever(self, cut: Reset, exchange: Exchange) -> NoReturn:
+        exchange.done.append(f"{'silenced' if cut.silent else 'reset'} {cut.at.value}")
+        if cut.do is not None:
+            cut.do(exchange)
+        while cut.silent and await self._reader.read(LIMIT_BYTES):
+            continue
+        raise _SeveredError
+
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        where = self._shared.upstream
+        secure = where.scheme == "https"
+        return await asyncio.open_connection(
+            where.hostname,
+            where.port or (443 if secure else 80),
+            limit=LIMIT_BYTES,
+            ssl=ssl.create_default_context() if secure else None,
+        )
+
+    # -- the request --------------------------------------------------------------------
+
+    async def _ask(
+        self,
+        upstream: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        head: Head,
+        actions: Sequence[Action],
+        exchange: Exchange,
+    ) -> Head:
+        """Forward a request; the head of the server's answer."""
+        reader, writer = upstream
+        cut = _first(actions, Reset)
+        stop = _stop(cut, At.REQUEST, head)
+        writer.write(head.without("expect").encode())
+        if head.get("expect"):
+            # Ours to say: it is never forwarded, so that the server's own does not come later.
+            self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        answering = asyncio.ensure_future(_final_head(reader))
+        try:
+            async for piece in body_of(head, self._reader):
+                part = piece if stop is None else piece[: stop - exchange.sent_bytes]
+                await self._paced(actions, len(part))
+                if not answering.done():  # it did not want the rest, as after a failed condition
+                    writer.write(part)
+                    await writer.drain()
+                exchange.sent_bytes += len(part)
+                if cut and exchange.sent_bytes == stop:
+                    await self._sever(cut, exchange)
+            await writer.drain()
+            found = await answering
+        finally:
+            answering.cancel()
+        if found is None:
+            raise ConnectionError("the server gave no answer")
+        exchange.status = found.status
+        return found
+
+    async def _paced(self, actions: Sequence[Action], size_bytes: int) -> None:
+        for action in actions:
+            if isinstance(action, Bandwidth):
+                await self._shared.pace(action, size_bytes)
+
+    # -- the answer ---------------------------------------------------------------------
+
+    async def _answer_alone(self, answer: Answer, head: Head, exchange: Exchange) -> None:
+        if not head.get("expect"):  # else the body is not on its way
+            async for _ in body_of(head, self._reader):
+                continue
+        code, retry = answer.code, answer.retry_after_s
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+        text = "" if head.method == "HEAD" else body
+        headers = [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))]
+        headers += [] if retry is None else [("Retry-After", str(retry))]
+        told = Head(f"HTTP/1.1 {answer.status} {code}", [*headers, ("Connection", "close")])
+        exchange.status = answer.status
+        exchange.done.append(f"answered {answer.status}")
+        self._writer.write(told.encode() + text.encode())
+        await self._writer.drain()
+
+    async def _pass_on(
+        self,
+        answer: Head,
+        upstream: asyncio.StreamReader,
+        method: str,
+        actions: Sequence[Action],
+        exchange: Exchange,
+    ) -> None:
+        cut = _first(actions, Reset)
+        body = body_of(answer, upstream, answers=method)
+        if cut and cut.at is At.ACTED:
+            async for _ in body:  # a store may begin its answer before it has acted
+                continue
+            await self._sever(cut, exchange)
+        await _hold(actions, At.ACTED, exchange)
+        short = _first(actions, Truncate)
+        trickle = _first(actions, Trickle)
+        stop = short.after_bytes if short else _stop(cut, At.ANSWER, answer)
+        if cut and stop == 0:
+            await self._sever(cut, exchange)  # an answer without a body has no middle
+        await self._send(self._told(answer, short).encode(), trickle)
+        if stop != 0:
+            async for piece in body:
+                part = piece if stop is None else piece[: stop - exchange.answer_bytes]
+                await self._paced(actions, len(part))
+                await self._send(part, trickle)
+                exchange.answer_bytes += len(part)
+                if exchange.answer_bytes == stop:
+                    break
+        if cut and cut.at is At.ANSWER:
+            await self._sever(cut, exchange)
+        if short:
+            exchange.done.append(f"truncated, {short.cut.value}")
+        if trickle:
+            exchange.done.append("trickled")
+
+    def _told(self, answer: Head, short: Truncate | None) -> Head:
+        headers = [
+            (name, self._rewritten(value) if name.lower() == "location" else value)
+            for name, value in answer.headers
+        ]
+        length = answer.content_length
+        if short and short.cut is Cut.LYING and length is not None:
+            lie = str(min(short.after_bytes, length))
+            headers = [(n, lie if n.lower() == "content-length" else v) for n, v in headers]
+        return Head(answer.start, headers)
+
+    def _rewritten(self, location: str) -> str:
+        for old, new in self._shared.rewrites.items():
+            if location.startswith(old):
+                return new + location.removeprefix(old)
+        return location
+
+    async def _send(self, data: bytes, trickle: Trickle | None) -> None:
+        if trickle is None:
+            self._writer.write(data)
+            await self._writer.drain()
+            return
+        for byte in data:
+            self._writer.write(bytes([byte]))
+            await self._writer.drain()
+            await asyncio.sleep(1 / trickle.bytes_per_s)
+
+
+async def _final_head(reader: asyncio.StreamReader) -> Head | None:
+    while (head := await read_head(reader)) is not None and head.status < 200:
+        continue
+    return head
+
+
+async def _hold(actions: Sequence[Action], at: At, exchange: Exchange) -> None:
+    for action in actions:
+        if isinstance(action, Hold) and action.at is at:
+            exchange.done.append(f"held {at.value}")
+            action.gate.reached.set()
+            while not action.gate.release.is_set():  # noqa: ASYNC110 - set by another thread
+                await asyncio.sleep(_POLL_S)
+        elif isinstance(action, HoldFile) and action.at is at:
+            exchange.done.append(f"held {at.value}")
+            os.close(os.open(f"{action.path}.reached", os.O_CREAT | os.O_WRONLY, 0o666))
+            while not os.path.exists(action.path):  # noqa: ASYNC110, ASYNC240 - another process
+                await asyncio.sleep(_POLL_S)
+
+
+def _first(actions: Sequence[Action], kind: type[A]) -> A | None:
+    return next((action for action in actions if isinstance(action, kind)), None)
+
+
+def _is_early(cut: Reset, head: Head) -> bool:
+    """Whether nothing is to be forwarded: at once, or in the middle of a body that is not there."""
+    bodiless = not head.is_chunked and not head.content_length
+    return cut.at is At.BEFORE or (cut.at is At.REQUEST and bodiless)
+
+
+def _stop(cut: Reset | None, at: At, head: Head) -> int | None:
+    """After how many bytes of this body the connection is cut; None: it is not."""
+    if cut is None or cut.at is not at:
+        return None
+    if cut.after_bytes is not None:
+        return cut.after_bytes
+    length = head.content_length
+    return 1 if length is None else length // 2
