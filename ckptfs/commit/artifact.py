@@ -2,7 +2,8 @@
 
     mounted filesystem   the attempt's directory itself is handed out; on leaving, the ranks of a
                          domain sync and digest its files between them
-    anything else        every rank gets a directory of its own and uploads it on leaving
+    anything else        every rank gets a directory of its own and uploads it on leaving, each name
+                         guarded (``plain``): it is final before the commit
 
 Nobody counted these bytes when they were written, so here, and only here, they are read once more.
 """
@@ -22,7 +23,10 @@ from typing import BinaryIO, Protocol
 import xxhash
 
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.ops import drive
+from ckptfs.commit.plain import Mine, put_plain, still_free
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters
@@ -66,6 +70,38 @@ def _walk(top: str, skip: str | None) -> Iterator[str]:
         folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
         for name in sorted(names):
             yield os.path.relpath(os.path.join(folder, name), top)
+
+
+class PlainNames:
+    """Puts plain names while they are this attempt's to put. Thread-safe."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+        self._mine = Mine(attempt.keys, attempt.base, attempt.seat.caps)
+        self._lock = threading.Lock()
+        self._state: LogState | None = None
+
+    def begin(self) -> None:
+        """As ``check``, once before the files: a conflict costs no upload."""
+        self.check()
+
+    def check(self) -> None:
+        """FencedError, CommitConflictError: another's by now."""
+        self._learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
+
+    def put(self, key: str, data: bytes) -> None:
+        """One small file, conditionally where the store can."""
+        program = put_plain(self._mine, self._known(), key, data)
+        self._learn(drive(program, self._attempt.storage))
+
+    def _known(self) -> LogState | None:
+        with self._lock:
+            return self._state if self._attempt.seat.caps.exclusive_create else None
+
+    def _learn(self, state: LogState) -> None:
+        with self._lock:
+            if self._state is None or state.next > self._state.next:
+                self._state = state
 
 
 class _Mounted:
@@ -125,6 +161,7 @@ class _Uploaded:
         self.path = path
         self._attempt = attempt
         self._stopped = threading.Event()
+        self._guard = PlainNames(attempt)
 
     def write(self) -> WrittenPart:
         """Upload this rank's files under their plain names.
@@ -137,6 +174,7 @@ class _Uploaded:
         sizes = {name: os.path.getsize(os.path.join(self.path, name)) for name in names}
         small = [name for name in names if sizes[name] <= _SMALL_BYTES]
         large = [name for name in names if sizes[name] > _SMALL_BYTES]
+        self._guard.begin()
         found = {**self._upload_all(small, sizes, 8), **self._upload_all(large, sizes, 2)}
         records = [found[name] for name in names]
         size = sum(r.size_bytes for r in records)
@@ -180,6 +218,11 @@ class _Uploaded:
         storage, key = self._attempt.storage, f"{self._attempt.directory}/{name}"
         self._go_on()
         storage.make_dir(key.rsplit("/", 1)[0])
+        if size_hint_bytes <= _SMALL_BYTES:
+            with open(os.path.join(self.path, name), "rb") as whole:
+                data = whole.read()
+            self._guard.put(key, data)
+            return FileRecord(name, len(data), None, None, xxhash.xxh3_128_hexdigest(data))
         digest, size = xxhash.xxh3_128(), 0
         chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
         # Read, not mapped: a file that somebody cuts short while it is mapped kills the process.
@@ -192,6 +235,7 @@ class _Uploaded:
                 digest.update(chunk[:count])
                 size += count
                 writer.write(chunk[:count])
+            self._guard.check()
         return FileRecord(name, size, None, None, digest.hexdigest())
 
     def _go_on(self) -> None:

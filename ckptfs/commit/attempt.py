@@ -42,6 +42,7 @@ from ckptfs.commit.manifest import (
     encode_manifest,
 )
 from ckptfs.commit.ops import drive
+from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
@@ -121,6 +122,16 @@ class Attempt:
         return self._planned.save_id
 
     @property
+    def base(self) -> Generation:
+        """The generation that this save carries, equal on all ranks after begin()."""
+        return self._planned.base
+
+    @property
+    def keys(self) -> AttemptKeys:
+        """Where its files lie."""
+        return self._named
+
+    @property
     def prefix(self) -> str:
         """The key prefix of this save's data files, ending with a slash."""
         return f"{self._named.data}/"
@@ -160,7 +171,7 @@ class Attempt:
         self._plan = control.step("survey", self._survey, self._decide)
         self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
         self._began = True
-        control.step("begin", self._begin)
+        control.step("begin", self._begin, self._refuse_others)
         if self.seat.spans_nodes:
             with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
                 control.step("confirm", self._confirm)
@@ -227,9 +238,24 @@ class Attempt:
             hint = "another process commits it now, or did not come to it: prepare_run() settles it"
         return CommitConflictError(what, uri=self.storage.uri(taken.name), hint=hint)
 
-    def _begin(self) -> None:
-        if self._owner:
-            drive(begin(self._named, self._planned.base), self.storage)
+    def _begin(self) -> tuple[str, ...]:
+        if not self._owner:
+            return ()
+        drive(begin(self._named, self._planned.base), self.storage)
+        if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
+            # After our own record: of two that begin at once at least one sees the other.
+            state = self._state or LogState()
+            return drive(other_attempts(self._named, state), self.storage)
+        return ()
+
+    def _refuse_others(self, answers: Sequence[tuple[str, ...]]) -> None:
+        others = [save_id for answer in answers for save_id in answer]
+        if others:
+            raise CommitConflictError(
+                f"another save of {self.spec.name} is on its way, or died: {others[0]}",
+                uri=self.storage.uri(self.spec.name),
+                hint="files with plain names never overwrite; prepare_run() settles what died",
+            )
 
     def _confirm(self) -> None:
         """One process per node reads the record by its path: a client may have cached that the

@@ -175,6 +175,11 @@ def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Itera
     try:
         yield
     except CollectiveError as error:
+        for kind in (FencedError, CommitConflictError):
+            # Plain names ask the log before each put, so a rank may be the first to know.
+            met = [f for f in error.failures.values() if f.type.endswith(f".{kind.__name__}")]
+            if met:
+                raise kind(met[0].message, uri=seat.storage.uri(name)) from error
         if error.all_are(NotFoundError) or error.all_are(StaleError):
             who = _newer_owner(seat, base)
             if who is not None:
