@@ -21,29 +21,23 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 
-from ckptfs._version import __version__
 from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import CONTROL, MANIFEST, AttemptKeys
 from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.manifest import (
-    DomainRecord,
-    FileRecord,
-    Manifest,
     digest_of,
     encode_manifest,
 )
 from ckptfs.commit.ops import drive
 from ckptfs.commit.plain import other_attempts
-from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
+from ckptfs.commit.planning import SavePlan, manifest_of, plan_save, seal_of_plan
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
@@ -60,7 +54,6 @@ from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
     CommitInDoubtError,
-    FencedError,
     StorageError,
     UriError,
 )
@@ -72,14 +65,6 @@ __all__ = ["Attempt"]
 logger = logging.getLogger(__name__)
 
 DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refused where they last
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    save_id: str
-    base: Generation
-    seq: int
-    domains: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +94,7 @@ class Attempt:
         self._means = Means(seat.placement.mine.id, caps, fresh_ids(), stamp)
         self._owner = seat.placement.is_owner
         self._state: LogState | None = None
-        self._plan: _Plan | None = None
+        self._plan: SavePlan | None = None
         self._keys: AttemptKeys | None = None
         self._seal_tried = False
         self._began = False
@@ -143,7 +128,7 @@ class Attempt:
         return keys.attempt if keys.shape is Shape.FILESYSTEM else keys.name
 
     @property
-    def _planned(self) -> _Plan:
+    def _planned(self) -> SavePlan:
         if self._plan is None:
             raise RuntimeError("begin() was not called")
         return self._plan
@@ -188,55 +173,8 @@ class Attempt:
         self._state = drive(look, self.storage)
         return self._means.domain, self._state
 
-    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> _Plan:
-        views = dict(a for a in answers if a is not None)
-        spec = self.spec
-        newest = max(v.generation for v in views.values())
-        if spec.run is not None and newest > spec.run:
-            raise _fenced(newest, views, self.storage.uri(spec.name))
-        if spec.run is not None and any(v.generation < spec.run for v in views.values()):
-            # Every domain took this fence: a log without it would make the run anew, half of it.
-            raise FencedError(
-                "the run that was claimed is not here any more: its log was removed or replaced",
-                uri=self.storage.root,
-                hint="stop, see what is left of the run, and claim it again with prepare_run()",
-            )
-        # Unfenced: the least of all domains, so that any fence that misses one still fences it.
-        base = spec.run or min(v.generation for v in views.values())
-        if spec.run is None and newest > base:
-            raise FencedError(
-                "the domains of this run were claimed at different times, or some are new",
-                uri=self.storage.uri(spec.name),
-                hint="claim all of them: run = ckptfs.prepare_run(...), then save(..., run=run)",
-            )
-        if spec.artifact is Kind.DIRECTORY:
-            self._refuse_occupied(views)
-        taken = name_taken(spec.name, views)
-        if taken is not None and spec.if_exists is IfExists.ERROR:
-            raise self._conflict(taken, views)
-        seq = next_seq(base, views, fenced=spec.run is not None)
-        save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
-        domains = tuple(d.id for d in self.seat.placement.domains)
-        return _Plan(save_id, base, seq, domains)
-
-    def _refuse_occupied(self, views: Mapping[str, LogState]) -> None:
-        there = occupant(self.spec.name, views)
-        if there is not None:
-            raise CommitConflictError(
-                f"{self.spec.name} still holds save {there.save_id}",
-                uri=self.storage.uri(self.spec.name),
-                hint="files with plain names never overwrite: choose another name; what an "
-                "overwrite hid goes after the first commit of another one",
-            )
-
-    def _conflict(self, taken: Seal, views: Mapping[str, LogState]) -> CommitConflictError:
-        if standing(taken.save_id, views) is Standing.COMMITTED:
-            what = f"{taken.name} is committed already (save {taken.save_id})"
-            hint = 'choose another name, or if_exists="replace"'
-        else:
-            what = f"{taken.name} is not settled: save {taken.save_id} is sealed in some domains"
-            hint = "another process commits it now, or did not come to it: prepare_run() settles it"
-        return CommitConflictError(what, uri=self.storage.uri(taken.name), hint=hint)
+    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
+        return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
 
     def _begin(self) -> tuple[str, ...]:
         if not self._owner:
@@ -289,7 +227,7 @@ class Attempt:
             started = time.perf_counter()
             files = kept or gathered.files
             control.step("prepare", lambda: self._prepare(files))
-        seal = self._seal(gathered.digest)
+        seal = seal_of_plan(self._planned, self.spec, gathered.digest)
         self._seal_tried = True
         self._state = seal_everywhere(
             self.seat,
@@ -312,7 +250,9 @@ class Attempt:
         kept: dict[str, SmallFile],
     ) -> _Gathered:
         files = dict(finish(parts))
-        manifest = self._manifest([f for part in parts for f in part.files], files)
+        manifest = manifest_of(
+            self._planned, self.spec, self.seat, [f for part in parts for f in part.files], files
+        )
         encoded = encode_manifest(manifest)
         files[MANIFEST] = encoded
         counters = tuple(part.counters for part in parts)
@@ -322,57 +262,11 @@ class Attempt:
             return _Gathered(digest, {}, counters)
         return _Gathered(digest, files, counters)
 
-    def _manifest(self, files: list[FileRecord], extra: Mapping[str, SmallFile]) -> Manifest:
-        plan, spec, placement = self._planned, self.spec, self.seat.placement
-        small = [
-            FileRecord(f"{plan.save_id}/{name}", len(data), domain, digest=digest_of(data))
-            for name, file in extra.items()
-            for domain, data in ([(None, file)] if isinstance(file, bytes) else file.items())
-        ]
-        return Manifest(
-            save_id=plan.save_id,
-            name=spec.name,
-            step=spec.step,
-            # Two ranks may have uploaded one and the same file; it is one file.
-            files=tuple({(f.path, f.domain): f for f in (*files, *small)}.values()),
-            domains=tuple(
-                DomainRecord(d.id, d.ranks, self._hosts(d.ranks)) for d in placement.domains
-            ),
-            base=plan.base,
-            artifact=spec.artifact,
-            world_size=self.seat.control.size,
-            created_at=now_text(),
-            writer=f"ckptfs {__version__}",
-            references=spec.references,
-            per_rank=spec.per_rank,
-        )
-
-    def _hosts(self, ranks: Sequence[int]) -> tuple[str, ...]:
-        """The hosts of a domain, for people who look for a lost shard."""
-        worlds = self.seat.control.worlds
-        return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
-
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:
             here = self._means.domain
             mine = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
             drive(prepare(self._named, mine), self.storage)
-
-    def _seal(self, digest: str) -> Seal:
-        plan, spec = self._planned, self.spec
-        return Seal(
-            save_id=plan.save_id,
-            base=plan.base,
-            seq=plan.seq,
-            fenced=spec.run is not None,
-            name=spec.name,
-            step=spec.step,
-            artifact=spec.artifact,
-            domains=plan.domains,
-            digest=digest,
-            references=spec.references,
-            failure=spec.failure,
-        )
 
     # -- after the commit ---------------------------------------------------------------
 
@@ -429,12 +323,3 @@ class Attempt:
             logger.warning(
                 "the abandoned attempt %s stays until the next prepare_run: %s", self.save_id, error
             )
-
-
-def _fenced(newest: Generation, views: Mapping[str, LogState], where: object) -> FencedError:
-    fence = next(v.fence for v in views.values() if v.generation == newest)
-    return FencedError(
-        f"the run was taken over by generation {newest.number} ({fence.host} pid {fence.pid})",
-        uri=where,
-        hint="this process must stop; nothing of this save was committed",
-    )
