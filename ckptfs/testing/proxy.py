@@ -55,7 +55,8 @@ from ckptfs.testing._proxy.faults import (
     matches,
     parse_faults,
 )
-from ckptfs.testing._proxy.relay import LIMIT_BYTES, Exchange, Relay, Shared, reset
+from ckptfs.testing._proxy.relay import Relay
+from ckptfs.testing._proxy.shared import LIMIT_BYTES, Exchange, Shared, reset
 
 __all__ = [
     "LOSE",
@@ -89,7 +90,7 @@ class FaultProxy:
     """A proxy before ``upstream`` (scheme://host:port), from ``__enter__`` to ``__exit__``.
 
     plan: a ProxyPlan, faults, or their text form. seed: of a plan made here. port: 0 is a free one.
-    socket: bound and listening already, given by a caller that must fork in between.
+    listener: a socket bound and listening already, given by a caller that must fork in between.
     Thread-safe; not to be carried over a fork while it runs.
     """
 

@@ -1,0 +1,66 @@
+"""What a save and a load of gigabytes hold in memory beyond the tensors: the bounds that are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+# What a Python process grows by beside: threads, connections, what malloc has not given back.
+SLACK_BYTES = 48 * MIB
+CONCURRENCY, WINDOW_BYTES, BLOCK_BYTES = 8, 8 * MIB, MIB
+LOAD_BYTES = CONCURRENCY * (WINDOW_BYTES + 2 * BLOCK_BYTES)
+
+
+def most_bytes(uri: str, options: dict[str, Any], do: str, gib: float, dtype: str = "") -> int:
+    """What memory_client says of one save or load."""
+    asked = {"do": do, "uri": uri, "options": options, "gib": gib, "dtype": dtype}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.servers.memory_client", json.dumps(asked)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return int(json.loads(done.stdout)["bytes"])
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_a_transfer_holds_what_is_told_and_no_more(sink: Server, client: str) -> None:
+    """1 GiB in one file: memory_bytes on the way up; on the way down, converted to another dtype, a
+    window and two digest blocks for each request.
+    """
+    uri = sink.fresh("memory")
+    options = sink.storage_options(client=client, concurrency=CONCURRENCY)
+    assert most_bytes(uri, options, "save", 1.0) <= 256 * MIB + SLACK_BYTES
+    assert most_bytes(uri, options, "load", 1.0, "bfloat16") <= LOAD_BYTES + SLACK_BYTES
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_a_4_gib_transfer_holds_no_more_than_a_small_one(sink: Server, client: str) -> None:
+    """What is held does not grow with the file."""
+    uri = sink.fresh("memory")
+    options = sink.storage_options(client=client, concurrency=CONCURRENCY)
+    assert most_bytes(uri, options, "save", 4.0) <= 256 * MIB + SLACK_BYTES
+    for dtype in ("float32", "bfloat16"):
+        assert most_bytes(uri, options, "load", 4.0, dtype) <= LOAD_BYTES + SLACK_BYTES
+
+
+@pytest.mark.campaign
+def test_the_bound_is_the_callers(sink: Server) -> None:
+    """memory_bytes=64 MiB is a fourth of the default, and held as well."""
+    options = sink.storage_options(client="s3fs", memory_bytes=64 * MIB)
+    assert most_bytes(sink.fresh("memory"), options, "save", 4.0) <= 64 * MIB + SLACK_BYTES
