@@ -29,7 +29,7 @@ from ckptfs.commit.protocol import latest as latest_live
 from ckptfs.commit.run import Mode, Run, Takeover, claim
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
-from ckptfs.storage.base import Storage
+from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.directory import ensure_dir as ensure_dir_at
 from ckptfs.uri import Uri, options_of
@@ -179,14 +179,26 @@ def ensure_dir(
 
     Returns its absolute URI, equal on all ranks. Existing is success. The owner of each domain makes
     it, then one process per node confirms through its own path that it is the same one. Needs no
-    process group under torchrun. Errors reach all ranks.
+    process group under torchrun. Errors reach all ranks. On object stores nothing is done: there is
+    no directory to make, and no request is sent.
     """
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with control_for(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
-        with open_seat(target.parent, control, place, write=True) as seat:
-            ensure_dir_at(control, seat.storage, seat.placement, target.name)
+        if control.step("kind", lambda: _has_directories(target, place), any):
+            with open_seat(target.parent, control, place, write=True) as seat:
+                ensure_dir_at(control, seat.storage, seat.placement, target.name)
     return target
+
+
+def _has_directories(uri: Uri, place: Place) -> bool:
+    """False on object stores: there nothing is made, and above a run nothing may be permitted."""
+    storage = open_storage(uri, place.storage_options)
+    try:
+        mounted = storage.local_path("") is not None
+        return mounted or storage.capabilities.shape is Shape.FILESYSTEM
+    finally:
+        storage.close()
 
 
 def prepare_run(

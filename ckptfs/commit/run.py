@@ -20,7 +20,6 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -327,9 +326,8 @@ class _Claimant:
             keeper.start()
         names = tuple(seal.name for seal in plan.in_doubt)
         if self._owner and caps.shape is Shape.OBJECT:
-            background = Background()
-            background.submit("sweeping uploads", partial(_sweep, seat.storage))
-            seat = replace(seat, background=background)
+            _sweep(seat.storage)
+            seat = replace(seat, background=Background())
         return Run(seat.storage.root, generation, seat, names, _keeper=keeper)
 
     def _read_token(self, generation: Generation) -> None:
@@ -356,12 +354,18 @@ class _Claimant:
 
 
 def _sweep(storage: Storage) -> None:
-    """Abort uploads in parts that a dead process left: only their age on the server's clock counts."""
+    """Abort uploads in parts that a dead process left: only their age on the server's clock counts.
+
+    Before this owner's first own: some servers tell any date for all of them.
+    """
     try:
         swept = storage.sweep_uploads(ORPHAN_S)
     except (AccessError, UnsupportedError) as error:
         # Most policies leave this right out; a lifecycle rule of the bucket does the same.
         logger.info("unfinished uploads are not swept: %s", error)
+        return
+    except StorageError as error:
+        logger.warning("unfinished uploads are not swept: %s", error)
         return
     if swept:
         logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)

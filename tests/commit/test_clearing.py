@@ -82,6 +82,6 @@ def test_a_delete_that_fails_is_told_and_tried_again(
 
 
 def test_old_uploads_are_swept_when_a_run_is_claimed(run: str, tmp_path: Path) -> None:
-    """One request per claim, by the owner, beside the caller."""
+    """Once per claim, by the owner, before it can have any of its own under way."""
     ckptfs.prepare_run(f"{run}?shape=object").release()
     assert [op for op, _ in _operations(tmp_path)].count("sweep_uploads") == 1

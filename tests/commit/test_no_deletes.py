@@ -72,3 +72,11 @@ def test_the_bytes_go_once_deletes_are_let_again(
         pass
     assert sum(1 for key in store.objects if key.endswith(".distcp")) == 2
     assert _loaded(f"{run}/step_1") == 2
+
+
+def test_ensure_dir_asks_an_object_store_nothing(locked: tuple[str, MemoryObjects]) -> None:
+    """No request, hence none above the run, where credentials may not reach."""
+    run, store = locked
+    assert str(ckptfs.ensure_dir(run)) == run
+    assert store.requests() == []
+    assert store.objects == {}

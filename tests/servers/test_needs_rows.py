@@ -208,7 +208,7 @@ def test_row20_never_a_bucket_a_marker_a_copy_or_a_look_above_the_run(
     assert of_the_bucket(proxy.log, radosgw.bucket), "the control"
     proxy.forget()
     run_uri = f"{where}/run"
-    ckptfs.ensure_dir(f"{run_uri}/step_1", storage_options=options)
+    ckptfs.ensure_dir(run_uri, storage_options=options)
     with ckptfs.prepare_run(run_uri, storage_options=options) as run:
         for value in (1.0, 2.0, 3.0):
             ckptfs.save(
