@@ -29,8 +29,13 @@ def describe(directory: Path) -> dict[str, Any]:
         "fsync_ms": round(_fsync_ms(directory), 3),
         "reverse_lookup_s": round(_reverse_lookup_s(), 3),
         "python": platform.python_version(),
-        "versions": {"ckptfs": _ckptfs_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": {"ckptfs": _ckptfs_version(), **versions(*PACKAGES)},
     }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """The versions of installed packages, "none" for those that are not."""
+    return {name: _version(name) for name in names}
 
 
 def _cpu() -> str:

@@ -11,20 +11,28 @@ right, and readers fall back to torch.load.
 
 torch.save computes a CRC of every tensor, which takes as long as writing it: the pump writes one
 piece on a thread of its own while torch works on the next.
+
+Large pieces are *lent* to the writer: it sends them from where they lie and lets go of them when it
+has. A tensor of the caller's is not held longer by that. A copy that was staged from a device, or made
+contiguous, lives until the writer lets go: at most two of the largest and what the writer has under
+way, beside the one that waits for the pump.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import queue
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs.commit.digests import BlockDigester, FileDigests, ItemDigests
 from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, Placed
@@ -36,6 +44,8 @@ __all__ = ["buffered_engine"]
 _DIRECT_BYTES = 256 << 10  # pieces of at least this go to the file by themselves, uncopied
 _GATHER_BYTES = 1 << 20  # smaller ones are gathered up to this
 _PUMP_BYTES = 4 << 20  # files with a piece of this get a thread; smaller ones are not worth it
+_FRAME_BYTES = 4 << 10  # torch.save's own bytes around a tensor: 1.5 KiB, and some for its future
+_DIMENSION_BYTES = 64  # and for each dimension
 _AHEAD = 1  # pieces that wait for the pump: one staged tensor more in memory, no two
 
 
@@ -44,18 +54,31 @@ def buffered_engine(
 ) -> FileWritten:
     """Write one file through the storage's own writer. A ``WriteEngine``."""
     started = time.perf_counter()
-    stage_s = 0.0
     placed: list[Placed] = []
-    with storage.open_write(task.key) as writer, _FileStream(_Pump(writer)) as stream:
+    # Objects are as large as their pickles turn out: made first, they tell the size of the file.
+    objects = {
+        position: resolve(item)
+        for position, item in task.items
+        if item.type is WriteItemType.BYTE_IO
+    }
+    stage_s = time.perf_counter() - started
+    hint = _size_bound(task.items, objects)
+    with (
+        storage.open_write(task.key, size_hint_bytes=hint) as writer,
+        _FileStream(_Pump(writer)) as stream,
+    ):
         for position, item in task.items:
             cancelled.raise_if_set()
             began = time.perf_counter()
-            data = resolve(item)
+            data = objects.pop(position, None)
+            if data is None:
+                data = resolve(item)
             if isinstance(data, torch.Tensor):
                 data = host_tensor(data)
             stage_s += time.perf_counter() - began
             digests = _write_item(stream, data)
             placed.append(Placed(position, digests.offset, digests.length))
+            del data  # or a staged copy would live while the next one is made
     return FileWritten(
         size_bytes=stream.position,
         payload_bytes=sum(item.payload_length or item.length for item in stream.items),
@@ -64,6 +87,22 @@ def buffered_engine(
         stage_s=stage_s,
         write_s=time.perf_counter() - started - stage_s,
     )
+
+
+def _size_bound(
+    items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, torch.Tensor | io.BytesIO]
+) -> int:
+    """No less than the file's size and little more: stores limit the number of a file's parts."""
+    total = 0
+    for position, item in items:
+        data = objects.get(position)
+        if isinstance(data, io.BytesIO):
+            total += data.getbuffer().nbytes
+        elif item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            total += math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            total += _FRAME_BYTES + _DIMENSION_BYTES * len(chunk.sizes)
+    return total
 
 
 def _write_item(stream: _FileStream, data: torch.Tensor | io.BytesIO) -> ItemDigests:
@@ -76,19 +115,27 @@ def _write_item(stream: _FileStream, data: torch.Tensor | io.BytesIO) -> ItemDig
     return stream.end_item(0, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes for the writer. is_lent: nobody changes them until the file is closed."""
+
+    data: bytearray | memoryview
+    is_lent: bool
+
+
 class _Pump:
     """Writes pieces in order, on a thread once a large one comes; their memory must stay as it is."""
 
     def __init__(self, writer: DataWriter) -> None:
         self._writer = writer
-        self._pieces: queue.Queue[bytearray | memoryview | None] = queue.Queue(_AHEAD)
+        self._pieces: queue.Queue[_Piece | None] = queue.Queue(_AHEAD)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def put(self, piece: bytearray | memoryview) -> None:
+    def put(self, piece: _Piece) -> None:
         """Write this piece, now or soon. Raises what writing an earlier one raised."""
-        if self._thread is None and len(piece) < _PUMP_BYTES:
-            self._writer.write(piece)
+        if self._thread is None and len(piece.data) < _PUMP_BYTES:
+            self._write(piece)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ckptfs-pump", daemon=True)
@@ -96,6 +143,12 @@ class _Pump:
         if self._error is not None:
             raise self._error
         self._pieces.put(piece)
+
+    def _write(self, piece: _Piece) -> None:
+        if piece.is_lent:
+            self._writer.lend(piece.data)
+        else:
+            self._writer.write(piece.data)
 
     def finish(self) -> None:
         """Return when all is written; raises what writing raised."""
@@ -119,9 +172,10 @@ class _Pump:
         while (piece := self._pieces.get()) is not None:
             if self._error is None:
                 try:
-                    self._writer.write(piece)
+                    self._write(piece)
                 except BaseException as error:  # noqa: BLE001 - raised by put() or finish()
                     self._error = error
+            del piece  # while waiting for the next, this one may be the last to hold a staged copy
 
 
 @dataclass(slots=True)
@@ -164,7 +218,7 @@ class _FileStream:
         self.position += len(data)
         if len(data) >= _DIRECT_BYTES:
             self._flush()
-            self.pump.put(data)
+            self.pump.put(_Piece(data, is_lent=True))
             return
         self._gathered += data
         if len(self._gathered) >= _GATHER_BYTES:
@@ -189,7 +243,7 @@ class _FileStream:
     def _flush(self) -> None:
         if self._gathered:
             full, self._gathered = self._gathered, bytearray()
-            self.pump.put(full)
+            self.pump.put(_Piece(full, is_lent=False))
 
 
 class _BlobSink:

@@ -93,8 +93,8 @@ class FileWritten:
 class WriteEngine(Protocol):
     """Writes one file; called from several threads at once, each with its own task.
 
-    It asks ``resolve`` for an item's data when it writes it, not before, and calls
-    ``cancelled.raise_if_set()`` between items. On any exception nothing of the file is left.
+    It asks ``resolve`` for a tensor when it writes it, not before, for objects as soon as it likes
+    (their sizes are part of the file's), and calls ``cancelled.raise_if_set()`` between items. On any exception nothing of the file is left.
     """
 
     def __call__(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["Resolve", "host_tensor", "memory_of"]
+__all__ = ["Resolve", "host_tensor", "memory_of", "tensor_over"]
 
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
 
@@ -58,3 +58,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     # ctypes does not know whose memory this is: a view of a temporary would read freed memory.
     memory.owner = tensor
     return memoryview(memory).cast("B")
+
+
+def tensor_over(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor of these bytes; a copy where they do not begin at a multiple of its size.
+
+    Without a copy it is good for as long as ``data`` is.
+    """
+    flat = torch.frombuffer(data, dtype=torch.uint8)
+    if flat.data_ptr() % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype)

@@ -103,7 +103,10 @@ class DataWriter(ABC):
         """Append all of ``data``; the buffer may be reused when it returns. NoSpaceError, ..."""
 
     def lend(self, data: bytes | bytearray | memoryview) -> int:
-        """As ``write``, but ``data`` stays as it is until ``close`` returns: it need not be copied."""
+        """As ``write``, but ``data`` stays as it is until ``close`` returns: it need not be copied.
+
+        A writer lets go of it once its bytes are sent; staged copies live as long as that.
+        """
         return self.write(data)
 
     @abstractmethod

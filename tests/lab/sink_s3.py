@@ -170,9 +170,24 @@ def _put(store: Store, request: Request) -> Answer:
     wanted = request.headers.get("if-match")
     if wanted and (standing is None or standing.etag.strip('"') != wanted.strip('"')):
         return _error(412 if standing else 404, "PreconditionFailed" if standing else "NoSuchKey")
+    if source := request.headers.get("x-amz-copy-source"):
+        return _copy(store, request, urllib.parse.unquote(source).lstrip("/"))
     blob = Blob([request.piece()], f'"{store.new_id()}"')
     store.objects[request.key] = blob
     return Answer(200, headers={"ETag": blob.etag})
+
+
+def _copy(store: Store, request: Request, source: str) -> Answer:
+    """ckptfs copies nothing; torch's FsspecWriter renames its metadata so."""
+    found = store.objects.get(source)
+    if found is None:
+        return _error(404, "NoSuchKey")
+    blob = Blob(found.pieces, f'"{store.new_id()}"')
+    store.objects[request.key] = blob
+    return _xml(
+        "CopyObjectResult",
+        f"<ETag>{escape(blob.etag)}</ETag><LastModified>{_DATE}</LastModified>",
+    )
 
 
 def _part(store: Store, request: Request) -> Answer:

@@ -1,0 +1,152 @@
+"""The write engine towards the storage: how large it says a file will be, what it lends, what it keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
+from ckptfs.dcp.pipeline import plan_save
+from ckptfs.storage.base import DataWriter
+from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
+
+MIB = 1 << 20
+
+
+class Noting(DataWriter):
+    """Takes everything and remembers how it came; lent memory is looked at when it is closed."""
+
+    def __init__(self, storage: NotingStorage) -> None:
+        self.storage = storage
+        self.pieces: list[tuple[str, bytes | memoryview]] = []
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """A copy, as the contract allows the caller to reuse its buffer."""
+        self.pieces.append(("write", bytes(data)))
+        return len(data)
+
+    def lend(self, data: bytes | bytearray | memoryview) -> int:
+        """No copy: the caller promised."""
+        self.pieces.append(("lend", memoryview(data).cast("B")))
+        self.storage.on_lend(data)
+        return len(data)
+
+    def close(self) -> None:
+        """Only now are lent bytes read."""
+        self.storage.bytes = b"".join(bytes(piece) for _, piece in self.pieces)
+        self.storage.kinds = [(kind, len(piece)) for kind, piece in self.pieces]
+
+    def abort(self) -> None:
+        """Nothing stays."""
+
+
+class NotingStorage(MemoryStorage):
+    """A store of one file that is not kept."""
+
+    def __init__(self) -> None:
+        super().__init__(Uri.parse("memory://engine/run"), stores=MemoryStores())
+        self.hint: int | None = None
+        self.bytes = b""
+        self.kinds: list[tuple[str, int]] = []
+        self.on_lend: Callable[[Any], object] = lambda data: None
+
+    def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        """A writer that notes."""
+        self.hint = size_hint_bytes
+        return Noting(self)
+
+
+def written(
+    state: dict[str, Any], storage: NotingStorage | None = None
+) -> tuple[NotingStorage, FileWritten]:
+    """One file of a state, through the engine."""
+    storage = storage or NotingStorage()
+    planned = plan_save(state, SoloControl())
+    [items] = split_items(planned.items, 1)
+    task = FileTask("f", items)
+    return storage, buffered_engine(storage, task, planned.planner.resolve_data, Cancelled())
+
+
+LEAVES = st.one_of(
+    st.builds(
+        lambda shape, dtype: torch.zeros(shape, dtype=dtype),
+        st.lists(st.integers(0, 9), max_size=8),
+        st.sampled_from((torch.float32, torch.bool, torch.bfloat16, torch.complex128)),
+    ),
+    st.integers(),
+    st.text(max_size=2000),
+    st.integers(0, 300_000).map("x".__mul__),
+    st.lists(st.floats(), max_size=50),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.dictionaries(st.text(min_size=1, max_size=40), LEAVES, min_size=1, max_size=20))
+def test_the_size_that_is_told_is_no_less_than_the_files(state: dict[str, Any]) -> None:
+    """Stores limit a file's parts: a hint that is too small would break the last ones."""
+    storage, done = written({f"k{n}": value for n, value in enumerate(state.values())})
+    assert storage.hint is not None
+    assert done.size_bytes == len(storage.bytes)
+    assert done.size_bytes <= storage.hint <= done.size_bytes + 5000 * len(state)
+
+
+def test_large_pieces_are_lent_where_they_lie_and_small_ones_are_not() -> None:
+    """What is lent is the tensor's own memory: no byte of it was copied on the way."""
+    big = torch.arange(2.0 * MIB)
+    addresses: list[int] = []
+    storage = NotingStorage()
+    storage.on_lend = lambda data: addresses.append(
+        torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+    )
+    state = {"a": torch.ones(10), "big": big, "z": torch.ones(1000), "o": "text"}
+    storage, done = written(state, storage)
+    assert addresses == [big.data_ptr()]
+    assert ("lend", 8 * MIB) in storage.kinds
+    assert sum(size for kind, size in storage.kinds if kind == "write") < 16 << 10
+    assert len(storage.bytes) == done.size_bytes
+
+
+def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
+    """Copies that were staged (here: not contiguous) stay whole until close, whoever reuses memory."""
+    state = {f"w{n}": (torch.arange(1.0 * MIB) + n).reshape(1024, 1024).t() for n in range(6)}
+    storage, done = written(state)
+    assert [kind for kind, size in storage.kinds if size == 4 * MIB] == ["lend"] * 6
+    for place, item, tensor in zip(done.placed, done.digests.items, state.values(), strict=True):
+        start = place.offset + item.payload_offset
+        payload = bytearray(storage.bytes[start : start + item.payload_length])
+        assert torch.equal(torch.frombuffer(payload, dtype=torch.float32), tensor.flatten())
+
+
+def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
+    """A writer that lets go at once never sees more than three staged copies alive."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+    storage = NotingStorage()
+
+    class Dropping(Noting):
+        def lend(self, data: bytes | bytearray | memoryview) -> int:
+            nonlocal most
+            most = max(most, len(alive))
+            return len(data)
+
+    storage.open_write = lambda key, *, size_hint_bytes=None: Dropping(storage)  # type: ignore[method-assign]
+    state = {f"w{n}": torch.zeros(8 * MIB // 4) for n in range(12)}
+    planned = plan_save(state, SoloControl())
+    [items] = split_items(planned.items, 1)
+
+    def staged(item: Any) -> torch.Tensor:
+        copy = torch.zeros(8 * MIB // 4)
+        alive.add(copy)
+        return copy
+
+    buffered_engine(storage, FileTask("f", items), staged, Cancelled())
+    assert 1 <= most <= 3  # in the writer, waiting for it, and being made
+    assert not alive

@@ -1,0 +1,506 @@
+"""Reading in parallel: the same bytes as one thread reads, every damage found, the first error stops."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from ckptfs.dcp.datafile import Verify, verify_file
+from ckptfs.dcp.fetch import fetch
+from ckptfs.errors import AccessError, IncompleteCheckpointError, IntegrityError
+from ckptfs.storage.base import DataReader, Storage
+from ckptfs.storage.memory import MemoryStorage, MemoryStores
+from ckptfs.storage.object_store import ObjectStorage
+from ckptfs.storage.options import ObjectOptions
+from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
+from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.uri import Uri
+from tests.dcp.fake_ranks import load, our_save, source
+
+MIB = 1 << 20
+
+
+class Wide(MemoryStorage):
+    """A store that is worth reading with ``concurrency`` threads, in windows of one digest block."""
+
+    concurrency = 4
+    window_bytes = MIB
+
+    def __init__(self) -> None:
+        super().__init__(Uri.parse("memory://fetch/run"), stores=MemoryStores())
+        self.make_dir("")
+        self.reads: list[tuple[int, int]] = []  # offset and size of every read of a data file
+        self.before_read: Callable[[], object] = lambda: None
+
+    def open_read(self, key: str) -> DataReader:
+        """The memory's reader; its reads are noted."""
+        reader = super().open_read(key)
+        reader.concurrency, reader.window_bytes = self.concurrency, self.window_bytes
+        inner, storage = reader.read_into, self
+
+        def read_into(offset: int, buffer: memoryview) -> None:
+            storage.reads.append((offset, len(buffer)))
+            storage.before_read()
+            inner(offset, buffer)
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+    def flip(self, key: str, at: int) -> None:
+        """Change one bit of a file."""
+        path = self._path(key)
+        data = bytearray(self.tree.files[path][0])
+        data[at] ^= 1
+        self.tree.put(path, bytes(data))
+
+
+class Asking:
+    """A planner that asks for boxes of its own, and notes who calls it in which order."""
+
+    def __init__(self, targets: dict[int, torch.Tensor]) -> None:
+        self.targets = targets
+        self.finished: list[int] = []
+        self.objects: dict[int, Any] = {}
+        self.threads: set[int] = set()
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        """The target of the item's number, which stands in its destination's index."""
+        self.threads.add(threading.get_ident())
+        return self.targets[_number(item)]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """It is there."""
+        self.threads.add(threading.get_ident())
+        self.finished.append(_number(item))
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        """An object is there."""
+        self.threads.add(threading.get_ident())
+        self.finished.append(_number(item))
+        self.objects[_number(item)] = torch.load(value, weights_only=True)
+
+
+def _number(item: ReadItem) -> int:
+    return int(item.dest_index.fqn)
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, lengths
+
+
+def read_item(number: int, key: str, box: Box | None) -> ReadItem:
+    """Item ``number`` of a plan: a box of a tensor, or (None) an object."""
+    offsets, lengths = box or ((0,), (0,))
+    kind = LoadItemType.BYTE_IO if box is None else LoadItemType.TENSOR
+    zeros = torch.Size([0] * len(offsets))
+    return ReadItem(
+        type=kind,
+        dest_index=MetadataIndex(str(number)),
+        dest_offsets=zeros,
+        storage_index=MetadataIndex(
+            key, None if box is None else zeros, None if box is None else 0
+        ),
+        storage_offsets=torch.Size(offsets),
+        lengths=torch.Size(lengths),
+    )
+
+
+def run(
+    storage: Wide, metadata: Metadata, items: list[ReadItem], verify: Verify, **to: Any
+) -> Asking:
+    """Fetch a plan into fresh targets."""
+    targets = {
+        _number(item): _target(item, metadata, **to)
+        for item in items
+        if item.type is not LoadItemType.BYTE_IO
+    }
+    planner: Any = Asking(targets)
+    fetch(source(storage, verify=verify), LoadPlan(items), planner, metadata)
+    assert planner.threads <= {threading.get_ident()}
+    return planner  # type: ignore[no-any-return]
+
+
+def _target(item: ReadItem, metadata: Metadata, *, dtype: Any = None, strided: bool = False) -> Any:
+    saved: Any = metadata.state_dict_metadata[item.storage_index.fqn]
+    sizes = list(item.lengths)
+    if strided and sizes:
+        sizes[-1] *= 2
+    target = torch.zeros(sizes, dtype=dtype or saved.properties.dtype)
+    return target[..., ::2] if strided and sizes else target
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor in which every element differs from its neighbours."""
+    count = 1
+    for size in shape:
+        count *= size
+    return ((torch.arange(count) * 31 + seed) % 251).to(dtype).reshape(shape)
+
+
+DTYPES = (torch.float32, torch.int8, torch.bfloat16, torch.complex64)
+SHAPES = st.one_of(
+    st.tuples(st.integers(0, 3000)),
+    st.tuples(st.integers(1, 1500), st.integers(1, 900)),
+    st.tuples(st.integers(1, 7), st.integers(1, 300), st.integers(1, 300)),
+    st.just(()),
+)
+
+
+@st.composite
+def plans(draw: Any) -> tuple[dict[str, Any], list[tuple[str, Box | None]]]:
+    """A state, and boxes of its tensors in any order; several of one tensor may overlap."""
+    state: dict[str, Any] = {}
+    asked: list[tuple[str, Box | None]] = []
+    for number in range(draw(st.integers(1, 6))):
+        shape = draw(SHAPES)
+        key = f"t{number}"
+        state[key] = values(shape, draw(st.sampled_from(DTYPES)), number)
+        for _ in range(draw(st.integers(0, 3))):
+            offsets = tuple(draw(st.integers(0, size)) for size in shape)
+            lengths = tuple(
+                draw(st.integers(0, size - at)) for at, size in zip(offsets, shape, strict=True)
+            )
+            asked.append((key, (offsets, lengths)))
+        if draw(st.booleans()):
+            asked.append((key, (tuple(0 for _ in shape), shape)))
+    for number in range(draw(st.integers(0, 2))):
+        state[f"o{number}"] = "x" * draw(st.sampled_from((1, 1000, 3 * MIB)))
+        asked.append((f"o{number}", None))
+    return state, draw(st.permutations(asked))
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans(), st.sampled_from(Verify), st.booleans(), st.sampled_from((None, torch.complex128)))
+def test_any_plan_reads_the_same_bytes_in_parallel(
+    plan: tuple[dict[str, Any], list[tuple[str, Box | None]]],
+    verify: Verify,
+    strided: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    """Whatever is asked for, four threads bring what one thread brings, and what was saved."""
+    state, asked = plan
+    storage = Wide()
+    metadata = our_save(storage, 1, lambda _: state, threads=2)
+    items = [read_item(number, key, box) for number, (key, box) in enumerate(asked)]
+    to = {"strided": strided, "dtype": dtype}
+    parallel = run(storage, metadata, items, verify, **to)
+    storage.concurrency = 1
+    alone = run(storage, metadata, items, verify, **to)
+    assert parallel.finished == alone.finished  # in the same order
+    assert sorted(parallel.finished) == list(range(len(items)))
+    for number, (key, box) in enumerate(asked):
+        if box is None:
+            assert parallel.objects[number] == state[key] == alone.objects[number]
+            continue
+        part = state[key]
+        for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+            part = part.narrow(dim, offset, length)
+        wanted = part.to(parallel.targets[number].dtype)
+        assert torch.equal(parallel.targets[number], wanted), (key, box)
+        assert torch.equal(alone.targets[number], wanted), (key, box)
+
+
+def test_ranges_are_read_at_once_and_never_more_than_the_reader_wants() -> None:
+    """Four reads wait for each other: they are under way together, and no fifth ever is."""
+    storage = Wide()
+    state = {"w": torch.arange(4.0 * MIB)}
+    metadata = our_save(storage, 1, lambda _: state)
+    together = threading.Barrier(4)
+    under_way, most, lock = 0, 0, threading.Lock()
+
+    def meet() -> None:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        together.wait(20)
+        with lock:
+            under_way -= 1
+
+    storage.before_read = meet
+    run(storage, metadata, [read_item(0, "w", ((0,), (4 * MIB,)))], Verify.READ)
+    assert (most, len(storage.reads)) == (4, 16)
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+
+
+def test_large_tensors_are_read_straight_into_their_memory() -> None:
+    """Whole windows of a large tensor, and tensors of more than a quarter of a window: no scratch."""
+    storage = Wide()
+    storage.window_bytes = 4 * MIB
+    sizes = (2 * MIB, 3 * MIB // 8, 3 * MIB // 8, 10)  # float32: 8 MiB, twice 1.5 MiB, 40 bytes
+    state = {f"w{n}": torch.arange(float(size)) for n, size in enumerate(sizes)}
+    metadata = our_save(storage, 1, lambda _: state)
+    targets = {n: torch.zeros(size) for n, size in enumerate(sizes)}
+    places: list[int] = []
+    inner = storage.open_read
+
+    def open_read(key: str) -> DataReader:
+        reader = inner(key)
+        read = reader.read_into
+
+        def read_into(offset: int, buffer: memoryview) -> None:
+            places.append(torch.frombuffer(buffer, dtype=torch.uint8).data_ptr())
+            read(offset, buffer)
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+    storage.open_read = open_read  # type: ignore[method-assign]
+    planner: Any = Asking(targets)
+    items = [read_item(n, f"w{n}", ((0,), (size,))) for n, size in enumerate(sizes)]
+    fetch(source(storage), LoadPlan(items), planner, metadata)
+    starts = [targets[n].data_ptr() for n in range(4)]
+    assert sorted(places) == sorted([*starts, starts[0] + 4 * MIB])
+
+
+def objects(options: ObjectOptions | None = None) -> tuple[MemoryObjects, ObjectStorage]:
+    """An object store and a storage over it."""
+    store = MemoryObjects()
+    return store, ObjectStorage(Uri.parse("s3://b/run"), MemoryObjectClient(store), options)
+
+
+def asked(store: MemoryObjects, op: str) -> int:
+    """How many requests of a kind there were."""
+    return len(store.requests(op))
+
+
+def test_5000_small_tensors_are_not_5000_requests() -> None:
+    """20 MB in 5000 tensors cost a few windows' requests, one open and one sidecar."""
+    store, storage = objects()
+    state = {f"w{n}": torch.full((1000 + n % 5,), float(n)) for n in range(5000)}
+    our_save(storage, 1, lambda _: state)
+    before = Counter(store.counts())
+    blank = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    [got] = load(storage, 1, lambda _: blank)
+    assert all(torch.equal(got[key], tensor) for key, tensor in state.items())
+    spent = Counter(store.counts()) - before
+    assert spent["get_range"] <= 6, spent
+    assert (spent["head"], spent["get"]) == (1, 2), spent  # .metadata and the sidecar
+    before = Counter(store.counts())
+    verify_file(source(storage), "save-1/__0_0.distcp")
+    assert (Counter(store.counts()) - before)["get_range"] <= 6
+
+
+def test_many_small_files_are_opened_ahead_of_their_turn() -> None:
+    """A file's two first requests wait for no other file: four opens meet each other."""
+    storage = Wide()
+    state = {f"w{n}": torch.full((10,), float(n)) for n in range(32)}
+    metadata = our_save(storage, 1, lambda _: state, threads=32)
+    together = threading.Barrier(4)
+    inner = storage.read
+
+    def read(key: str) -> bytes:
+        if key.endswith(".xxh3"):
+            together.wait(20)
+        return inner(key)
+
+    storage.read = read  # type: ignore[method-assign]
+    items = [read_item(n, f"w{n}", ((0,), (10,))) for n in range(32)]
+    done = run(storage, metadata, items, Verify.READ)
+    assert all(float(done.targets[n][0]) == n for n in range(32))
+    assert len(storage.reads) == 32
+
+
+DAMAGED = {
+    "w": torch.arange(1.6 * MIB),
+    "o": "y" * (2 * MIB),
+    "s": torch.ones(70),
+    "e": torch.ones(0),
+}
+
+
+def _payloads() -> Iterator[tuple[str, int]]:
+    """A byte in every block of every item that a load reads, with the item's key."""
+    storage = Wide()
+    our_save(storage, 1, lambda _: DAMAGED)
+    from ckptfs.dcp.datafile import read_digests
+
+    digests = read_digests(source(storage), "save-1/__0_0.distcp") or {}
+    for key, item in zip(("o", "w", "s"), digests.values(), strict=False):
+        start = item.offset + item.payload_offset
+        length = item.payload_length or item.length
+        yield from ((key, at) for at in range(start, start + length, MIB))
+        yield key, start + length - 1
+
+
+@pytest.mark.parametrize(("key", "at"), [*_payloads()])
+def test_damage_in_any_block_is_found_and_named(key: str, at: int) -> None:
+    """One bit of any block that is read, in parallel: IntegrityError with file, key and rank."""
+    storage = Wide()
+    our_save(storage, 1, lambda _: DAMAGED)
+    storage.flip("save-1/__0_0.distcp", at)
+    blank = {k: torch.zeros_like(v) if torch.is_tensor(v) else "" for k, v in DAMAGED.items()}
+    with pytest.raises(IntegrityError, match=r"__0_0\.distcp is damaged") as caught:
+        load(storage, 1, lambda _: blank)
+    assert f"of '{key}', differ" in str(caught.value)
+    assert caught.value.rank == 0
+    with pytest.raises(IntegrityError):
+        verify_file(source(storage), "save-1/__0_0.distcp")
+
+
+def test_a_range_that_fails_stops_the_others() -> None:
+    """The third range is refused: that error, once, with file, key and rank; few begin after it."""
+    store, storage = objects()
+    state = {"big": torch.arange(80.0 * MIB)}  # 40 ranges of 8 MiB
+    our_save(storage, 1, lambda _: state)
+    store.plan = Plan([Fault("get_range", "*.distcp", 3, Fail(AccessError("refused")))])
+    with pytest.raises(AccessError, match="refused") as caught:
+        load(storage, 1, lambda _: {"big": torch.zeros(80 * MIB)})
+    told = str(caught.value)
+    assert "save-1/__0_0.distcp" in told
+    assert "'big'" in told
+    assert caught.value.rank == 0
+    # Eight run, and what the eight threads take before they hear of it.
+    assert asked(store, "get_range") <= 20
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+
+
+def test_nobody_writes_into_a_tensor_after_the_error() -> None:
+    """A failed load returns when the reads that were under way are over, not before."""
+    storage = Wide()
+    metadata = our_save(storage, 1, lambda _: {"w": torch.arange(4.0 * MIB)})
+    released, ended = threading.Event(), []
+    turn = iter(range(100))
+
+    def behave() -> None:
+        if next(turn) == 3:  # three others are under way
+            threading.Timer(0.3, released.set).start()
+            raise AccessError("refused")
+        released.wait(20)
+        ended.append(1)
+
+    storage.before_read = behave
+    with pytest.raises(AccessError):
+        run(storage, metadata, [read_item(0, "w", ((0,), (4 * MIB,)))], Verify.READ)
+    assert (len(ended), len(storage.reads)) == (3, 4)
+
+
+def test_no_read_begins_after_the_error_while_the_planner_is_busy() -> None:
+    """The calling thread is inside the planner: the others stop by themselves."""
+    storage = Wide()
+    storage.concurrency = 2
+    state = {f"w{n}": torch.arange(MIB / 4) for n in range(6)}
+    metadata = our_save(storage, 1, lambda _: state)
+    busy, third = threading.Event(), threading.Event()
+    turn = iter(range(100))
+
+    def behave() -> None:
+        if next(turn) >= 2:
+            third.set()
+        busy.wait(20)
+        raise AccessError("refused")
+
+    class Busy(Asking):
+        def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+            if _number(item) == 4:  # two are read, two wait
+                busy.set()
+                third.wait(0.5)
+            return super().resolve_tensor(item)
+
+    storage.before_read = behave
+    planner: Any = Busy({n: torch.zeros(MIB // 4) for n in range(6)})
+    items = [read_item(n, f"w{n}", ((0,), (MIB // 4,))) for n in range(6)]
+    with pytest.raises(AccessError):
+        fetch(source(storage), LoadPlan(items), planner, metadata)
+    assert not third.is_set()
+
+
+@pytest.mark.parametrize("what", ["resolve_tensor", "commit_tensor"])
+def test_an_error_of_the_planner_ends_the_load(what: str) -> None:
+    """The planner raises on the calling thread: that error, and no thread is left."""
+    storage = Wide()
+    state = {f"w{n}": torch.arange(0.5 * MIB) for n in range(8)}
+    metadata = our_save(storage, 1, lambda _: state)
+
+    class Broken(Asking):
+        pass
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("the planner's own")
+
+    setattr(Broken, what, fail)
+    targets = {n: torch.zeros(MIB // 2) for n in range(8)}
+    planner: Any = Broken(targets)
+    items = [read_item(n, f"w{n}", ((0,), (MIB // 2,))) for n in range(8)]
+    with pytest.raises(ValueError, match="the planner's own"):
+        fetch(source(storage), LoadPlan(items), planner, metadata)
+    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+
+
+@pytest.mark.parametrize("missing", ["save-1/__0_5.distcp", "save-1/__0_5.xxh3"])
+def test_a_missing_file_of_many_is_named(missing: str) -> None:
+    """One of eight files, or its digests, is gone: IncompleteCheckpointError that names it."""
+    storage = Wide()
+    state = {f"w{n}": torch.full((10,), float(n)) for n in range(8)}
+    our_save(storage, 1, lambda _: state, threads=8)
+    files = source(storage)
+    storage.remove(missing)
+    metadata = our_metadata(storage)
+    items = [read_item(n, f"w{n}", ((0,), (10,))) for n in range(8)]
+    planner: Any = Asking({n: torch.zeros(10) for n in range(8)})
+    with pytest.raises(IncompleteCheckpointError, match=r"__0_5") as caught:
+        fetch(files, LoadPlan(items), planner, metadata)
+    assert caught.value.rank == 0
+
+
+def our_metadata(storage: Storage) -> Metadata:
+    """What ``our_save`` stored."""
+    from ckptfs.dcp.metadata import decode_metadata
+
+    return decode_metadata(storage.read(".metadata"), "here")
+
+
+def test_whole_items_wait_for_room() -> None:
+    """Objects of more than 64 MiB together: what is read and not yet loaded never exceeds that."""
+    storage = Wide()
+    storage.window_bytes = 8 * MIB
+    state = {f"o{n}": chr(ord("a") + n) * (24 * MIB) for n in range(6)}
+    metadata = our_save(storage, 1, lambda _: state)
+    waiting: list[int] = []
+
+    class Counting(Asking):
+        def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+            waiting.append(sum(size for _, size in storage.reads) - len(waiting) * 24 * MIB)
+            super().load_bytes(item, value)
+
+    planner: Any = Counting({})
+    items = [read_item(n, f"o{n}", None) for n in range(6)]
+    fetch(source(storage), LoadPlan(items), planner, metadata)
+    assert all(planner.objects[n] == state[f"o{n}"] for n in range(6))
+    assert max(waiting) <= 64 * MIB, [size / MIB for size in waiting]
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("at", [3, MIB - 1, MIB, 3 * MIB - 2])
+def test_damage_beside_the_range_in_its_blocks_is_found(concurrency: int, at: int) -> None:
+    """A range that begins and ends inside blocks is believed only with the whole of them."""
+    storage = Wide()
+    storage.concurrency = concurrency
+    metadata = our_save(storage, 1, lambda _: {"w": torch.arange(1.0 * MIB)})
+    from ckptfs.dcp.datafile import read_digests
+
+    [item] = (read_digests(source(storage), "save-1/__0_0.distcp") or {}).values()
+    storage.flip("save-1/__0_0.distcp", item.offset + item.payload_offset + at)
+    asked = read_item(0, "w", ((100,), (3 * MIB // 4 - 200,)))  # in blocks 0, 1 and 2 of four
+    with pytest.raises(IntegrityError, match="of 'w', differ"):
+        run(storage, metadata, [asked], Verify.READ)
+
+
+def test_tensors_of_inference_mode_can_be_filled() -> None:
+    """Threads do not inherit inference_mode; converting into such a tensor works all the same."""
+    storage = Wide()
+    metadata = our_save(storage, 1, lambda _: {"w": torch.arange(2.0 * MIB)})
+    with torch.inference_mode():
+        target = torch.zeros(2 * MIB, dtype=torch.float64)
+        planner: Any = Asking({0: target})
+        fetch(source(storage), LoadPlan([read_item(0, "w", ((0,), (2 * MIB,)))]), planner, metadata)
+        assert torch.equal(target, torch.arange(2.0 * MIB).double())
