@@ -63,13 +63,25 @@ URIS = [
 def test_auto_takes_obstore_where_it_can(
     text: str, library: str, module: str, installed: Callable[[str], None]
 ) -> None:
-    """Both are there: obstore, with the options and times as they are; one of the two: that one."""
+    """Both are there: obstore where it sends checksums, else the other; one of the two: that one."""
     installed(f"obstore {library}")
-    assert taken(text, key="k") == (f"obstore_{module}", {"key": "k"}, Times(1.0, 2.0))
+    both = f"obstore_{module}" if module == "s3" else module
+    assert taken(text, key="k") == (both, {"key": "k"}, Times(1.0, 2.0))
     installed("obstore")
     assert taken(text)[0] == f"obstore_{module}"
     installed(library)
     assert taken(text)[0] == module
+
+
+def test_auto_leaves_obstore_in_a_forked_child(
+    installed: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not survive a fork; the other library does."""
+    installed("obstore s3fs")
+    monkeypatch.setattr(choose, "is_forked", lambda: True)
+    assert taken("s3://b/k")[0] == "s3"
+    installed("obstore")
+    assert taken("s3://b/k")[0] == "obstore_s3"
 
 
 def test_auto_takes_the_other_where_obstore_cannot(

@@ -4,9 +4,10 @@
     gs gcs            gcsfs    or obstore
     az abfs abfss     adlfs    or obstore
 
-``client="auto"`` takes obstore where it is installed and can express every option that was given,
-because it costs less CPU; else the fsspec library, and says why in the log. The bytes and headers on
-the wire are the same. A library asked for by name and not installed is MissingDriverError.
+``client="auto"`` takes obstore for S3 where it is installed and can express every option that was
+given, because it costs less CPU; else the fsspec library, and says why in the log. For GCS and Azure
+obstore sends no checksum that the store would verify, so there it is taken by name, or where it is the
+only one. A library asked for by name and not installed is MissingDriverError.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 from ckptfs.errors import MissingDriverError, UriError
 from ckptfs.storage.clients.base import ObjectClient
+from ckptfs.storage.clients.obstore_process import is_forked
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.uri import Uri
 
@@ -38,12 +40,17 @@ class _Libraries:
     extra: str
     module: str
     fast_module: str
+    fast_is_verified: bool  # obstore sends checksums that the store verifies
 
 
 _CLIENTS = "ckptfs.storage.clients"
-_S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", f"{_CLIENTS}.obstore_s3")
-_GCS = _Libraries("gcsfs", "gcs", f"{_CLIENTS}.gcs", f"{_CLIENTS}.obstore_gcs")
-_AZURE = _Libraries("adlfs", "azure", f"{_CLIENTS}.azure", f"{_CLIENTS}.obstore_azure")
+_S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", f"{_CLIENTS}.obstore_s3", fast_is_verified=True)
+_GCS = _Libraries(
+    "gcsfs", "gcs", f"{_CLIENTS}.gcs", f"{_CLIENTS}.obstore_gcs", fast_is_verified=False
+)
+_AZURE = _Libraries(
+    "adlfs", "azure", f"{_CLIENTS}.azure", f"{_CLIENTS}.obstore_azure", fast_is_verified=False
+)
 
 PROTOCOLS: Mapping[str, _Libraries] = {
     **dict.fromkeys(("s3", "s3a"), _S3),
@@ -80,12 +87,23 @@ def _module(uri: Uri, libraries: _Libraries, asked: str, rest: Mapping[str, Any]
             )
         return libraries.fast_module
     if asked == "auto" and find_spec(FAST) is not None:
-        why = import_module(libraries.fast_module).cannot(rest)
+        why = _why_not(libraries, rest)
         if why is None:
             return libraries.fast_module
         log.info("%s: through %s, because obstore cannot: %s", uri, libraries.usual, why)
     _need(uri, libraries.usual, libraries.extra)
     return libraries.module
+
+
+def _why_not(libraries: _Libraries, rest: Mapping[str, Any]) -> str | None:
+    """Why "auto" leaves obstore, where the other library is there to be taken."""
+    why: str | None = import_module(libraries.fast_module).cannot(rest)
+    if why is None and find_spec(libraries.usual) is not None:
+        if not libraries.fast_is_verified:
+            return "it sends no checksums here"
+        if is_forked():
+            return "it was used before this process was forked"
+    return why
 
 
 def _need(uri: Uri, library: str, extra: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.options import Times
 
-__all__ = ["forbid_forked", "retries_of", "stretched", "timeouts"]
+__all__ = ["forbid_forked", "is_forked", "retries_of", "stretched", "timeouts"]
 
 _SLOW_BYTES: Final = 8 << 20  # as much as moves in request_s on the slowest line that is waited for
 
@@ -51,6 +51,11 @@ class _Runtime:
     """The process in which obstore's threads run: the one that first used it here."""
 
     pid: int | None = None
+
+
+def is_forked() -> bool:
+    """Whether this process is a child of one that used obstore."""
+    return _Runtime.pid not in {None, os.getpid()}
 
 
 def forbid_forked() -> None:
