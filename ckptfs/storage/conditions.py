@@ -10,6 +10,10 @@
 On a key of our own, once per process and bucket, before the first conditional write; six requests. Some servers
 ignore conditions and write; some (radosgw 16.2) refuse every etag in quotation marks, which is how
 they tell it; some answer "not implemented". All of them are called S3.
+
+A library may repeat a request whose answer was lost, and nobody hears of that. The repeat meets our own
+object, so "exists already" is no verdict before the object was read back: of "first", whose key
+nobody else knows, all begins anew on another key; of "third", which can be read, it was done.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from enum import Enum
 from ckptfs.errors import (
     AlreadyExistsError,
     AnswerLostError,
+    NotFoundError,
     StorageError,
     UnsupportedError,
 )
@@ -36,6 +41,7 @@ __all__ = ["NOTHING", "Honoured", "Spelling", "Verdict", "probe_conditions"]
 log = logging.getLogger(__name__)
 
 PROBE_PREFIX = ".partial-probe-"
+_KEYS = 4  # that are tried where each first put seems to be repeated below us
 
 
 class Spelling(Enum):
@@ -63,23 +69,43 @@ NOTHING = Honoured(if_absent=False, if_match=None)
 
 
 def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> Honoured:
-    """Probe on a fresh key below ``folder`` ("" or ending in a slash): six requests, or seven.
+    """Probe on a fresh key below ``folder`` ("" or ending in a slash): six requests, a few more where
+    an etag is refused.
 
-    StorageError: whatever is no answer, such as no permission to put. After an answer that was lost
-    all begins anew, on another key. A key that cannot be deleted stays, and is told.
+    StorageError: whatever is no answer, such as no permission to put. After an answer that was lost,
+    here or below us, all begins anew, on another key. A key that cannot be deleted stays, and is told.
     """
     if not client.conditions.if_absent:
         return NOTHING
 
-    def once() -> Honoured:
+    def once() -> Honoured | None:
         probe = _Probe(client, f"{folder}{PROBE_PREFIX}{secrets.token_hex(8)}", retrier)
         try:
             return probe.ask()
         finally:
             probe.clean()
 
-    # What a lost answer has left open, no second try on the same key can tell.
-    return retrier.run(once, after=(AnswerLostError,))
+    for _ in range(_KEYS):
+        # What a lost answer has left open, no second try on the same key can tell.
+        found = retrier.run(once, after=(AnswerLostError,))
+        if found is not None:
+            return found
+    # Not NOTHING: of two writers who think differently of one store, neither sees the other's log.
+    raise StorageError(
+        f"which conditions the store honours cannot be told: {_KEYS} new objects were made, and each "
+        "was said to exist already",
+        uri=f"{retrier.endpoint}/{folder}",
+        hint="something on the way repeats requests whose answers are lost: look at the connection "
+        "and the proxies",
+    )
+
+
+class _Answer(Enum):
+    """To one conditional put: done, the condition did not hold, no such request here."""
+
+    DONE = "done"
+    NO = "no"
+    UNKNOWN = "unknown"
 
 
 class Verdict:
@@ -108,10 +134,16 @@ class _Probe:
     key: str
     retrier: Retrier
 
-    def ask(self) -> Honoured:
-        if not self._put(b"first", IF_ABSENT) or self._put(b"second", IF_ABSENT):
+    def ask(self) -> Honoured | None:
+        """None: the first answer was about our own first put, so that it tells nothing."""
+        match self._put(b"first", IF_ABSENT):
+            case _Answer.NO:
+                return None if self._holds(b"first") else NOTHING
+            case _Answer.UNKNOWN:
+                return NOTHING
+        if self._put(b"second", IF_ABSENT) is _Answer.DONE:
             return NOTHING
-        data, etag = self.retrier.run(lambda: self.client.get(self.key))
+        data, etag = self._read()
         if data != b"first":
             return NOTHING  # it said no, and did it
         return Honoured(if_absent=True, if_match=self._ask_by(etag))
@@ -123,18 +155,33 @@ class _Probe:
             if spelling is Spelling.BARE and spelling.of(etag) == etag:
                 continue
             right = IfMatch(spelling.of(etag))
-            if self._put(b"third", right):
-                ignored = self._put(b"fourth", right)  # "third" took that etag away
-                return None if ignored else spelling
+            answer = self._put(b"third", right)
+            done = answer is _Answer.DONE
+            if done or (answer is _Answer.NO and self._holds(b"third")):
+                # "third" took that etag away.
+                ignored = self._put(b"fourth", right) is _Answer.DONE
+                # What was refused and done once may be a server that always says no, and does it.
+                honoured = not ignored and (done or self._holds(b"third"))
+                return spelling if honoured else None
         return None
 
-    def _put(self, data: bytes, condition: Condition) -> bool:
-        """Whether it was done."""
+    def _put(self, data: bytes, condition: Condition) -> _Answer:
         try:
             self.retrier.run(lambda: self.client.put(self.key, data, condition), after=NOT_DONE)
-        except (AlreadyExistsError, UnsupportedError):
+        except AlreadyExistsError:
+            return _Answer.NO
+        except UnsupportedError:
+            return _Answer.UNKNOWN
+        return _Answer.DONE
+
+    def _read(self) -> tuple[bytes, str | None]:
+        return self.retrier.run(lambda: self.client.get(self.key))
+
+    def _holds(self, data: bytes) -> bool:
+        try:
+            return self._read()[0] == data
+        except NotFoundError:
             return False
-        return True
 
     def clean(self) -> None:
         try:

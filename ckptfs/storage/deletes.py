@@ -7,7 +7,8 @@
 An object lock, a retention rule or a policy without the permission to delete answers every try with
 the same "no". The first is told as a warning; after it nothing below that name is asked for a minute,
 then two, up to an hour: callers get the same AccessError without a request, and their next try, much
-later, goes through if the lock has ended. A name is the first component of a key: one checkpoint.
+later, goes through if the lock has ended. A name is the root's key and the first component below it, one
+checkpoint of one run; below ``.ckptfs``, which all checkpoints share, it is the whole key.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 _FIRST_HOLD_S = 60.0
 _LONGEST_HOLD_S = 3600.0
 _SWEEPS = 4
+_SHARED = ".ckptfs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Deleter:
     def _delete(self, keys: Sequence[str]) -> list[StorageError]:
         by_name: dict[str, list[str]] = {}
         for key in keys:
-            by_name.setdefault(key.partition("/")[0], []).append(key)
+            by_name.setdefault(self._name(key), []).append(key)
         held = {name: left for name in by_name if (left := self.holds.left_s(name))}
         failures: list[StorageError] = [
             AccessError(
@@ -141,17 +143,19 @@ class Deleter:
             for key in by_name[name]
         ]
         asked = [key for name, group in by_name.items() if name not in held for key in group]
-        refused: set[str] = set()
         for key, error in self._ask(asked):
             failures.append(error)
             if isinstance(error, AccessError) and not isinstance(error, CredentialsError):
-                name = key.partition("/")[0]
-                refused.add(name)
-                self.holds.refused(name, error)
+                self.holds.refused(self._name(key), error)
         if not failures:
             for name in by_name:
                 self.holds.allowed(name)
         return failures
+
+    def _name(self, key: str) -> str:
+        """What a refusal of this key holds. With the root: step_1 of another run is another one."""
+        first = key.partition("/")[0]
+        return self.prefix + (key if first == _SHARED else first)
 
     def _ask(self, keys: Sequence[str]) -> Iterable[tuple[str, StorageError]]:
         size = max(1, self.client.limits.delete_batch)
@@ -176,7 +180,7 @@ class Deleter:
             for answer in answers
         ]
         for _, error in refused:
-            if isinstance(error, TransientError):
+            if isinstance(error, IDEMPOTENT):
                 raise error
         return refused
 

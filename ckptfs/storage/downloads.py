@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from concurrent.futures import Future
+from contextlib import suppress
 
 from ckptfs.errors import IntegrityError, StorageError
 from ckptfs.storage.base import DataReader
@@ -92,8 +93,10 @@ class ObjectReader(DataReader):
         helpers: list[Future[None]] = []
         try:
             pool = self._route.pool()
-            for _ in range(min(self._route.concurrency, len(ranges)) - 1):
-                helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next submit fails
+            # No thread, because there is none left or the storage was closed: this one does it all.
+            with suppress(RuntimeError):
+                for _ in range(min(self._route.concurrency, len(ranges)) - 1):
+                    helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next one fails
             work()
         finally:
             # Whatever happened: no thread may write into the buffer after this returns.

@@ -48,14 +48,18 @@ class Threads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard's
-        """As ``Executor.shutdown``, but never waits."""
+        """As ``Executor.shutdown``, but never waits. Whoever waits for a cancelled future is told."""
         del wait
+        cancelled: list[Future[Any]] = []
         with self._changed:
             self._closed = True
             if cancel_futures:
-                for future, _ in self._waiting:
-                    future.cancel()
+                cancelled = [future for future, _ in self._waiting]
+                self._waiting.clear()
             self._changed.notify_all()
+        for future in cancelled:  # outside of the lock: callbacks take locks of their own
+            future.cancel()
+            future.set_running_or_notify_cancel()
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)

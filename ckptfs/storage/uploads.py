@@ -6,7 +6,9 @@
 
     one part or less    one PUT at close, no multipart upload at all
     a part fails        the next write or close raises its error; abort throws the parts away
-    complete unanswered repeated; "no such upload" then means done, if the key has our size
+    complete unanswered repeated; "no such upload" then means done, if the key has our size (one that
+                        somebody aborted over an older object of that size would look the same: no
+                        answer tells them apart, and data keys, each used once, have none before)
 
 Held are the part that fills and the joined or copied parts under way. ``Route.memory_bytes`` bounds
 their sum (or one part does, where the object's size asks for larger ones): write() waits until parts
@@ -219,14 +221,21 @@ class ObjectWriter(DataWriter):
             self._room.end(buffer, failure)
 
         try:
-            self._route.pool().submit(put)
-        except BaseException:
+            sent = self._route.pool().submit(put)
+        except BaseException as error:
             self._room.end(None, None)  # no thread took it: nobody else would say so
+            if isinstance(error, RuntimeError):
+                raise StorageError(f"no thread takes a part: {error}", uri=self._uri) from error
             raise
+        sent.add_done_callback(lambda done: self._dropped(buffer) if done.cancelled() else None)
         self._number += 1
         self._offset += self._filled
         self._filled = 0
         self._lent = self._buffer = None
+
+    def _dropped(self, buffer: bytearray | None) -> None:
+        """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
+        self._room.end(buffer, StorageError("the storage was closed meanwhile", uri=self._uri))
 
     def _next_part_bytes(self) -> int:
         try:
@@ -282,9 +291,10 @@ class ObjectWriter(DataWriter):
                 if lost and self._is_there():
                     return
                 raise StorageError(
-                    "the upload vanished before it was complete",
+                    "the upload vanished before it was complete, by a rule for incomplete uploads "
+                    f"or a cleanup perhaps: {error.message}",
                     uri=self._uri,
-                    hint="was it aborted by a rule for incomplete uploads, or by a cleanup?",
+                    hint=error.hint,
                 ) from error
 
         self._route.retrier.run(once)

@@ -10,6 +10,7 @@ import pytest
 
 from ckptfs.errors import (
     AccessError,
+    AnswerLostError,
     CredentialsError,
     StorageError,
     TransientError,
@@ -40,6 +41,15 @@ def test_known_names_go_in_batches_and_nothing_is_listed() -> None:
     storage.remove_many([f"step_1/{n}" for n in range(25)])
     assert not store.objects
     assert store.counts() == {"delete": 3}
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_lost_answer_of_one_delete_is_repeated(done: bool) -> None:
+    """Whether it was done or not: asked again, gone, no error."""
+    store, storage = filled(1, Fault("delete", "*", 1, Lose(done=done)))
+    storage.remove("step_1/0")
+    assert not store.objects
+    assert store.counts() == {"delete": 2}
 
 
 def test_absent_and_none_are_success() -> None:
@@ -196,6 +206,43 @@ def test_a_refusal_holds_its_own_name_only() -> None:
     assert store.counts()["delete"] == requests
 
 
+def test_a_refusal_holds_no_other_run() -> None:
+    """Steps have the same names in every run of a bucket: a locked archive does not keep the rest."""
+    store = MemoryObjects()
+    store.locked = {"archive/*"}
+    archive, daily = (
+        over(MemoryObjectClient(store), f"s3://bucket/{run}") for run in ("archive", "daily")
+    )
+    for storage in (archive, daily):
+        storage.replace("step_1/x", b"x")
+    with pytest.raises(AccessError):
+        archive.remove("step_1/x")
+    daily.remove("step_1/x")
+    assert set(store.objects) == {"archive/step_1/x"}
+    with pytest.raises(AccessError, match="refused before"):
+        archive.remove("step_1/x")
+
+
+def test_a_refusal_below_the_control_directory_holds_one_key() -> None:
+    """One retained entry of the log must not keep leases, attempts and probes from being deleted."""
+    store, time = MemoryObjects(), FakeTime()
+    keys = [".ckptfs/log/00000000", ".ckptfs/log/00000001", ".ckptfs/lease"]
+    for key in keys:
+        store.put_behind(f"run/{key}", b"x")
+    store.locked = {"run/.ckptfs/log/00000000"}
+    deletes = deleter(store, time)
+    for tried in range(2):
+        with pytest.raises(AccessError, match="refused before" if tried else "object lock"):
+            deletes.delete_keys(keys[:1])
+    assert store.counts() == {"delete": 1}
+    deletes.delete_keys(keys[1:])
+    assert set(store.objects) == {f"run/{keys[0]}"}
+    store.locked = set()
+    time.now_s += 61
+    deletes.delete_tree(".ckptfs")
+    assert not store.objects
+
+
 def test_expired_credentials_are_no_lock() -> None:
     """CredentialsError is an AccessError too, but renewing cures it at once: nothing is held."""
     store, storage = filled(1, Fault("delete", "*", 1, Fail(CredentialsError("expired"))))
@@ -214,14 +261,17 @@ def test_a_refused_request_holds_too() -> None:
     assert store.counts() == {"delete": 1}
 
 
-def test_a_key_that_was_throttled_goes_again() -> None:
-    """Of a batch, one key is answered with "slow down": the batch is repeated, the others too."""
+@pytest.mark.parametrize("error", [busy(), AnswerLostError("500 InternalError")])
+def test_a_key_that_a_retry_may_cure_goes_again(error: StorageError) -> None:
+    """Of a batch, one key is answered with "slow down" or "internal error", by which nobody knows
+    whether it is gone: the batch is repeated, the others too.
+    """
 
     class Throttling(MemoryObjectClient):
         def delete(self, keys: Sequence[str]) -> list[Refused]:
             refused = super().delete(keys)
             first = self.store.counts()["delete"] == 1
-            return [Refused(keys[0], busy())] if first else refused
+            return [Refused(keys[0], error)] if first else refused
 
     store = MemoryObjects()
     over(Throttling(store)).remove_many(["a", "b"])

@@ -174,3 +174,12 @@ def test_giving_up_names_endpoint_and_tries() -> None:
     ):
         read_all(reader)
     storage.close()
+
+
+def test_a_read_needs_no_other_thread() -> None:
+    """The storage was closed, or the machine has no thread left: the calling one fetches all ranges."""
+    store, storage = bucket()
+    store.put_behind("run/f", BIG)
+    storage._pool().shutdown()
+    with storage.open_read("f") as reader:
+        assert read_all(reader) == BIG

@@ -6,7 +6,8 @@ import logging
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
     AnswerLostError,
+    CredentialsError,
     NotFoundError,
     StorageError,
     TransientError,
@@ -25,13 +27,13 @@ from ckptfs.errors import (
     UriError,
 )
 from ckptfs.storage.base import Entry
-from ckptfs.storage.clients.base import ALWAYS, Buffer, Condition, Conditions
+from ckptfs.storage.clients.base import ALWAYS, Buffer, Condition, Conditions, IfMatch
 from ckptfs.storage.conditions import Honoured, Spelling
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.memory_objects import STORES, Manner, Manners, MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fail, Fault, Lose
+from ckptfs.testing.plan import Fail, Fault, Hold, Lose, Plan
 from tests.storage.objects import bucket, busy, over
 
 # -- conditions ------------------------------------------------------------------------
@@ -63,7 +65,7 @@ def test_conditions_are_seen_not_believed(
     assert caps.exclusive_create is found.if_absent
     assert caps.conditional_replace is (found.if_match is not None)
     assert not store.objects
-    assert len(store.requests()) <= 7
+    assert len(store.requests()) <= 8
     assert all(o.key.startswith("run/.ckptfs/.partial-probe-") for o in store.requests())
     if caps.conditional_replace:
         storage.replace("k", b"1", if_match="")
@@ -86,6 +88,15 @@ def test_the_first_conditional_write_probes_and_no_other() -> None:
     storage.create("log/1", b"x", staging="")
     over(MemoryObjectClient(store)).create("log/2", b"x", staging="")
     assert len(store.requests()) == 2 + 6 + 3
+
+
+def test_what_was_seen_stays_when_a_client_learns_its_endpoint() -> None:
+    """Some know it only when a request was sent: the same server is not probed again for that."""
+    store, storage = bucket()
+    storage.create("log/0", b"x", staging="")
+    storage.client.endpoint = "https://resolved"
+    storage.create("log/1", b"x", staging="")
+    assert len(store.requests()) == 6 + 2
 
 
 def test_before_the_probe_what_the_client_can_ask_for() -> None:
@@ -139,6 +150,79 @@ def test_faults_do_not_fool_the_probe(nth: int, fault: Any) -> None:
         store.manners = Manners(manner, manner)
         assert storage.probe("").exclusive_create is (manner is HONOURS)
         assert not store.objects
+
+
+class Repeating(MemoryObjectClient):
+    """A library that repeats some puts by itself after a lost answer, which nobody hears of."""
+
+    def __init__(self, store: MemoryObjects, repeats: Container[int]) -> None:
+        super().__init__(store)
+        self._repeats = repeats
+        self._puts = 0
+
+    def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+        self._puts += 1
+        if self._puts in self._repeats:
+            super().put(key, data, condition)
+        return super().put(key, data, condition)
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_a_put_that_the_library_repeats_does_not_fool_the_probe(nth: int) -> None:
+    """It was done, its answer was lost below us, and the repeat met our own object: "exists already"
+    for the first put on a fresh key, or for the right etag, is our own success and no verdict.
+    """
+    for manner in (HONOURS, Manner.BARE_ONLY, IGNORES):
+        store = MemoryObjects(manners=Manners(IGNORES if manner is IGNORES else HONOURS, manner))
+        storage = over(Repeating(store, [nth]))
+        caps = storage.probe("")
+        assert caps.exclusive_create is (manner is not IGNORES)
+        assert caps.conditional_replace is (manner is not IGNORES)
+        assert not store.objects
+
+
+def test_what_is_always_repeated_is_no_verdict() -> None:
+    """Every first put is answered with its own success: after a few keys an error, never "this store
+    honours nothing", by which writers would part ways. The next time it is asked again.
+    """
+    store = MemoryObjects()
+    client = Repeating(store, range(1, 100))
+    storage = over(client)
+    with pytest.raises(StorageError, match="cannot be told"):
+        storage.create("log/0", b"x", staging="")
+    assert len({o.key for o in store.requests("put")}) == 4
+    assert not store.objects
+    client._repeats = ()
+    storage.create("log/0", b"x", staging="")
+
+
+def test_a_server_that_refuses_every_condition_honours_nothing() -> None:
+    """It says "precondition failed" to the first put on a fresh key, and nothing is there: a verdict."""
+
+    class Refusing(MemoryObjectClient):
+        def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+            if condition is ALWAYS:
+                return super().put(key, data)
+            raise AlreadyExistsError("put failed: PreconditionFailed")
+
+    storage = over(Refusing(MemoryObjects()))
+    assert not storage.probe("").exclusive_create
+    assert not storage.capabilities.conditional_replace
+
+
+def test_a_refused_replace_that_was_done_is_found_out() -> None:
+    """A server that answers "precondition failed" to every etag, and writes all the same."""
+
+    class Lying(MemoryObjectClient):
+        def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+            if not isinstance(condition, IfMatch):
+                return super().put(key, data, condition)
+            self.store.put_behind(key, bytes(data))
+            raise AlreadyExistsError("put failed: PreconditionFailed")
+
+    caps = over(Lying(MemoryObjects())).probe("")
+    assert caps.exclusive_create
+    assert not caps.conditional_replace
 
 
 def test_a_probe_that_may_not_delete_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -220,6 +304,81 @@ def test_everything_else_is_repeated(op: str) -> None:
     }
     calls[op]()
     assert store.counts() == {op: 3}
+
+
+def test_files_of_a_row_are_read_at_once_and_in_order() -> None:
+    """Three at once; their order is that of the keys, whatever answers first; it ends before the
+    first that is missing, and what goes wrong behind that is nobody's business.
+    """
+    gate = threading.Barrier(3)
+
+    class Together(MemoryObjectClient):
+        def get(self, key: str) -> tuple[bytes, str | None]:
+            gate.wait(20)  # passes only if three are under way at once
+            return super().get(key)
+
+    store = MemoryObjects(Plan([Fault("get", "*/5", 1, Fail(StorageError("odd")))]))
+    storage = over(Together(store), concurrency=3)
+    for name in ("0", "1", "2", "4"):
+        store.put_behind(f"run/log/{name}", name.encode())
+    assert storage.read_ahead([f"log/{n}" for n in range(6)]) == (b"0", b"1", b"2")
+    gate.abort()
+    assert storage.read_ahead([]) == ()
+    storage.close()
+
+
+@pytest.mark.parametrize("nth", range(3))
+@pytest.mark.parametrize("error", [StorageError, CredentialsError, TransientError])
+def test_a_file_of_a_row_that_cannot_be_read_is_not_absent(
+    nth: int, error: type[StorageError]
+) -> None:
+    """Any other error than "not found" before the end of the row is raised, wherever it is; one that
+    a retry cures is not seen.
+    """
+    store, storage = bucket([Fault("get", f"*/{nth}", None, Fail(error("odd")))], retry_s=1)
+    for n in range(3):
+        store.put_behind(f"run/log/{n}", b"x")
+    with pytest.raises(error, match="odd"):
+        storage.read_ahead([f"log/{n}" for n in range(4)])
+    store.plan = Plan([Fault("get", f"*/{nth}", 1, Fail(busy()))])
+    assert len(storage.read_ahead([f"log/{n}" for n in range(4)])) == 3
+    storage.close()
+
+
+def test_a_row_of_one_or_none() -> None:
+    """One file needs no thread; nothing there is an empty answer, for one and for many."""
+    store, storage = bucket()
+    assert storage.read_ahead(["log/0"]) == storage.read_ahead(["log/0", "log/1"]) == ()
+    store.put_behind("run/log/0", b"x")
+    assert storage.read_ahead(["log/0"]) == (b"x",)
+    storage.close()
+
+
+def test_a_row_that_close_cuts_short_is_an_error() -> None:
+    """Reads that waited for a thread when the storage was closed: StorageError, no hang, no gap."""
+    hold = Hold()
+    store, storage = bucket([Fault("get", "*/0", 1, hold)], concurrency=1)
+    for n in range(3):
+        store.put_behind(f"run/log/{n}", b"x")
+    told: list[StorageError] = []
+
+    def read() -> None:
+        try:
+            storage.read_ahead([f"log/{n}" for n in range(3)])
+        except StorageError as error:
+            told.append(error)
+
+    reading = threading.Thread(target=read, daemon=True)
+    reading.start()
+    assert hold.reached.wait(20)
+    waiting = storage._pool()._waiting  # type: ignore[attr-defined]
+    while len(waiting) < 2:
+        pass
+    storage.close()
+    hold.release.set()
+    reading.join(20)
+    assert [type(error) for error in told] == [StorageError]
+    assert "closed" in str(told[0])
 
 
 def test_giving_up_names_the_endpoint() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import wait
 
 import pytest
 
@@ -68,6 +69,7 @@ def test_shutdown_takes_no_more_and_lets_the_rest_end() -> None:
         with pytest.raises(RuntimeError):
             pool.submit(int)
         assert second.cancelled() is cancel
+        assert wait([second], 0).done == ({second} if cancel else set())  # who waits for it is told
         hold.set()
         assert first.result(20)
         if not cancel:

@@ -358,6 +358,60 @@ def test_one_upload_does_not_fill_the_queue() -> None:
     storage.close()
 
 
+def ends(writer: DataWriter) -> list[StorageError]:
+    """What a close in another thread raised; it must end."""
+    told: list[StorageError] = []
+
+    def close() -> None:
+        try:
+            writer.close()
+        except StorageError as error:
+            told.append(error)
+
+    closing = threading.Thread(target=close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    return told
+
+
+def test_a_storage_that_is_closed_ends_its_uploads() -> None:
+    """Parts that waited for a thread are never sent: their writer gets an error and does not wait for
+    them for ever; nothing appears, nothing stays.
+    """
+    hold = Hold()
+    store, storage = bucket(
+        [Fault("put_part", "*", 1, hold)], part_size_bytes=PART, concurrency=2, memory_bytes=1 << 30
+    )
+    storage._pool()._size = 1  # type: ignore[attr-defined]
+    writer = storage.open_write("f")
+    writer.write(b"x" * (3 * PART))
+    assert hold.reached.wait(20)
+    assert len(storage._pool()._waiting) == 1  # type: ignore[attr-defined]
+    storage.close()
+    hold.release.set()
+    (error,) = ends(writer)
+    assert "closed" in str(error)
+    writer.abort()
+    assert held(writer) == 0
+    assert not store.objects
+    assert not store.uploads
+
+
+def test_threads_that_take_no_more_are_a_storage_error() -> None:
+    """The storage was closed between two parts, just as one was handed over."""
+    store, storage = bucket(part_size_bytes=PART)
+    storage._pool().shutdown()
+    with (
+        pytest.raises(StorageError, match="no thread"),
+        storage.open_write("f") as writer,
+    ):
+        writer.write(b"x" * (3 * PART))
+    assert not store.objects
+    assert not store.uploads
+    assert held(writer) == 0
+
+
 def test_abort_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     """An abort that the store refuses is a warning; the error that led there is the one raised."""
     store, storage = bucket(
@@ -441,6 +495,18 @@ def test_an_upload_that_was_never_there_is_an_error() -> None:
     with pytest.raises(StorageError, match="vanished"):
         writer.close()
     assert store.objects["run/f"].data == b"y" * (2 * PART)
+
+
+def test_a_bucket_that_is_gone_is_told_as_such() -> None:
+    """The last request meets a missing bucket: its words and its hint, not only "vanished"."""
+    gone = NotFoundError("complete failed: the bucket 'b' does not exist", hint="check its name")
+    _, storage = bucket([Fault("complete", "*", 1, Fail(gone))], part_size_bytes=PART)
+    with (
+        pytest.raises(StorageError, match="bucket 'b' does not exist") as caught,
+        storage.open_write("f") as writer,
+    ):
+        writer.write(b"x" * (2 * PART))
+    assert caught.value.hint == "check its name"
 
 
 def test_giving_up_names_endpoint_and_tries() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -38,6 +37,7 @@ from ckptfs.storage.clients.azure_login import Anonymous, Sas, SharedKey
 from ckptfs.storage.clients.azure_options import Account
 from ckptfs.storage.clients.base import Buffer
 from ckptfs.storage.clients.failures import Asked, unanswered
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.uri import Uri
 
 __all__ = ["Answer", "Request", "Wire", "content_md5"]
@@ -88,7 +88,7 @@ class Wire:
 
     def __init__(self, account: Account) -> None:
         self.account = account
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._pid = os.getpid()
         self._pipeline: Any = None
         self._session: Any = None
@@ -169,11 +169,10 @@ class Wire:
         )
 
     def _opened(self) -> Any:
-        if self._pid != os.getpid():
-            # A fork: the sockets are the parent's, and so may be the thread that held the lock.
-            self._pid, self._lock = os.getpid(), threading.Lock()
-            self._pipeline = self._session = None
         with self._lock:
+            if self._pid != os.getpid():
+                # A fork: the sockets are the parent's.
+                self._pid, self._pipeline, self._session = os.getpid(), None, None
             if self._pipeline is None:
                 self._session = _session()
                 transport = RequestsTransport(

@@ -29,6 +29,7 @@ from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from urllib.parse import urlencode
 
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.gcs_login import is_raw, refresh
 from ckptfs.storage.clients.gcs_options import NAMED_TOKENS, GcsOptions
 from ckptfs.storage.options import Times
@@ -99,7 +100,7 @@ class GcsWire:
         self._forget()
 
     def _forget(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._open: _Open | None = None
         self._inherited: list[_Open] = []
         self._renewed: str | None = None

@@ -15,7 +15,6 @@ with an error that says so. Processes that are spawned are fine.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,6 +48,7 @@ from ckptfs.storage.clients.base import (
     Upload,
 )
 from ckptfs.storage.clients.failures import Asked, Dialect
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.obstore_errors import told
 from ckptfs.storage.clients.obstore_process import (
     forbid_forked,
@@ -121,7 +121,7 @@ class ObstoreClient(ObjectClient):
         self._make = make
         self._flavour = flavour
         self._times = times
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._stores: dict[tuple[int, bool, bool], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class ObstoreClient(ObjectClient):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     # -- small -------------------------------------------------------------------------
 

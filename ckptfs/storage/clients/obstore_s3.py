@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.clients.base import ObjectClient, PendingUpload
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
+from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3
 from ckptfs.storage.clients.s3_options import S3Options, parse_s3_options
 from ckptfs.storage.clients.s3_resolved import Place, resolve
@@ -142,7 +143,7 @@ class S3ObstoreClient(ObstoreClient):
             attributes=_attributes(parsed.parameters),
             tags=dict(parse_qsl(parsed.parameters.get("Tagging", ""))),
         )
-        super().__init__(uri, make, flavour, parsed.endpoint_name, times)
+        super().__init__(uri, make, flavour, endpoint_name(parsed), times)
         self._place = (uri, options, times)
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:

@@ -2,7 +2,7 @@
 
     put_part(0) put_part(2) put_part(1) ...      any order, any threads
              |       |       |
-             Feed: part n is handed over when obstore asks for it      (in order; a few wait as copies)
+             Feed: part n is handed over when obstore asks for it      (in order; those after it wait)
                      |
              obstore.put in a thread: sends up to ``max_concurrency`` at once, retries by itself
 
@@ -24,11 +24,13 @@ import numpy as np
 
 from ckptfs.errors import AnswerLostError, CkptfsError, NotFoundError, StorageError, TransientError
 from ckptfs.storage.clients.base import Buffer, Upload
-from ckptfs.storage.clients.failures import Asked
+from ckptfs.storage.clients.failures import Asked, failed
+from ckptfs.storage.clients.reasons import Reason
 
 __all__ = ["Feed", "StreamUpload"]
 
-_EARLY: Final = 4  # parts that came before their turn and wait as copies; more wait uncopied
+_PATIENCE_S: Final = 0.5  # for the parts before one that came early, if one thread brings them all
+_EARLY: Final = 4  # then so many wait as copies; more wait uncopied
 _ABORT_S: Final = 30.0
 
 
@@ -69,14 +71,16 @@ class Feed:
         with self._changed:
             if self._over or number < self._handed:
                 return not self._over  # a part that went already: the bytes are the same
-            early = number > self._handed and len(self._waiting) < _EARLY
-            if early or memoryview(data).nbytes != self._part_bytes:
-                self._waiting[number] = bytes(data)
-                self._changed.notify_all()
-                return True
+            if memoryview(data).nbytes != self._part_bytes:
+                return self._copy(number, data)
             try:
-                self._changed.wait_for(lambda: self._over or number <= self._handed)
-                if number == self._handed and not self._over:
+                # Other threads bring those before it, as a rule at once: then nothing is copied, and
+                # what an upload holds is what its parts' owners know of.
+                self._changed.wait_for(lambda: self._over or self._reaches(number), _PATIENCE_S)
+                if not self._reaches(number) and len(self._waiting) < _EARLY:
+                    return self._copy(number, data)
+                self._changed.wait_for(lambda: self._over or self._reaches(number))
+                if not self._over:
                     self._lend(number, data)
                     self._changed.wait_for(lambda: self._over or number not in self._held)
             except BaseException:
@@ -84,6 +88,15 @@ class Feed:
                 self._stop()
                 raise
             return not self._over
+
+    def _reaches(self, number: int) -> bool:
+        """Every part before this one is here or was handed over."""
+        return all(before in self._waiting for before in range(self._handed, number))
+
+    def _copy(self, number: int, data: Buffer) -> bool:
+        self._waiting[number] = bytes(data)
+        self._changed.notify_all()
+        return True
 
     def finish(self) -> None:
         """No more parts. StorageError: one is missing."""
@@ -158,10 +171,14 @@ class StreamUpload(Upload):
         if self._told:
             raise NotFoundError("complete failed: the upload has ended", uri=self._asked.uri)
         self._told = True
-        if isinstance(failure, NotFoundError):
+        if isinstance(failure, NotFoundError) and failure.hint in self._no_upload_hints():
             # obstore asked again after an answer that was lost, and met its own success.
             raise AnswerLostError("complete may have happened", uri=self._asked.uri)
         raise failure
+
+    def _no_upload_hints(self) -> tuple[str | None, ...]:
+        """Of a 404 that means the upload; a missing bucket has another, and nothing of ours."""
+        return (None, failed(self._asked, Reason.NO_UPLOAD).hint)
 
     def abort(self) -> None:
         self._feed.stop()

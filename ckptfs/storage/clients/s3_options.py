@@ -121,13 +121,6 @@ class S3Options:
         found = self.client.get("endpoint_url") or self.table("client_kwargs").get("endpoint_url")
         return str(found) if found else None
 
-    @property
-    def endpoint_name(self) -> str:
-        """What errors call it before a client is made: scheme://host[:port], or "S3"."""
-        variables = (os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"))
-        found = self.endpoint or next(filter(None, variables), None)
-        return bare(found) if found else "S3"
-
     def table(self, name: str) -> Mapping[str, Any]:
         """One of the options that are dictionaries themselves."""
         return self.client.get(name) or {}

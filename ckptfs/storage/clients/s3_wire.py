@@ -28,6 +28,8 @@ from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from ckptfs.storage.clients.base import Buffer
+from ckptfs.storage.clients.forks import ProcessLock
+from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_options import OPERATIONS, S3Options, bare, service_loader
 from ckptfs.storage.options import Times
 
@@ -125,7 +127,7 @@ class S3Wire:
     def __init__(self, options: S3Options, times: Times) -> None:
         self.options = options
         self.times = times
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._open: _Open | None = None
         self._inherited: list[_Open] = []
 
@@ -138,13 +140,13 @@ class S3Wire:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     @property
     def endpoint(self) -> str:
         """Where requests go, as far as it is known."""
         found = self._open
-        return found.endpoint if found else self.options.endpoint_name
+        return found.endpoint if found else endpoint_name(self.options)
 
     @property
     def adds_crc32(self) -> bool:

@@ -1,0 +1,91 @@
+"""A multipart upload as one stream: how its end is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptfs.errors import AnswerLostError, CkptfsError, NotFoundError
+from ckptfs.storage.clients.failures import Asked, Said, answered
+from ckptfs.storage.clients.obstore_upload import StreamUpload
+from ckptfs.storage.clients.s3_errors import S3
+from ckptfs.uri import Uri
+
+ASKED = Asked(S3, "upload", Uri.parse("s3://bucket/run/f"), "http://host", changes=True)
+
+
+def ended_by(failure: CkptfsError) -> StreamUpload:
+    """An upload whose parts were all taken, and which then failed."""
+
+    def send(parts: Iterator[Any]) -> str | None:
+        for part in parts:
+            del part
+        raise failure
+
+    upload = StreamUpload(ASKED, 4, send)
+    upload.put_part(0, b"1234")
+    upload.put_part(1, b"56")
+    return upload
+
+
+@pytest.mark.parametrize("said", [Said(404, "NoSuchUpload"), Said(404)])
+def test_no_such_upload_may_be_our_own_success(said: Said) -> None:
+    """obstore asked again after a lost answer: AnswerLostError, then NotFoundError, as of a client that
+    makes one try each; the caller looks at the key.
+    """
+    upload = ended_by(answered(ASKED, said))
+    with pytest.raises(AnswerLostError):
+        upload.complete()
+    with pytest.raises(NotFoundError):
+        upload.complete()
+
+
+def test_a_missing_bucket_is_told() -> None:
+    """It has nothing of ours, and no try will find it there."""
+    upload = ended_by(answered(ASKED, Said(404, "NoSuchBucket")))
+    with pytest.raises(NotFoundError, match="bucket"):
+        upload.complete()
+
+
+def test_parts_that_come_before_their_turn_are_not_copied() -> None:
+    """From several threads, the last first: the stream reads each from where its caller has it."""
+    seen: list[int] = []
+
+    def send(parts: Iterator[Any]) -> str | None:
+        for part in parts:
+            seen.append(np.frombuffer(part, np.uint8).__array_interface__["data"][0])
+            del part
+        return "etag"
+
+    upload = StreamUpload(ASKED, 1000, send)
+    data = [np.full(1000, n, np.uint8) for n in range(4)]
+    threads = [
+        threading.Thread(target=upload.put_part, args=(n, data[n].data)) for n in (3, 2, 1, 0)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert upload.complete() == "etag"
+    assert seen == [part.__array_interface__["data"][0] for part in data]
+
+
+def test_one_thread_may_bring_parts_in_any_order() -> None:
+    """Nobody else brings what is before them: they wait as copies."""
+    seen: list[bytes] = []
+
+    def send(parts: Iterator[Any]) -> str | None:
+        for part in parts:
+            seen.append(bytes(part))
+            del part  # as obstore lets go of it
+        return "etag"
+
+    upload = StreamUpload(ASKED, 2, send)
+    for number in (1, 0, 2):
+        upload.put_part(number, bytes([number] * 2))
+    assert upload.complete() == "etag"
+    assert b"".join(seen) == b"\0\0\1\1\2\2"
