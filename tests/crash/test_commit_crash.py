@@ -57,9 +57,9 @@ def test_killed_at_every_operation_leaves_the_old_or_the_new_state(
     ],
 )
 def test_killed_at_a_sample_of_operations(scenario: str, layout: str) -> None:
-    """The other scenarios, at every sixth operation here and at all in the campaign."""
+    """The other scenarios, at every fifth operation here and at all in the campaign."""
     ends = {"new"} if scenario == "abandoned" else {"old", "new"}
-    assert_all_well(deaths(Job(scenario, LAYOUTS[layout], stride=6)), ends)
+    assert_all_well(deaths(Job(scenario, LAYOUTS[layout], stride=5)), ends)
 
 
 @pytest.mark.parametrize(
