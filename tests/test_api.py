@@ -488,11 +488,12 @@ def advisory(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
 
 
 def test_without_exclusive_create_saves_work_and_say_what_is_lost(
-    advisory: Place,
+    advisory: Place, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every result warns that fences are advice; load, list, replace and order hold."""
+    """Every result and its log line warn that fences are advice; load, list, replace, order hold."""
     for step in (100, 50):
         assert ADVICE in ckptfs.save(state(step), advisory(f"step_{step}")).warnings
+        assert f"step_{step} is committed; {ADVICE}" in caplog.text
     assert (names(advisory("")), latest_name(advisory(""))) == (["step_100", "step_50"], "step_50")
     with pytest.raises(ckptfs.CommitConflictError):
         ckptfs.save(state(1), advisory("step_50"))

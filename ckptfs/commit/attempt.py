@@ -240,6 +240,8 @@ class Attempt:
         warnings = self._finish(seal)
         if not self._means.caps.exclusive_create:
             warnings = (ADVICE, *warnings)
+            if self.seat.control.rank == 0:
+                logger.warning("%s is committed; %s", seal.name, ADVICE)
         commit_s = time.perf_counter() - started
         return Committed(seal.save_id, gathered.counters, commit_s, warnings)
 
