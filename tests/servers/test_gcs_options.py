@@ -92,9 +92,10 @@ def test_encryption_keys_and_acls_reach_every_object() -> None:
 
 
 def test_auto_takes_gcsfs_for_what_obstore_cannot() -> None:
-    """client="auto" asks obstore for what it can express and gcsfs for the rest."""
+    """client="auto" is gcsfs, which sends checksums; obstore by name, for what it can express."""
     with GcsServer() as server:
-        assert type(open_on(server, "auto", COMMON)) is obstore_gcs.GcsObstoreClient
+        assert type(open_on(server, "auto", COMMON)) is gcs.GcsClient
+        assert type(open_on(server, "obstore", COMMON)) is obstore_gcs.GcsObstoreClient
         for name, value in MORE.items():
             assert type(open_on(server, "auto", {name: value})) is gcs.GcsClient
             with pytest.raises(UriError, match="obstore"):

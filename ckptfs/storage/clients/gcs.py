@@ -26,7 +26,7 @@ from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import quote
 
-from ckptfs.errors import NotFoundError, StorageError, TransientError
+from ckptfs.errors import AnswerLostError, NotFoundError, StorageError, TransientError
 from ckptfs.storage.clients.base import (
     ALWAYS,
     Always,
@@ -42,7 +42,7 @@ from ckptfs.storage.clients.base import (
     Refused,
     Upload,
 )
-from ckptfs.storage.clients.failures import Reason, failed
+from ckptfs.storage.clients.failures import Asked, Reason, failed
 from ckptfs.storage.clients.gcs_batch import batch_body, batch_replies
 from ckptfs.storage.clients.gcs_errors import refused, said_of
 from ckptfs.storage.clients.gcs_hash import crc32c_of, crc32c_told
@@ -91,9 +91,8 @@ class GcsClient(ObjectClient):
 
     def head(self, key: str) -> Head:
         fields = {"fields": "size,generation"}
-        found = _parsed(
-            self._requests.json(self._requests.asked("head", key), "GET", self._object(key), fields)
-        )
+        asked = self._requests.asked("head", key)
+        found = _parsed(asked, self._requests.json(asked, "GET", self._object(key), fields))
         return Head(int(found["size"]), str(found["generation"]))
 
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
@@ -118,7 +117,7 @@ class GcsClient(ObjectClient):
             body=(head.encode(), view, f"\r\n{line}--\r\n".encode()),
             headers={"Content-Type": f'multipart/related; boundary="{line[2:]}"'},
         )
-        return str(_parsed(reply)["generation"])
+        return str(_parsed(asked, reply)["generation"])
 
     # -- ranges ------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class GcsClient(ObjectClient):
         if delimiter:
             query["delimiter"] = "/"
         while True:
-            page = _parsed(self._requests.json(asked, "GET", self._objects, query))
+            page = _parsed(asked, self._requests.json(asked, "GET", self._objects, query))
             found = [Listed(item["name"], int(item["size"])) for item in page.get("items", ())]
             found += [Listed(name, is_prefix=True) for name in page.get("prefixes", ())]
             yield from sorted(found, key=lambda listed: listed.key)
@@ -246,8 +245,15 @@ def _matching(condition: Condition) -> dict[str, str]:
             return {"ifGenerationMatch": condition.etag}
 
 
-def _parsed(reply: Reply) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(reply.body)
+def _parsed(asked: Asked, reply: Reply) -> dict[str, Any]:
+    """The answer's JSON. Cut in the middle, it tells nothing: of a change, not even whether it was done."""
+    try:
+        found: dict[str, Any] = json.loads(reply.body)
+    except ValueError as error:
+        kind = AnswerLostError if asked.changes else TransientError
+        raise kind(
+            f"{asked.action} failed: the answer of {asked.endpoint} was cut short", uri=asked.uri
+        ) from error
     return found
 
 
