@@ -27,6 +27,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import drive
 from ckptfs.commit.plain import Mine, put_plain, still_free
+from ckptfs.commit.seat import Known
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters
@@ -78,30 +79,19 @@ class PlainNames:
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._mine = Mine(attempt.keys, attempt.base, attempt.seat.caps)
-        self._lock = threading.Lock()
-        self._state: LogState | None = None
-
-    def begin(self) -> None:
-        """As ``check``, once before the files: a conflict costs no upload."""
-        self.check()
+        self._seen = Known()
 
     def check(self) -> None:
         """FencedError, CommitConflictError: another's by now."""
-        self._learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
+        self._seen.learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
 
     def put(self, key: str, data: bytes) -> None:
         """One small file, conditionally where the store can."""
         program = put_plain(self._mine, self._known(), key, data)
-        self._learn(drive(program, self._attempt.storage))
+        self._seen.learn(drive(program, self._attempt.storage))
 
     def _known(self) -> LogState | None:
-        with self._lock:
-            return self._state if self._attempt.seat.caps.exclusive_create else None
-
-    def _learn(self, state: LogState) -> None:
-        with self._lock:
-            if self._state is None or state.next > self._state.next:
-                self._state = state
+        return self._seen.state if self._mine.caps.exclusive_create else None
 
 
 class _Mounted:
@@ -174,7 +164,7 @@ class _Uploaded:
         sizes = {name: os.path.getsize(os.path.join(self.path, name)) for name in names}
         small = [name for name in names if sizes[name] <= _SMALL_BYTES]
         large = [name for name in names if sizes[name] > _SMALL_BYTES]
-        self._guard.begin()
+        self._guard.check()  # before the files too: a conflict costs no upload
         found = {**self._upload_all(small, sizes, 8), **self._upload_all(large, sizes, 2)}
         records = [found[name] for name in names]
         size = sum(r.size_bytes for r in records)

@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from urllib.parse import urlencode
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.gcs_login import is_raw, refresh
 from ckptfs.storage.clients.gcs_options import NAMED_TOKENS, GcsOptions
+from ckptfs.storage.clients.running import run_on
 from ckptfs.storage.options import Times
 
 __all__ = ["Call", "GcsWire", "Reply", "ShortError", "UnusableError"]
@@ -202,22 +202,7 @@ class GcsWire:
         return found.fs.session
 
     def _run(self, found: _Open, work: Coroutine[Any, Any, T]) -> T:
-        done = threading.Event()
-
-        async def watched() -> T:
-            try:
-                return await work
-            finally:
-                done.set()
-
-        future = asyncio.run_coroutine_threadsafe(watched(), found.fs.loop)
-        try:
-            return future.result()
-        except BaseException:
-            # Ctrl-C: the request must be over before the caller's buffer is the caller's again.
-            if future.cancel():
-                done.wait(_LET_GO_S)
-            raise
+        return run_on(found.fs.loop, work, _LET_GO_S)
 
     # -- the session -------------------------------------------------------------------
 

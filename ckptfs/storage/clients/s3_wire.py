@@ -20,7 +20,6 @@ import asyncio
 import base64
 import logging
 import os
-import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any, Final, TypeVar
 
 from ckptfs.storage.clients.base import Buffer
 from ckptfs.storage.clients.forks import ProcessLock
+from ckptfs.storage.clients.running import run_on
 from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_options import OPERATIONS, S3Options, bare, service_loader
 from ckptfs.storage.options import Times
@@ -232,22 +232,7 @@ class S3Wire:
         return b"".join(chunks), answer
 
     def _run(self, found: _Open, work: Coroutine[Any, Any, T]) -> T:
-        done = threading.Event()
-
-        async def watched() -> T:
-            try:
-                return await work
-            finally:
-                done.set()
-
-        future = asyncio.run_coroutine_threadsafe(watched(), found.fs.loop)
-        try:
-            return future.result()
-        except BaseException:
-            # Ctrl-C: the request must be over before the caller's buffer is the caller's again.
-            if future.cancel():
-                done.wait(_LET_GO_S)
-            raise
+        return run_on(found.fs.loop, work, _LET_GO_S)
 
     # -- the client --------------------------------------------------------------------
 
