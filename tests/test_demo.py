@@ -108,6 +108,33 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path: Path) -> None:
     assert left == []
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_ranks_whose_agent_was_killed_are_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody but the cluster can end the ranks of an agent that ended without doing so."""
+    monkeypatch.syspath_prepend(str(DEMO.parent))
+    from cluster import Cluster  # type: ignore[import-not-found]
+
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        "pathlib.Path(sys.argv[1], 'rank' + os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "parent = os.getppid()\n"
+        "while not all(pathlib.Path(sys.argv[1], f'rank{n}').exists() for n in range(4)):\n"
+        "    time.sleep(0.02)\n"
+        "if os.environ['LOCAL_RANK'] == '0':\n"
+        "    os.kill(parent, 9)\n"
+        "time.sleep(600)\n"
+    )
+    with Cluster(tmp_path / "logs") as cluster:
+        end = cluster.run("killed", [str(script), str(tmp_path)], timeout_s=60)
+    assert not end.ok
+    assert len(list(tmp_path.glob("rank[0-9]"))) == 4
+    assert _processes_of(tmp_path) == []
+
+
 def test_a_false_claim_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """One claim that does not hold is enough, and no claims at all are no success."""
     monkeypatch.syspath_prepend(str(DEMO.parent))

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ class Cluster:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._agents: list[subprocess.Popen[bytes]] = []
+        self._mark = f"CKPTFS_DEMO_CLUSTER={uuid.uuid4().hex}"  # agents and ranks inherit it
         logs.mkdir(parents=True, exist_ok=True)
 
     def run(
@@ -66,7 +68,8 @@ class Cluster:
         port = _free_port()
         logs = tuple(self._logs / f"{name}-node{node}.log" for node in range(NODES))
         self._agents = [
-            _start_agent(node, port, script, logs[node], environment or {}) for node in range(NODES)
+            _start_agent(node, port, script, logs[node], {**(environment or {}), **self._marked()})
+            for node in range(NODES)
         ]
         try:
             while any(agent.poll() is None for agent in self._agents):
@@ -95,10 +98,20 @@ class Cluster:
                 agent.wait(max(0.1, deadline - time.monotonic()))
         for agent in living:
             if agent.poll() is None:
-                for pid in (*_children(agent.pid), agent.pid):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                agent.kill()
                 agent.wait()
+        # Only now: a living agent could start one more. torchrun forgets ranks when the signal
+        # comes between their start and its own note of them, and an agent that was killed
+        # ends none.
+        while ranks := _processes_with(self._mark):
+            for pid in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    def _marked(self) -> dict[str, str]:
+        name, _, value = self._mark.partition("=")
+        return {name: value}
 
     def __enter__(self) -> Self:
         return self
@@ -148,9 +161,11 @@ def _killed_ranks(log: Path) -> Iterator[int]:
         yield int(found[1])
 
 
-def _children(pid: int) -> list[int]:
-    """The ranks of an agent that does not end them itself. Linux; elsewhere nobody is found."""
-    try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (OSError, ValueError):
-        return []
+def _processes_with(mark: str) -> list[int]:
+    """Living processes with this variable. Linux; elsewhere nobody is found."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended while we looked, or is not ours
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
