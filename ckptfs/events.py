@@ -3,6 +3,7 @@
     Counters      bytes, files, items and seconds per phase of one rank, or of all
     SaveResult    where, which save, counters of this rank, of every rank, and the total
     LoadResult    the same for a load, and the keys that strict=False skipped
+    Event         what a manager tells its listeners: one closed union of small values
 
 Nothing here was learned by a stat or a walk: every byte was counted when it was written or read.
 """
@@ -13,7 +14,24 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-__all__ = ["Counters", "LoadResult", "SaveResult"]
+__all__ = [
+    "Committed",
+    "CopyCommitted",
+    "CopyFailed",
+    "Counters",
+    "DeleteFailed",
+    "Deleted",
+    "Event",
+    "LoadResult",
+    "Retained",
+    "Restored",
+    "SaveBegan",
+    "SaveFailed",
+    "SaveResult",
+    "SaveSkipped",
+    "Staged",
+    "Written",
+]
 
 _MIB = 1 << 20
 
@@ -103,6 +121,138 @@ class LoadResult:
     verified: bool
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
+
+
+# -- what a manager tells its listeners, in the order in which it happens on this rank ------------
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBegan:
+    """``save`` was called. size_bytes: what this rank holds, before replicas are given to one."""
+
+    uri: str
+    step: int
+    kind: str
+    mode: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The caller may change its tensors. stall_s: seconds that the call held the training thread."""
+
+    uri: str
+    step: int
+    size_bytes: int
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """This rank's part is durable; nothing is committed yet."""
+
+    uri: str
+    step: int
+    mine: Counters
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The checkpoint exists. stall_s: as in Staged, for a synchronous save the whole call."""
+
+    result: SaveResult
+    kind: str
+    stall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    """Nothing was committed (outcome "failed"), or that is not known ("unknown")."""
+
+    uri: str
+    step: int
+    error: str
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSkipped:
+    """if_slow="skip": the save before it was still on its way on some rank."""
+
+    uri: str
+    step: int
+    in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """What retention looked at after a commit: how many it keeps, which it lets go."""
+
+    kept: int
+    going: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """A checkpoint's bytes are gone in this rank's domain."""
+
+    uri: str
+    save_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFailed:
+    """It is deleted in the log, its bytes are still here, and it is tried again."""
+
+    uri: str
+    save_id: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A restore is done. skipped: newer checkpoints that could not be loaded, newest first."""
+
+    uri: str
+    step: int | None
+    skipped: tuple[str, ...]
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCommitted:
+    """A committed checkpoint is whole at a copy's place too."""
+
+    uri: str
+    copy_uri: str
+    size_bytes: int
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailed:
+    """The copy is tried again; the original stays until it is whole."""
+
+    uri: str
+    copy_uri: str
+    error: str
+
+
+Event = (
+    SaveBegan
+    | Staged
+    | Written
+    | Committed
+    | SaveFailed
+    | SaveSkipped
+    | Retained
+    | Deleted
+    | DeleteFailed
+    | Restored
+    | CopyCommitted
+    | CopyFailed
+)
 
 
 def _values(counters: Counters) -> list[Any]:

@@ -114,6 +114,7 @@ class Seal:
     base: the generation that the save began under. seq: its place among the base's saves.
     fenced: whether its writer held the run. digest: xxh3_128 of the immutable manifest.
     references: save_ids whose files this one uses. failure: saved by a run that was failing.
+    metrics: what the user told of the model, for retention; not written when there are none.
     """
 
     save_id: str
@@ -128,6 +129,7 @@ class Seal:
     references: tuple[str, ...] = ()
     parts: tuple[PartRef, ...] = ()
     failure: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ _KINDS: dict[str, type] = {
     "snapshot": Snapshot,
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
+_OMITTED_WHEN_EMPTY = ("metrics",)
 _ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
@@ -253,7 +256,9 @@ def encode_entry(entry: Entry) -> bytes:
 
 def body_fields(body: Body) -> dict[str, Any]:
     """A body's fields as JSON values."""
-    return {name: _plain(getattr(body, name)) for name in body.__dataclass_fields__}
+    values = {name: _plain(getattr(body, name)) for name in body.__dataclass_fields__}
+    # Came after the format was frozen: bytes without it are what they always were.
+    return {name: v for name, v in values.items() if name not in _OMITTED_WHEN_EMPTY or v}
 
 
 def _plain(value: Any) -> Any:
@@ -315,6 +320,8 @@ def _rich(name: str, value: Any) -> Any:
                 PartRef(p["name"], p["save_id"], p["digest"], tuple(p.get("domains", ())))
                 for p in value
             )
+        case "metrics":
+            return tuple((str(name), float(number)) for name, number in value)
         case "save_id" | "name":
             return _component(value)
         case "outcome":

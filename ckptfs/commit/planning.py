@@ -53,7 +53,8 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     if taken is not None and spec.if_exists is IfExists.ERROR:
         raise _conflict(taken, views, where)
     seq = next_seq(base, views, fenced=spec.run is not None)
-    save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+    fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+    save_id = fresh if spec.save_id is None else spec.save_id
     return SavePlan(save_id, base, seq, tuple(d.id for d in seat.placement.domains))
 
 
@@ -161,4 +162,5 @@ def seal_of_plan(plan: SavePlan, spec: SaveSpec, digest: str) -> Seal:
         digest=digest,
         references=spec.references,
         failure=spec.failure,
+        metrics=spec.metrics,
     )

@@ -37,7 +37,8 @@ class IfExists(Enum):
 class SaveSpec:
     """What is saved: the name under the run, its step, and under which generation.
 
-    run: the generation of a held run; None is an unfenced save.
+    run: the generation of a held run; None is an unfenced save. metrics: numbers about the model, for
+    retention. save_id: of the save that this one is a copy of; None takes a fresh one.
     """
 
     name: str
@@ -48,6 +49,8 @@ class SaveSpec:
     failure: bool = False
     references: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, float], ...] = ()
+    save_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

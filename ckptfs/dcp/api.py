@@ -16,30 +16,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import Found
 from ckptfs.commit.locate import locate
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.run import Run, claim
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
-from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.opened import read_metadata, source_of, who_holds
-from ckptfs.dcp.pipeline import (
-    PlannedLoad,
-    finish_save,
-    plan_load,
-    plan_save,
-    read,
-    restore_stateful,
-    unwrap_stateful,
-    write,
-)
-from ckptfs.dcp.space import check_space
-from ckptfs.errors import IncompleteCheckpointError, StateError
-from ckptfs.events import Counters, LoadResult, SaveResult
+from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.dcp.loading import load_at
+from ckptfs.dcp.saving import WriteOptions, save_at
+from ckptfs.errors import StateError
+from ckptfs.events import LoadResult, SaveResult
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri, options_of
 
@@ -96,58 +81,8 @@ def save(
             run=None if holder is None else holder.generation,
             per_rank=tuple(per_rank),
         )
-        return _save(state_dict, seat, target, spec, started, require_space, threads)
-
-
-def _save(  # noqa: PLR0917 - the call's own arguments
-    state_dict: Mapping[str, Any],
-    seat: Seat,
-    target: Uri,
-    spec: SaveSpec,
-    started: float,
-    require_space: bool,  # noqa: FBT001
-    threads: int,
-) -> SaveResult:
-    control = seat.control
-    domains = {d.id: d.ranks for d in seat.placement.domains}
-    planned = plan_save(
-        state_dict, control, per_rank=spec.per_rank, domains=tuple(domains.values())
-    )
-    warnings = check_space(seat, planned, threads, required=require_space)
-    attempt = Attempt(seat, spec)
-
-    def write_mine() -> WrittenPart:
-        return write(
-            planned,
-            seat.storage,
-            attempt.prefix,
-            attempt.save_id,
-            domain=seat.placement.mine.id,
-            threads=threads,
-        )
-
-    def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
-        return finish_save(
-            planned, parts, save_id=attempt.save_id, checkpoint_id=str(target), domains=domains
-        )
-
-    try:
-        attempt.begin()
-        committed = attempt.commit(write_mine, finish)
-    except BaseException:
-        attempt.abandon()
-        raise
-    per_rank = tuple(c.plus(Counters(commit_s=committed.commit_s)) for c in committed.counters)
-    return SaveResult(
-        uri=str(target),
-        step=spec.step,
-        save_id=committed.save_id,
-        mine=per_rank[control.rank],
-        total=Counters.together(per_rank),
-        per_rank=per_rank,
-        wall_s=time.perf_counter() - started,
-        warnings=(*warnings, *committed.warnings),
-    )
+        options = WriteOptions(threads, require_space)
+        return save_at(state_dict, seat, target, spec, options, started=started)
 
 
 def load(
@@ -176,46 +111,13 @@ def load(
     """
     started = time.perf_counter()
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-    checking = Verify(verify)
     with _control(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with open_seat(target.parent, control, place, write=False) as seat:
             found = locate(seat, target.name)
-            manifest = found.manifest
-            held: list[Metadata] = []
-            control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
-            metadata = held[0]
-            flat = unwrap_stateful(state_dict)
-            planned = plan_load(
-                flat,
-                metadata,
-                control,
-                strict=strict,
-                saved_world=None if manifest is None else manifest.world_size,
+            return load_at(
+                state_dict, seat, target, found, strict=strict, verify=verify, started=started
             )
-            source = source_of(seat.storage, found, checking, control.rank)
-            per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
-    restore_stateful(state_dict, flat)
-    return LoadResult(
-        uri=str(target),
-        step=step_of(target.name, None) if manifest is None else manifest.step,
-        save_id=None if manifest is None else manifest.save_id,
-        mine=per_rank[control.rank],
-        total=Counters.together(per_rank),
-        per_rank=per_rank,
-        wall_s=time.perf_counter() - started,
-        verified=checking is Verify.READ and manifest is not None,
-        missing_keys=planned.missing_keys,
-        unexpected_keys=planned.unexpected_keys,
-    )
-
-
-def _read(planned: PlannedLoad, source: Source, found: Found) -> Counters:
-    try:
-        return read(planned, source)
-    except IncompleteCheckpointError as error:
-        error.hint = who_holds(error.uri or "", found) or error.hint
-        raise
 
 
 @contextlib.contextmanager

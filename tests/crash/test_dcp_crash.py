@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import tempfile
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +94,7 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
     from ckptfs.commit.opening import Place, sit_down
     from ckptfs.commit.run import Takeover, claim
     from ckptfs.commit.spec import IfExists, SaveSpec
-    from ckptfs.dcp import api
+    from ckptfs.dcp.saving import save_at
     from ckptfs.storage.registry import open_storage
     from ckptfs.testing.faults import FaultyStorage
     from ckptfs.testing.world import simulate
@@ -108,7 +107,7 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
             spec = SaveSpec(name, value, IfExists.REPLACE, run=held.generation)
             target = storage.root / name
             state = mine(control.rank, value)
-            api._save(state, seat, target, spec, time.perf_counter(), False, 1)  # noqa: FBT003
+            save_at(state, seat, target, spec)
 
     torch.set_num_threads(1)  # after a fork the first use makes a pool, and two threads would race
     for end in simulate(RANKS, body):

@@ -1,0 +1,78 @@
+"""One load on an open seat: what ``load`` and the manager's ``restore`` have in common.
+
+    metadata  plan (checks)  read and verify  hand over to stateful objects     -> LoadResult
+
+Collective on the seat's control; reads only.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.opening import step_of
+from ckptfs.commit.seat import Seat
+from ckptfs.dcp.datafile import Source, Verify
+from ckptfs.dcp.opened import read_metadata, source_of, who_holds
+from ckptfs.dcp.pipeline import PlannedLoad, plan_load, read, restore_stateful, unwrap_stateful
+from ckptfs.errors import IncompleteCheckpointError
+from ckptfs.events import Counters, LoadResult
+from ckptfs.uri import Uri
+
+__all__ = ["load_at"]
+
+
+def load_at(
+    state_dict: dict[str, Any],
+    seat: Seat,
+    target: Uri,
+    found: Found,
+    *,
+    strict: bool = True,
+    verify: Literal["read", "off"] = "read",
+    started: float | None = None,
+) -> LoadResult:
+    """Collective. Load the checkpoint that ``locate`` found into ``state_dict``, in place.
+
+    started: ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
+    """
+    started = time.perf_counter() if started is None else started
+    checking, control = Verify(verify), seat.control
+    manifest = found.manifest
+    held: list[Metadata] = []
+    control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
+    metadata = held[0]
+    flat = unwrap_stateful(state_dict)
+    planned = plan_load(
+        flat,
+        metadata,
+        control,
+        strict=strict,
+        saved_world=None if manifest is None else manifest.world_size,
+    )
+    source = source_of(seat.storage, found, checking, control.rank)
+    per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
+    restore_stateful(state_dict, flat)
+    return LoadResult(
+        uri=str(target),
+        step=step_of(target.name, None) if manifest is None else manifest.step,
+        save_id=None if manifest is None else manifest.save_id,
+        mine=per_rank[control.rank],
+        total=Counters.together(per_rank),
+        per_rank=per_rank,
+        wall_s=time.perf_counter() - started,
+        verified=checking is Verify.READ and manifest is not None,
+        missing_keys=planned.missing_keys,
+        unexpected_keys=planned.unexpected_keys,
+    )
+
+
+def _read(planned: PlannedLoad, source: Source, found: Found) -> Counters:
+    try:
+        return read(planned, source)
+    except IncompleteCheckpointError as error:
+        error.hint = who_holds(error.uri or "", found) or error.hint
+        raise
