@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 __all__ = [
-    "Committed",
     "CopyCommitted",
     "CopyFailed",
     "Counters",
@@ -23,9 +22,10 @@ __all__ = [
     "Deleted",
     "Event",
     "LoadResult",
-    "Retained",
     "Restored",
+    "Retained",
     "SaveBegan",
+    "SaveCommitted",
     "SaveFailed",
     "SaveResult",
     "SaveSkipped",
@@ -157,7 +157,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class SaveCommitted:
     """The checkpoint exists. stall_s: as in Staged, for a synchronous save the whole call."""
 
     result: SaveResult
@@ -212,7 +212,9 @@ class DeleteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A restore is done. skipped: newer checkpoints that could not be loaded, newest first."""
+    """A restore is done; what ``restore`` returns. step: None where nobody told one. skipped: newer
+    checkpoints that could not be loaded and why, newest first.
+    """
 
     uri: str
     step: int | None
@@ -243,7 +245,7 @@ Event = (
     SaveBegan
     | Staged
     | Written
-    | Committed
+    | SaveCommitted
     | SaveFailed
     | SaveSkipped
     | Retained
