@@ -17,19 +17,18 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ckptfs.commit.advisory import with_log
 from ckptfs.commit.artifact import collected_files
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import Checkpoint, list_unlogged, logged, read_view
+from ckptfs.commit.catalog import Checkpoint, list_unlogged, logged
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.fold import LogState
+from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import latest as latest_live
 from ckptfs.commit.run import Mode, Run, Takeover, claim
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
-from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.directory import ensure_dir as ensure_dir_at
 from ckptfs.uri import Uri, options_of
@@ -126,11 +125,9 @@ def list_checkpoints(
     node-local storage this node's log answers; a save whose outcome it does not record is left out.
     An empty or missing run gives an empty list.
     """
-    root, storage, views = _look(run_uri, storage_options)
-    try:
-        return [*drive(list_unlogged(views, root), storage), *logged(views, root)]
-    finally:
-        storage.close()
+    with looking_at(run_uri, storage_options) as look:
+        loose = drive(list_unlogged(look.views, look.root), look.storage)
+        return [*loose, *logged(look.views, look.root)]
 
 
 def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
@@ -139,31 +136,13 @@ def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) ->
     None when there is none. Saves of kind "checkpoint" only, not those of a failing run. Where no
     log tells, the checkpoint with the largest step among those that have a manifest or `.metadata`.
     """
-    root, storage, views = _look(run_uri, storage_options)
-    try:
-        live = latest_live(views, Kind.CHECKPOINT)
+    with looking_at(run_uri, storage_options) as look:
+        live = latest_live(look.views, Kind.CHECKPOINT)
         if live is not None:
-            return next(c for c in logged(views, root) if c.save_id == live.seal.save_id)
-        loose = drive(list_unlogged(views, root), storage)
-    finally:
-        storage.close()
+            known = logged(look.views, look.root)
+            return next(c for c in known if c.save_id == live.seal.save_id)
+        loose = drive(list_unlogged(look.views, look.root), look.storage)
     return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
-
-
-def _look(
-    run_uri: Any, storage_options: Mapping[str, Any] | None
-) -> tuple[Uri, Storage, dict[str, LogState]]:
-    """The run, its storage (the caller closes it) and its log, where there is one."""
-    root = Uri.parse(run_uri)
-    options = {**options_of(run_uri), **(storage_options or {})}
-    plain = open_storage(root, options)
-    try:
-        storage = with_log(plain, plain.capabilities, write=False)
-        view = drive(read_view(), storage)
-    except BaseException:
-        plain.close()
-        raise
-    return root, storage, dict([view]) if view is not None else {}
 
 
 def ensure_dir(

@@ -8,7 +8,7 @@ Collective on the seat's control, and on nothing else: it runs as well on a thre
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.pipeline import finish_save, plan_save, write
 from ckptfs.dcp.space import check_space
-from ckptfs.events import Counters, SaveResult
+from ckptfs.events import Counters, Event, SaveResult, Written
 from ckptfs.uri import Uri
 
 __all__ = ["WriteOptions", "save_at"]
@@ -43,10 +43,11 @@ def save_at(
     options: WriteOptions = WriteOptions(),
     *,
     started: float | None = None,
+    tell: Callable[[Event], None] = lambda _: None,
 ) -> SaveResult:
     """Collective. Save a state dict as ``target``, directly in the run that the seat is at.
 
-    started: ``time.perf_counter()`` at the user's call. Errors and what a crash leaves are as for
+    started: ``time.perf_counter()`` at the user's call. tell: hears of Written. Errors and what a crash leaves are as for
     ``ckptfs.save``.
     """
     started = time.perf_counter() if started is None else started
@@ -59,7 +60,7 @@ def save_at(
     attempt = Attempt(seat, spec)
 
     def write_mine() -> WrittenPart:
-        return write(
+        part = write(
             planned,
             seat.storage,
             attempt.prefix,
@@ -67,6 +68,8 @@ def save_at(
             domain=seat.placement.mine.id,
             threads=options.threads,
         )
+        tell(Written(str(target), spec.step or 0, part.counters))
+        return part
 
     def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
         return finish_save(

@@ -1,0 +1,46 @@
+"""Looking at a run from one process, read-only: its storage, and its log where there is one.
+
+    with looking_at(run_uri, options) as look:
+        look.root  look.storage  look.views      {} where nobody ever wrote a run
+
+Appends nothing, probes nothing, needs read permission only, talks to no other rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.commit.advisory import with_log
+from ckptfs.commit.catalog import read_view
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.ops import drive
+from ckptfs.storage.base import Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["Look", "looking_at"]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one process sees. views: the log of the domain that it reaches."""
+
+    root: Uri
+    storage: Storage
+    views: Mapping[str, LogState]
+
+
+@contextlib.contextmanager
+def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Iterator[Look]:
+    """The run as it is now; its storage is closed on leaving. Errors are the storage's."""
+    root = Uri.parse(run_uri)
+    plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
+    try:
+        storage = with_log(plain, plain.capabilities, write=False)
+        view = drive(read_view(), storage)
+        yield Look(root, storage, {} if view is None else dict([view]))
+    finally:
+        plain.close()

@@ -1,0 +1,77 @@
+"""What a manager was asked to be, checked once. Pure.
+
+The manager takes plain keywords, as people type them; from here on there are closed types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfs.commit.entries import Kind, Seal
+from ckptfs.errors import StateError
+from ckptfs.manager.naming import Template
+
+__all__ = ["IfSlow", "Names", "SaveMode", "metrics_of"]
+
+
+class SaveMode(Enum):
+    """Whether ``save`` returns when the checkpoint is committed, or when the state is staged."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+
+
+class IfSlow(Enum):
+    """What an asynchronous save does while as many as allowed are on their way."""
+
+    DELAY = "delay"  # wait for the oldest
+    SKIP = "skip"  # save nothing this time, and say so
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How steps are called: full checkpoints and weights beside them. The two never meet."""
+
+    checkpoint: Template
+    weights: Template
+
+    def __post_init__(self) -> None:
+        if any(self.checkpoint.name(n) == self.weights.name(n) for n in (1, 10**9)):
+            raise StateError(
+                f"checkpoints and weights are both called {self.checkpoint.text!r}",
+                hint="give weights_name= another template",
+            )
+
+    def of(self, kind: Kind) -> Template:
+        """The template of a kind. StateError for directories: they are named by whoever makes them."""
+        if kind is Kind.CHECKPOINT:
+            return self.checkpoint
+        if kind is Kind.WEIGHTS:
+            return self.weights
+        raise StateError(f"a manager saves checkpoints and weights, not {kind.value}")
+
+    def is_ours(self, seal: Seal) -> bool:
+        """Whether a manager with these names made the save: others are never deleted."""
+        if seal.artifact not in (Kind.CHECKPOINT, Kind.WEIGHTS):
+            return False
+        return self.of(seal.artifact).step_of(seal.name) is not None
+
+
+def metrics_of(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:
+    """Metrics as a seal holds them, sorted by name. StateError for what is no number."""
+    found = []
+    for name, value in sorted((metrics or {}).items()):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise StateError(
+                f"metric {name!r} is a {type(value).__name__}, not a number",
+                hint="pass floats: loss.item() for a tensor",
+            ) from None
+        # JSON has no NaN; such a metric says nothing, so it is left out.
+        if math.isfinite(number):
+            found.append((str(name), number))
+    return tuple(found)
