@@ -57,8 +57,7 @@ class Ground:
     @property
     def control(self) -> Control:
         """Collective at its first use. StateError: several ranks and no process group, or closed."""
-        if self._closed:
-            raise StateError("the manager is closed", uri=self._root, hint="make another one")
+        self._check_open()
         if self._control is None:
             control = self._stack.enter_context(
                 control_for(self.where.process_group, self.where.timeout_s)
@@ -92,6 +91,7 @@ class Ground:
 
     def run(self) -> Run:
         """Collective at its first use: claim the run. RunBusyError: a living owner holds it."""
+        self._check_open()
         if self._run is None:
             with contextlib.ExitStack() as stack:
                 seat = stack.enter_context(self._sit(write=True))
@@ -108,6 +108,10 @@ class Ground:
             return
         with open_seat(self.root, self.control, self.where.place, write=write) as seat:
             yield seat
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the manager is closed", uri=self._root, hint="make another one")
 
     def close(self) -> None:
         """Local: release the run and leave the control plane. Harmless twice."""

@@ -100,18 +100,19 @@ class CheckpointManager:
     ) -> SaveResult:
         """Collective. Save ``state`` as the checkpoint of ``step``."""
         started = time.perf_counter()
-        run = self._ground.run()
         artifact = Kind(kind)
-        template = self._names.of(artifact)
+        name = self._names.of(artifact).name(step)
+        told = metrics_of(metrics)  # a wrong call is refused before the run is claimed
+        run = self._ground.run()
         spec = SaveSpec(
-            template.name(step),
+            name,
             step,
             IfExists.REPLACE,
             artifact=artifact,
             run=run.generation,
             failure=failure,
             per_rank=self._per_rank,
-            metrics=metrics_of(metrics),
+            metrics=told,
         )
         target = self._ground.root / spec.name
         self._tell(SaveBegan(str(target), step, kind, self._mode.value, 0))

@@ -1,0 +1,147 @@
+"""CheckpointManager itself: when it claims, what it calls things, what it answers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptfs
+from ckptfs.manager.manager import CheckpointManager
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((8,), value)}
+
+
+def _tree(run: Path) -> Mapping[str, int]:
+    return {str(p.relative_to(run)): p.stat().st_mtime_ns for p in run.rglob("*")}
+
+
+def test_a_save_is_committed_under_its_step(tmp_path: Path) -> None:
+    """What save returns exists, is called by the template, and is what stock torch reads."""
+    import torch.distributed.checkpoint as dcp
+
+    with CheckpointManager(tmp_path, name="global_step_{N}") as manager:
+        result = manager.save(7, _state(7.0))
+        assert isinstance(result, ckptfs.SaveResult)
+        assert result.step == 7
+        assert manager.latest is not None
+        assert manager.latest.uri.name == "global_step_7"
+        assert manager.steps == [7]
+    loaded = _state(0.0)
+    dcp.load(loaded, checkpoint_id=tmp_path / "global_step_7", no_dist=True)
+    assert torch.equal(loaded["weight"], torch.full((8,), 7.0))
+
+
+def test_making_one_and_looking_touch_nothing(tmp_path: Path) -> None:
+    """An evaluation job that makes a manager beside a training job disturbs nobody."""
+    with CheckpointManager(tmp_path) as training:
+        training.save(1, _state(1.0))
+        before = _tree(tmp_path)
+        with CheckpointManager(tmp_path) as evaluation:
+            assert evaluation.steps == [1]
+            assert evaluation.latest is not None
+        assert _tree(tmp_path) == before
+        training.save(2, _state(2.0))
+
+
+def test_a_missing_run_has_nothing_and_gets_nothing(tmp_path: Path) -> None:
+    """Looking at a run that nobody wrote makes no directory."""
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.latest is None
+    assert manager.steps == []
+    manager.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_owner_is_told_who_holds_the_run(tmp_path: Path) -> None:
+    """RunBusyError names the process and the last commit of the manager that saves there."""
+    with CheckpointManager(tmp_path) as first:
+        first.save(1, _state(1.0))
+        second = CheckpointManager(tmp_path, takeover="never")
+        with pytest.raises(ckptfs.RunBusyError, match=rf"pid {os.getpid()}.*last commit step_1"):
+            second.save(2, _state(2.0))
+        second.close()
+        first.save(2, _state(2.0))
+    assert CheckpointManager(tmp_path).steps == [1, 2]
+
+
+def test_a_closed_manager_leaves_the_run_free(tmp_path: Path) -> None:
+    """The next job need not wait for a lease to stand still."""
+    with CheckpointManager(tmp_path) as first:
+        first.save(1, _state(1.0))
+    with CheckpointManager(tmp_path, takeover="never") as second:
+        second.save(2, _state(2.0))
+        with pytest.raises(ckptfs.StateError, match="closed"):
+            first.save(3, _state(3.0))
+        assert second.steps == [1, 2]
+
+
+def test_latest_is_the_last_commit_and_not_the_largest_step(tmp_path: Path) -> None:
+    """A run that went back and was trained anew goes on where it was left."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (50, 100, 70):
+            manager.save(step, _state(step))
+        assert manager.latest is not None
+        assert manager.latest.step == 70
+        assert manager.steps == [50, 100, 70]
+
+
+def test_a_step_that_is_saved_again_is_the_new_one(tmp_path: Path) -> None:
+    """Retraining to a step that was saved before the restart replaces it, whole."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(5, _state(1.0))
+        manager.save(5, _state(2.0))
+        assert manager.steps == [5]
+    state = _state(0.0)
+    ckptfs.load(state, tmp_path / "step_5")
+    assert state["weight"][0] == 2.0
+
+
+def test_each_kind_has_a_latest_of_its_own(tmp_path: Path) -> None:
+    """Weights for samplers never become what training resumes from."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, _state(1.0))
+        manager.save(2, _state(2.0), kind="weights")
+        weights = manager.latest_of("weights")
+        assert manager.latest is not None
+        assert (manager.latest.uri.name, weights and weights.uri.name) == ("step_1", "weights_2")
+        assert manager.steps == [1]
+
+
+def test_a_save_of_a_failing_run_is_no_latest(tmp_path: Path) -> None:
+    """It is there for people; nothing resumes from it unasked."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, _state(1.0))
+        manager.save(2, _state(2.0), failure=True)
+        assert manager.latest is not None
+        assert manager.latest.step == 1
+        assert manager.steps == [1, 2]
+    assert ckptfs.latest(tmp_path).step == 1  # type: ignore[union-attr]
+
+
+def test_metrics_lie_in_the_log(tmp_path: Path) -> None:
+    """They survive the process: retention of the next one still knows the best step."""
+    from ckptfs.commit.looking import looking_at
+    from ckptfs.commit.protocol import catalog
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, _state(1.0), {"loss": 0.5, "odd": float("nan")})
+    with looking_at(tmp_path, None) as look:
+        (live,) = catalog(look.views)
+    assert live.seal.metrics == (("loss", 0.5),)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": "low"}, {"loss": None}])
+def test_a_metric_that_is_no_number_is_refused_before_anything(
+    tmp_path: Path, metrics: Mapping[str, float]
+) -> None:
+    """The call is wrong, so nothing is written."""
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(ckptfs.StateError, match="loss"):
+            manager.save(1, _state(1.0), metrics)
+        assert manager.steps == []
