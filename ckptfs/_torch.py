@@ -119,3 +119,83 @@ def is_wrapper_subclass(value: object) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return bool(is_traceable_wrapper_subclass(value))
+
+
+# -- staging ---------------------------------------------------------------------------------
+
+
+def pin_host_memory(memory: Any) -> Any:
+    """Page-lock a host tensor in place for CUDA; returns how to undo it, None where it cannot be.
+
+    cudart: torch's own pinned allocator rounds sizes up to powers of two and keeps what it once got,
+    so a bound on it would not hold. Other accelerators copy from pageable memory.
+    """
+    import torch
+
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or not memory.numel():
+        return None
+    runtime: Any = torch.cuda.cudart()
+    address, size_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
+    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
+        return None
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def wait_for_device(device: Any) -> None:
+    """Return when what this thread queued on a device, copies to the host included, is done."""
+    import torch
+
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "current_stream"):
+        module.current_stream(device).synchronize()
+    elif hasattr(module, "synchronize"):  # mps has one stream
+        module.synchronize()
+
+
+# -- state of modules and optimizers ------------------------------------------------------------
+
+
+def is_dtensor(value: object) -> bool:
+    """True for DTensors; torch.distributed.tensor is imported by whoever made one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module without the wrappers around the whole of it, which put their names into its keys.
+
+    _orig_mod: torch.compile's wrapper has no other way to what it compiled.
+    """
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    while True:
+        if isinstance(module, (DistributedDataParallel, DataParallel)):
+            module = module.module
+        elif "_orig_mod" in getattr(module, "_modules", {}):
+            module = module._orig_mod  # noqa: SLF001
+        else:
+            return module
+
+
+def is_flat(module: Any) -> bool:
+    """True for modules with FullyShardedDataParallel in them, which whoever made one has imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrapper = getattr(fsdp, "FullyShardedDataParallel", None)
+    return wrapper is not None and any(isinstance(m, wrapper) for m in module.modules())
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name without what wrappers of inner modules put into it."""
+    for mark in ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."):
+        name = name.replace(mark, "")
+    return name
+
+
+def prime_optimizer(optimizer: Any) -> None:
+    """Let a fresh optimizer make its state: one step with zero gradients and zero learning rate.
+
+    _init_optim_state: what torch's own checkpoint helpers do; there is no public way.
+    """
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(optimizer)

@@ -271,7 +271,9 @@ def _family(kind: type[CkptfsError]) -> list[type[CkptfsError]]:
 
 
 class DeadlineError(CkptfsError, TimeoutError):
-    """Ranks were silent for longer than timeout_s; ``silent`` lists them."""
+    """Ranks were silent for longer than timeout_s, ``silent`` lists them; or what was waited for did
+    not come in time.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,8 @@ class Counters:
 
     size_bytes of all data files and their sidecars; payload_bytes of tensors and objects in them;
     files and items; seconds spent: plan (flattening, checks, exchange of plans), stage (device to
-    host), write, sync (making names durable), read, verify, commit.
+    host), write, sync (making names durable), read, verify, commit. referenced_bytes: of items that
+    had not changed and were not written again (unchanged="reference").
     """
 
     size_bytes: int = 0
@@ -56,6 +57,7 @@ class Counters:
     read_s: float = 0.0
     verify_s: float = 0.0
     commit_s: float = 0.0
+    referenced_bytes: int = 0
 
     @property
     def data_s(self) -> float:
@@ -128,13 +130,12 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SaveBegan:
-    """``save`` was called. size_bytes: what this rank holds, before replicas are given to one."""
+    """``save`` was called. mode: "sync" or "async"."""
 
     uri: str
     step: int
     kind: str
     mode: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Staged:
     """The caller may change its tensors. stall_s: seconds that the call held the training thread."""
 
     uri: str
-    step: int
+    step: int | None
     size_bytes: int
     stall_s: float
 
@@ -152,7 +153,7 @@ class Written:
     """This rank's part is durable; nothing is committed yet."""
 
     uri: str
-    step: int
+    step: int | None
     mine: Counters
 
 
@@ -167,7 +168,10 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Nothing was committed (outcome "failed"), or that is not known ("unknown")."""
+    """Nothing was committed (outcome "failed"), or that is not known ("unknown").
+
+    error: the class of the error, a colon, and its text.
+    """
 
     uri: str
     step: int
@@ -213,13 +217,15 @@ class DeleteFailed:
 @dataclass(frozen=True, slots=True)
 class Restored:
     """A restore is done; what ``restore`` returns. step: None where nobody told one. skipped: newer
-    checkpoints that could not be loaded and why, newest first.
+    checkpoints that could not be loaded and why, newest first. dropped: keys of what ranks of another
+    world size kept for themselves (``per_rank="drop"``).
     """
 
     uri: str
     step: int | None
     skipped: tuple[str, ...]
     wall_s: float
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

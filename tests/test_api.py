@@ -23,6 +23,8 @@ import torch
 import ckptfs
 from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.spec import IfExists
+from ckptfs.commit.tickets import begin_parts
 from ckptfs.storage.registry import open_storage
 
 _numbers = itertools.count()
@@ -645,3 +647,57 @@ def test_digests_of_the_manifest_are_over_its_bytes(saved: Path) -> None:
     step = saved / "step_2"
     outer, sealed = (step / "ckptfs.json").read_bytes(), inner(step) / "ckptfs.json"
     assert digest_of(outer) == digest_of(sealed.read_bytes())
+
+
+# -- checkpoints of several parts ------------------------------------------------------------------
+
+
+def _parts(held: Any, name: str, value: float, **how: Any) -> Any:
+    ticket = begin_parts(held, name, None, ["actor", "driver"], **how)
+    return ticket, [ckptfs.save(state(value), ticket.part(p)) for p in ("actor", "driver")]
+
+
+def test_parts_of_a_checkpoint_are_committed_together(run: Place) -> None:
+    """Until the ticket's commit nothing is there; then every part loads from below the checkpoint,
+    by us and, where it is a directory, by stock torch.
+    """
+    with ckptfs.prepare_run(run()) as held:
+        ticket, sealed = _parts(held, "step_7", 1)
+        assert names(run()) == []
+        with pytest.raises(ckptfs.NotFoundError):
+            loaded(run("step_7/actor"))
+        decision = ticket.commit(sealed)
+    (found,) = ckptfs.list_checkpoints(run())
+    assert (found.uri.name, found.parts) == ("step_7", ("actor", "driver"))
+    assert [loaded(uri) for uri in decision.parts.values()] == [1, 1]
+    assert loaded(run("step_7/actor")) == 1
+    with pytest.raises(ckptfs.StateError, match="consists of parts"):
+        loaded(run("step_7"))
+    with pytest.raises(ckptfs.NotFoundError, match="no part critic"):
+        loaded(run("step_7/critic"))
+    if "://" not in run():
+        got = state(-1)
+        torch.distributed.checkpoint.load(got, checkpoint_id=run("step_7/actor"), no_dist=True)
+        assert torch.equal(got["model"]["w"], torch.full((300, 7), 1.0))
+
+
+def test_parts_are_replaced_and_given_up_together(run: Place) -> None:
+    """The old parts load until the new ones are committed; what a dead driver left is nowhere."""
+    with ckptfs.prepare_run(run()) as held:
+        ticket, sealed = _parts(held, "step_1", 1)
+        ticket.commit(sealed)
+        ticket, sealed = _parts(held, "step_1", 2, if_exists=IfExists.REPLACE)
+        assert loaded(run("step_1/actor")) == 1
+        ticket.commit(sealed)
+        assert loaded(run("step_1/actor")) == 2
+        _parts(held, "step_2", 3)  # never committed
+        ticket, sealed = _parts(held, "step_3", 4)
+        ticket.abandon()
+    with ckptfs.prepare_run(run()):
+        assert names(run()) == ["step_1"]
+        for name in ("step_2", "step_3"):
+            with pytest.raises(ckptfs.NotFoundError):
+                loaded(run(f"{name}/actor"))
+    storage = open_storage(run())
+    assert [e.name for e in storage.list("") if e.name.startswith("step")] == ["step_1"]
+    storage.close()

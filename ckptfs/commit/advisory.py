@@ -122,11 +122,12 @@ class AdvisoryLog(Storage):
         number = self._number(key)
         if number is None:
             return self._inner.read(key)
-        if number >= len(self._names):
-            self._names = self._listed()
-        if number >= len(self._names):
+        names = self._names  # one look: another thread may refresh meanwhile
+        if number >= len(names):
+            names = self._names = self._listed()
+        if number >= len(names):
             raise NotFoundError("no such entry yet", uri=self.uri(key))
-        return self._inner.read(_PREFIX + self._names[number])
+        return self._inner.read(_PREFIX + names[number])
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """Write an entry under its own name, unless the place in the order is taken already."""
@@ -178,6 +179,10 @@ class AdvisoryLog(Storage):
     def rename(self, source: str, target: str) -> None:
         """As the inner storage."""
         self._inner.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        """As the inner storage."""
+        self._inner.link(source, target)
 
     def remove(self, key: str) -> None:
         """As the inner storage."""

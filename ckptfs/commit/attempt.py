@@ -23,13 +23,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import CONTROL, MANIFEST, AttemptKeys
+from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
 from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.manifest import (
     digest_of,
@@ -37,7 +37,8 @@ from ckptfs.commit.manifest import (
 )
 from ckptfs.commit.ops import drive
 from ckptfs.commit.plain import other_attempts
-from ckptfs.commit.planning import SavePlan, manifest_of, plan_save, seal_of_plan
+from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
+from ckptfs.commit.protocol import may_seal
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
 from ckptfs.commit.seat import Seat
@@ -50,10 +51,12 @@ from ckptfs.commit.spec import (
     fresh_ids,
     now_text,
 )
+from ckptfs.commit.turns import take_turns
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
     CommitInDoubtError,
+    StateError,
     StorageError,
     UriError,
 )
@@ -74,15 +77,16 @@ class _Gathered:
     digest: str
     files: Mapping[str, SmallFile]
     counters: tuple[Counters, ...]
+    origins: tuple[str, ...]
 
 
 class Attempt:
     """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
 
     def __init__(self, seat: Seat, spec: SaveSpec) -> None:
-        if spec.name == CONTROL:
+        if spec.name in (CONTROL, SHARED):
             raise UriError(
-                f"{CONTROL} is the run's own",
+                f"{spec.name} is the run's own",
                 uri=seat.storage.uri(spec.name),
                 hint="choose another name",
             )
@@ -115,6 +119,13 @@ class Attempt:
     def keys(self) -> AttemptKeys:
         """Where its files lie."""
         return self._named
+
+    @property
+    def previous(self) -> Seal | None:
+        """The last committed save of this one's kind, where this one holds the run; equal on all
+        ranks after begin().
+        """
+        return self._planned.previous
 
     @property
     def prefix(self) -> str:
@@ -153,7 +164,7 @@ class Attempt:
         error nothing is visible; a record of the attempt may lie in ``.ckptfs/attempts``.
         """
         control = self.seat.control
-        self._plan = control.step("survey", self._survey, self._decide)
+        self._plan = control.step("survey", lambda: (self._asked, self._survey()), self._agree)
         self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
         self._began = True
         control.step("begin", self._begin, self._refuse_others)
@@ -172,6 +183,25 @@ class Attempt:
         look = survey() if self.spec.run is None else catch_up_again(self._known)
         self._state = drive(look, self.storage)
         return self._means.domain, self._state
+
+    @property
+    def _asked(self) -> tuple[str, int | None, str]:
+        return self.spec.name, self.spec.step, self.spec.artifact.value
+
+    def _agree(
+        self, told: Sequence[tuple[tuple[str, int | None, str], tuple[str, LogState] | None]]
+    ) -> SavePlan:
+        """The plan, if all ranks mean one save: half of step 10 and half of step 11 are neither."""
+        odd = next((rank for rank, (what, _) in enumerate(told) if what != told[0][0]), None)
+        if odd is not None:
+            raise StateError(
+                f"ranks save different checkpoints: {told[0][0][0]} (step {told[0][0][1]}) on rank 0, "
+                f"{told[odd][0][0]} (step {told[odd][0][1]}) on rank {odd}",
+                uri=self.storage.root,
+                hint="every rank makes the same calls in the same order",
+            )
+        # A metric is each rank's own number: the seal, the same everywhere, has the coordinator's.
+        return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
 
     def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
         return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
@@ -227,16 +257,9 @@ class Attempt:
             started = time.perf_counter()
             files = kept or gathered.files
             control.step("prepare", lambda: self._prepare(files))
-        seal = seal_of_plan(self._planned, self.spec, gathered.digest)
+        seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
-        self._state = seal_everywhere(
-            self.seat,
-            self._named,
-            seal,
-            self._means,
-            self._state,
-            replace=self.spec.if_exists is IfExists.REPLACE,
-        )
+        self._state = self._append_seal(seal)
         warnings = self._finish(seal)
         if not self._means.caps.exclusive_create:
             warnings = (ADVICE, *warnings)
@@ -244,6 +267,17 @@ class Attempt:
                 logger.warning("%s is committed; %s", seal.name, ADVICE)
         commit_s = time.perf_counter() - started
         return Committed(seal.save_id, gathered.counters, commit_s, warnings)
+
+    def _append_seal(self, seal: Seal) -> LogState | None:
+        replaces = self.spec.if_exists is IfExists.REPLACE
+        return seal_everywhere(
+            self.seat,
+            self._named,
+            seal,
+            self._means,
+            self._state,
+            decide=lambda seen: may_seal(seen, seal, replace=replaces),
+        )
 
     def _gather(
         self,
@@ -258,11 +292,11 @@ class Attempt:
         encoded = encode_manifest(manifest)
         files[MANIFEST] = encoded
         counters = tuple(part.counters for part in parts)
-        digest = digest_of(encoded)
+        digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
             kept.update(files)  # the coordinator is the only owner: nothing large on the wire
-            return _Gathered(digest, {}, counters)
-        return _Gathered(digest, files, counters)
+            return _Gathered(digest, {}, counters, origins)
+        return _Gathered(digest, files, counters, origins)
 
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:
@@ -292,15 +326,17 @@ class Attempt:
             # is sealed here but not elsewhere must not be projected.
             aside = background is not None and not self._clears_plain_names()
             now = None if aside else holder
-            self._state = drive(finish(seal, self._means, self._state, holder=now), self.storage)
+            program = finish(seal, self._means, self._state, holder=now, spare=self.seat.spared)
+            self._state = drive(take_turns(program, self.seat.turn), self.storage)
             self.seat.known.learn(self._state)
             self.seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             return str(error)
         if holder is not None and background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
-            program = clear(self._means, self._known, holder)
-            chore = partial(drive, program, self.storage, stopped=background.stopped)
+            clearing = clear(self._means, self._known, holder, self.seat.spared)
+            turns = take_turns(clearing, self.seat.turn)
+            chore = partial(drive, turns, self.storage, stopped=background.stopped)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return None
 
@@ -309,7 +345,8 @@ class Attempt:
         chore comes to them, so they go before this save returns.
         """
         here = self._means.domain
-        doomed = () if self._state is None else to_clear({here: self._state}, here)
+        spared = self.seat.spared
+        doomed = () if self._state is None else to_clear({here: self._state}, here, spared)
         return any(seal.artifact is Kind.DIRECTORY for seal, _ in doomed)
 
     def abandon(self) -> None:

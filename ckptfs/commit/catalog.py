@@ -10,25 +10,28 @@ order:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptfs.commit.entries import Generation, Kind, Seal
+from ckptfs.commit.entries import Generation, Kind, PartRef, Seal
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import CONTROL, DOMAIN, MANIFEST, METADATA, AttemptKeys
+from ckptfs.commit.layout import CONTROL, DOMAIN, MANIFEST, METADATA, SHARED, AttemptKeys
 from ckptfs.commit.log import catch_up
-from ckptfs.commit.manifest import Manifest, decode_manifest, digest_of
+from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
+from ckptfs.commit.pieces import piece, split_name
 from ckptfs.commit.protocol import Standing, Views, catalog, seal_of, standing
+from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
     IncompleteCheckpointError,
     IntegrityError,
     ManifestError,
     NotFoundError,
     StaleError,
+    StateError,
 )
-from ckptfs.storage.base import Entry, Shape
+from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -41,8 +44,10 @@ __all__ = [
     "live_of",
     "logged",
     "missing_files",
+    "part_of",
     "read_domain",
     "read_view",
+    "refuse_parts",
     "unlogged",
 ]
 
@@ -60,7 +65,8 @@ class Checkpoint:
     """One committed checkpoint of a run, as ``latest`` and ``list_checkpoints`` return it.
 
     save_id is None for a plain DCP checkpoint. step: completed optimizer steps, None if not told.
-    domains: ids of the domains that hold it. generation: of the run's owner that saved it.
+    domains: ids of the domains that hold it. generation: of the run's owner that saved it. parts: of
+    one that several groups wrote; each is loaded from ``uri / part``.
     """
 
     uri: Uri
@@ -71,6 +77,7 @@ class Checkpoint:
     generation: Generation | None = None
     domains: tuple[str, ...] = ()
     pinned: bool = False
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +135,53 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
                 uri=where,
                 hint="start on the nodes that hold them, or load an older checkpoint by name",
             )
+    for promised in (save.part for view in views.values() for save in view.saves.values()):
+        if promised is None or promised.name != name:
+            continue
+        if standing(promised.save_id, views) is Standing.IN_DOUBT:
+            raise IncompleteCheckpointError(
+                f"{name} is in doubt: whether it was committed is known in its home, domain "
+                f"{promised.home} on {promised.home_host}, which is out of reach",
+                uri=where,
+                hint="call decision.publish() on these nodes, start where the home is reached, or "
+                "load an older checkpoint by name",
+            )
     return None
 
 
+def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
+    """The save to look for: a part of it, or the whole that has none; and who holds the part.
+
+    StateError: a whole of parts is nothing to load. NotFoundError: it has no such part.
+    """
+    names = ", ".join(ref.name for ref in whole.parts)
+    if part is None:
+        refuse_parts(whole.parts, whole.name, where)
+        return whole, ""
+    ref = next((ref for ref in whole.parts if ref.name == part), None)
+    if ref is None:
+        raise NotFoundError(
+            f"{whole.name} has no part {part}",
+            uri=where,
+            hint=f"its parts are {names}" if names else "it was saved whole",
+        )
+    pairs = zip(ref.domains, ref.hosts, strict=False)
+    held = "; ".join(f"domain {domain} on {host}" for domain, host in pairs)
+    return piece(whole, ref), f"part {part} of {whole.name} lies in {held}" if held else ""
+
+
+def refuse_parts(parts: Sequence[PartRef], name: str, where: Uri) -> None:
+    """StateError where what was asked for is a whole of parts."""
+    if parts:
+        raise StateError(
+            f"{name} consists of parts: {', '.join(ref.name for ref in parts)}",
+            uri=where,
+            hint=f"load one of them: {name}/{parts[0].name}",
+        )
+
+
 def _named(seal: Seal | None, name: str) -> bool:
-    return seal is not None and seal.name == name
+    return seal is not None and seal.name == split_name(name)[0]
 
 
 def find(seal: Seal, shape: Shape, where: Uri) -> Program[Found]:
@@ -189,17 +238,18 @@ def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
 
     Asked only where no log vouches for the checkpoint.
     """
-    sizes: dict[str, set[int]] = {}
+    listed: dict[str, list[FileRecord]] = {}
     for record in manifest.files:
         # Domains have a `.metadata` each under one path; gathered together any of them is right.
-        sizes.setdefault(record.path, set()).add(record.size_bytes)
+        listed.setdefault(record.path, []).append(record)
     missing: tuple[str, ...] = ()
-    for path, right in sizes.items():
+    for path, records in listed.items():
         try:
-            found = (yield StatOf(f"{home}/{path}")).size_bytes in right
+            found: Stat = yield StatOf(file_key(records[0], home))
         except NotFoundError:
-            found = False
-        if not found:
+            missing += (path,)
+            continue
+        if found.size_bytes not in {record.size_bytes for record in records}:
             missing += (path,)
     return missing
 
@@ -257,7 +307,7 @@ def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
 
 
 def _candidates(entries: list[Entry]) -> Iterator[str]:
-    return (e.name for e in entries if e.is_dir and e.name != CONTROL)
+    return (e.name for e in entries if e.is_dir and e.name not in (CONTROL, SHARED))
 
 
 def _list_stock(name: str, root: Uri) -> Program[Checkpoint | None]:
@@ -275,8 +325,8 @@ def _from_manifest(
         manifest = decode_manifest(raw, root / name)
     except ManifestError:
         return None  # listing names what can be loaded; load() says what is wrong with the rest
-    if manifest.save_id in known:
-        return None
+    if manifest.save_id in known or manifest.save_id == name:
+        return None  # the log tells; or the data directory of a step that is listed as a run
     if not _enough(manifest, (yield from missing_files(manifest, name))):
         return None  # an interrupted copy
     return Checkpoint(
@@ -287,6 +337,7 @@ def _from_manifest(
         Origin.MANIFEST,
         manifest.base,
         tuple(d.id for d in manifest.domains),
+        parts=tuple(ref.name for ref in manifest.parts),
     )
 
 
@@ -309,8 +360,9 @@ def logged(views: Views, root: Uri) -> list[Checkpoint]:
             seal.artifact,
             Origin.LOG,
             seal.base,
-            seal.domains,
+            seal.everywhere,
             any(v.save(seal.save_id).pinned for v in views.values()),
+            tuple(ref.name for ref in seal.parts),
         )
         for seal in list_live(views)
     ]

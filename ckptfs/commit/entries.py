@@ -1,6 +1,7 @@
 """The vocabulary of the run log: what an entry can say, and how it looks as bytes.
 
     seal      this save is whole in this domain
+    part      this part of a save is whole in this domain: a promise that its home keeps or releases
     abort     this save will never be sealed here
     decided   what all domains together came to (a record, never the decision)
     fence     a new owner; older generations cannot append any more
@@ -19,7 +20,7 @@ field, are kept as ``Foreign``, so that an older reader survives a newer writer.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple, TypeVar
@@ -40,6 +41,7 @@ __all__ = [
     "Gone",
     "Kind",
     "Outcome",
+    "Part",
     "PartRef",
     "Pin",
     "Release",
@@ -47,7 +49,9 @@ __all__ = [
     "Snapshot",
     "Stamp",
     "decode_entry",
+    "decode_parts",
     "encode_entry",
+    "encode_parts",
 ]
 
 FORMAT = 1
@@ -99,12 +103,15 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class PartRef:
-    """A part of a save that another group of processes sealed: its name and seal digest."""
+    """A part of a save that another group of processes sealed: its name, its own id, the digest of
+    its manifest, and where it lies. hosts: of each domain in turn, for people who look for it.
+    """
 
     name: str
     save_id: str
     digest: str
     domains: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,10 @@ class Seal:
     fenced: whether its writer held the run. digest: xxh3_128 of the immutable manifest.
     references: save_ids whose files this one uses. failure: saved by a run that was failing.
     metrics: what the user told of the model, for retention; not written when there are none.
+    origins: save_ids that wrote bytes which this one uses too; unlike references they may be deleted,
+    those bytes stay. Not written when there are none.
+    parts: what other groups of processes wrote of it. Then ``domains`` is the home alone, whose seal
+    is the decision; the same seal in another domain records that decision there.
     """
 
     save_id: str
@@ -130,6 +141,33 @@ class Seal:
     parts: tuple[PartRef, ...] = ()
     failure: bool = False
     metrics: tuple[tuple[str, float], ...] = ()
+    origins: tuple[str, ...] = ()
+
+    @property
+    def everywhere(self) -> tuple[str, ...]:
+        """Every domain that holds bytes of it: its own, and those of its parts."""
+        return tuple(dict.fromkeys([*self.domains, *(d for p in self.parts for d in p.domains)]))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of a save is whole here, in every listed domain the same entry. It commits nothing:
+    only the home's seal of the whole does, only the home's abort or delete releases it.
+
+    save_id: of this part alone. of: of the whole. name, step: of the whole. part: this part's name.
+    home: the domain that decides; home_host: who reaches that. digest: of this part's manifest.
+    """
+
+    save_id: str
+    of: str
+    part: str
+    base: Generation
+    name: str
+    step: int | None
+    home: str
+    home_host: str
+    domains: tuple[str, ...]
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +248,7 @@ class Foreign:
     kind: str
 
 
-Body = Seal | Abort | Decided | Fence | Release | Delete | Gone | Pin | Snapshot | Foreign
+Body = Seal | Part | Abort | Decided | Fence | Release | Delete | Gone | Pin | Snapshot | Foreign
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +266,7 @@ class Entry:
 
 _KINDS: dict[str, type] = {
     "seal": Seal,
+    "part": Part,
     "abort": Abort,
     "decided": Decided,
     "fence": Fence,
@@ -238,7 +277,7 @@ _KINDS: dict[str, type] = {
     "snapshot": Snapshot,
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
-_OMITTED_WHEN_EMPTY = ("metrics",)
+_OMITTED_WHEN_EMPTY = ("metrics", "hosts", "origins")
 _ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
@@ -256,14 +295,18 @@ def encode_entry(entry: Entry) -> bytes:
 
 def body_fields(body: Body) -> dict[str, Any]:
     """A body's fields as JSON values."""
-    values = {name: _plain(getattr(body, name)) for name in body.__dataclass_fields__}
+    return _fields(body)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    values = {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
     # Came after the format was frozen: bytes without it are what they always were.
     return {name: v for name, v in values.items() if name not in _OMITTED_WHEN_EMPTY or v}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, PartRef):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
+        return _fields(value)
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value
@@ -313,16 +356,13 @@ def _rich(name: str, value: Any) -> Any:
     match name:
         case "base" | "by" | "generation":
             return Generation(int(value[0]), str(value[1]))
-        case "domains" | "references":
+        case "domains" | "references" | "origins":
             return tuple(str(item) for item in value)
         case "parts":
-            return tuple(
-                PartRef(p["name"], p["save_id"], p["digest"], tuple(p.get("domains", ())))
-                for p in value
-            )
+            return decode_parts(value)
         case "metrics":
             return tuple((str(name), float(number)) for name, number in value)
-        case "save_id" | "name":
+        case "save_id" | "name" | "of" | "part":
             return _component(value)
         case "outcome":
             return _member(Outcome, value)
@@ -331,6 +371,25 @@ def _rich(name: str, value: Any) -> Any:
         case "artifact":
             return _member(Kind, value)
     return value
+
+
+def encode_parts(parts: Sequence[PartRef]) -> list[dict[str, Any]]:
+    """References to parts as JSON values."""
+    return [_fields(part) for part in parts]
+
+
+def decode_parts(value: Sequence[Mapping[str, Any]]) -> tuple[PartRef, ...]:
+    """What ``encode_parts`` made."""
+    return tuple(
+        PartRef(
+            _component(p["name"]),
+            _component(p["save_id"]),
+            str(p["digest"]),
+            tuple(str(domain) for domain in p.get("domains", ())),
+            tuple(str(host) for host in p.get("hosts", ())),
+        )
+        for p in value
+    )
 
 
 def _component(value: Any) -> str:

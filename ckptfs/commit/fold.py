@@ -25,6 +25,7 @@ from ckptfs.commit.entries import (
     Generation,
     Gone,
     Outcome,
+    Part,
     Pin,
     Release,
     Seal,
@@ -41,7 +42,7 @@ class SaveState:
     """What one domain's log says about one save.
 
     sealed_at: number of the effective seal. aborted: an effective abort stands. deleted: its bytes
-    go; gone: they went.
+    go; gone: they went. part: the save is a part of another, and whole here.
     """
 
     save_id: str
@@ -52,6 +53,7 @@ class SaveState:
     deleted: bool = False
     gone: bool = False
     pinned: bool = False
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def fold_entry(state: LogState, body: Body) -> LogState:
             return replace(after, snapshot_at=here)
         case Foreign():
             return replace(after, foreign=True)
-        case Seal() | Abort() | Decided() | Delete() | Gone() | Pin():
+        case Seal() | Part() | Abort() | Decided() | Delete() | Gone() | Pin():
             known = state.save(body.save_id)
             changed = _fold_save(known, body, here)
             if changed is known:
@@ -117,15 +119,20 @@ def fold_entry(state: LogState, body: Body) -> LogState:
 
 
 def _fold_save(
-    save: SaveState, body: Seal | Abort | Decided | Delete | Gone | Pin, here: int
+    save: SaveState, body: Seal | Part | Abort | Decided | Delete | Gone | Pin, here: int
 ) -> SaveState:
     match body:
         case Seal():
             if save.aborted or save.seal is not None:
                 return save
             return replace(save, seal=body, sealed_at=here)
+        case Part():
+            if save.aborted or save.part is not None:
+                return save
+            return replace(save, part=body, sealed_at=here)
         case Abort():
-            return save if save.seal is not None else replace(save, aborted=True)
+            sealed = save.seal is not None or save.part is not None
+            return save if sealed else replace(save, aborted=True)
         case Decided(outcome=outcome):
             return save if save.decided is not None else replace(save, decided=outcome)
         case Delete():
@@ -160,6 +167,7 @@ def snapshot_of(state: LogState) -> Snapshot:
                     "gone": s.gone,
                     "pinned": s.pinned,
                 }
+                | ({} if s.part is None else {"part": body_fields(s.part)})
                 for s in state.saves.values()
             ],
         }
@@ -184,6 +192,7 @@ def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
             s["deleted"],
             s["gone"],
             s["pinned"],
+            body_from(Part, s["part"]) if "part" in s else None,
         )
         for s in raw["saves"]
     }

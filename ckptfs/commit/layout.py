@@ -4,6 +4,7 @@
   step_100/                      a projection: what people and stock readers see
     .metadata  ckptfs.json
     <save_id>/                   data, attempt.json, immutable .metadata and ckptfs.json
+  _data/<save_id>/               object stores: data files that later saves may use too
   .ckptfs/
     domain  hint  lease
     log/00000042                 entries, numbered without gaps
@@ -28,10 +29,12 @@ __all__ = [
     "MANIFEST",
     "METADATA",
     "PARTIAL_PREFIX",
+    "SHARED",
     "TMP",
     "TRASH",
     "AttemptKeys",
     "log_key",
+    "shared_key",
     "staging_key",
 ]
 
@@ -45,6 +48,7 @@ ATTEMPTS = ".ckptfs/attempts"
 TRASH = ".ckptfs/trash"
 MANIFEST = "ckptfs.json"
 METADATA = ".metadata"
+SHARED = "_data"
 PARTIAL_PREFIX = ".partial-"  # how backends with directories name a file on its way
 
 
@@ -56,6 +60,11 @@ def log_key(number: int) -> str:
 def staging_key(write_id: str) -> str:
     """Where an entry lies before its name is linked."""
     return f"{TMP}/{write_id}"
+
+
+def shared_key(path: str) -> str:
+    """Where a file lies that later saves may use too; ``path`` begins with its writer's save_id."""
+    return f"{SHARED}/{path}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,23 +5,48 @@
 
 A save may be superseded, deleted or projected while we look. Then some rank finds nothing, and all
 ranks start over together: two ranks must never load two different saves.
+
+A part of a checkpoint lies one level deeper, ``run/step_100/actor``: its run is found from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog import Found, find, live_of, missing_files, read_view, unlogged
+from ckptfs.commit.advisory import with_log
+from ckptfs.commit.catalog import (
+    Found,
+    find,
+    live_of,
+    missing_files,
+    part_of,
+    read_view,
+    refuse_parts,
+    unlogged,
+)
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import drive
+from ckptfs.commit.pieces import part_name, split_name
 from ckptfs.commit.seat import Seat
-from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError
+from ckptfs.commit.shared_data import file_key
+from ckptfs.errors import (
+    IncompleteCheckpointError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    UriError,
+)
+from ckptfs.storage.registry import open_storage
+from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
-__all__ = ["locate"]
+__all__ = ["locate", "reading_seat"]
 
 TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
 
@@ -30,10 +55,13 @@ View = tuple[str, LogState]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The save that all ranks look for; seal is None where no log knows the name."""
+    """The save that all ranks look for; seal is None where no log knows the name. where: of a part,
+    the nodes that hold it.
+    """
 
     seal: Seal | None
     views: dict[str, LogState]
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +69,46 @@ class _Miss:
     """This rank found nothing."""
 
     message: str
+
+
+@contextlib.contextmanager
+def reading_seat(target: Uri, control: Control, place: Place) -> Iterator[tuple[Seat, str]]:
+    """Collective, read-only. A seat at the run of a checkpoint, or of a part of one, and its name
+    there: ``step_100``, or ``step_100/actor``.
+    """
+    with contextlib.ExitStack() as stack:
+        seat = stack.enter_context(open_seat(target.parent, control, place, write=False))
+        name = target.name
+        if not any(domain.id for domain in seat.placement.domains):
+            step, run = target.parent.name, target.parent.parent
+            is_lead = seat.placement.is_node_lead
+
+            def look() -> bool:
+                return is_lead and bool(step) and _has_part(run, place, step, name)
+
+            if control.step("run of a part", look, any):
+                seat = stack.enter_context(open_seat(run, control, place, write=False))
+                name = part_name(step, name)
+        yield seat, name
+
+
+def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
+    """Whether ``run`` is a run whose log knows that part, or the step as one of other parts."""
+    try:
+        plain = open_storage(run, place.storage_options)
+    except (StorageError, UriError):
+        return False
+    try:
+        view = drive(read_view(), with_log(plain, plain.capabilities, write=False))
+    except (StorageError, ManifestError):
+        return False  # what lies above a copied checkpoint need not be permitted to be read
+    finally:
+        plain.close()
+    return view is not None and any(
+        (save.part is not None and (save.part.name, save.part.part) == (step, part))
+        or (save.seal is not None and save.seal.name == step and bool(save.seal.parts))
+        for save in view[1].saves.values()
+    )
 
 
 def locate(seat: Seat, name: str) -> Found:
@@ -56,9 +124,13 @@ def locate(seat: Seat, name: str) -> Found:
 
     def choose(answers: Sequence[View | None]) -> _Choice:
         views = dict(a for a in answers if a is not None)
-        seal = live_of(name, views, where)
-        # What is sent to every rank: only saves of this name, the log may be long.
-        return _Choice(seal, {} if seal is not None else views)
+        step, part = split_name(name)
+        whole = live_of(step, views, where)
+        if whole is None:
+            return _Choice(None, views)
+        seal, holders = part_of(whole, part, where)
+        # What is sent to every rank: only this save, the log may be long.
+        return _Choice(seal, {}, holders)
 
     def look_for(choice: _Choice) -> Found | _Miss:
         try:
@@ -79,21 +151,23 @@ def locate(seat: Seat, name: str) -> Found:
         misses = [(rank, text) for rank, text in enumerate(verdict) if text is not None]
         if not misses and isinstance(found, Found):
             if choice.seal is None and found.manifest is not None:
-                _check_copy(seat, found, found.manifest, where)
+                refuse_parts(found.manifest.parts, name, where)
+                _check_copy(seat, found, found.manifest)
             return found
         if choice.seal is None and len(misses) == seat.control.size:
             raise NotFoundError(
                 misses[0][1], uri=where, hint="see list_checkpoints() of its parent"
             )
     ranks = ", ".join(str(rank) for rank, _ in misses)
+    holders = f"{choice.where}: start there again" if choice.where else ""
     raise IncompleteCheckpointError(
         f"{name} is not to be found from rank {ranks}: {misses[0][1]}",
         uri=where,
-        hint="it was removed by hand, or these nodes do not see the disk that holds it",
+        hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
 
 
-def _check_copy(seat: Seat, found: Found, manifest: Manifest, where: Uri) -> None:
+def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
     """Collective. A checkpoint without a log is valid if every listed file is there, on some node."""
 
     def look() -> frozenset[str] | None:
@@ -105,10 +179,13 @@ def _check_copy(seat: Seat, found: Found, manifest: Manifest, where: Uri) -> Non
         nowhere = frozenset.intersection(*(a for a in answers if a is not None))
         if nowhere:
             first = min(nowhere)
+            record = next(file for file in manifest.files if file.path == first)
             raise IncompleteCheckpointError(
                 f"{len(nowhere)} files are missing or have another size, {first} is the first",
-                uri=f"{where}/{first}",
-                hint="the copy was interrupted: copy it again",
+                uri=seat.storage.uri(file_key(record, found.home)),
+                hint="it shares files with other saves: copy what it lists of _data/ too"
+                if record.is_shared
+                else "the copy was interrupted: copy it again",
             )
 
     seat.control.step("look at the copy", look, judge)

@@ -3,6 +3,7 @@
 One immutable copy lies in ``<save_id>/`` and is what the seal's digest is of; a second one beside
 ``.metadata`` is the projection. Paths are relative to the step directory. Unknown fields are
 ignored; a manifest whose ``min_reader_version`` is newer than this reader is refused by name.
+One that lists shared files (see ``FileRecord``) needs reader version 2.
 A checkpoint that was copied elsewhere without its log is valid by its manifest alone.
 """
 
@@ -10,13 +11,20 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
-from ckptfs.commit.entries import GENESIS, Generation, Kind
+from ckptfs.commit.entries import (
+    GENESIS,
+    Generation,
+    Kind,
+    PartRef,
+    decode_parts,
+    encode_parts,
+)
 from ckptfs.errors import ManifestError
 
 __all__ = [
@@ -27,10 +35,16 @@ __all__ = [
     "decode_manifest",
     "digest_of",
     "encode_manifest",
+    "needed_reader",
 ]
 
 FORMAT_VERSION = 1
-READER_VERSION = 1
+READER_VERSION = 2  # what this version understands
+_PLAIN_READER = 1
+_SHARED_READER = 2  # an older one would look for shared files in the step directory
+
+
+_OPTIONAL = ("domain", "digests", "digest", "origin")  # of a file; left out when there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +53,9 @@ class FileRecord:
 
     path: relative to the step directory. size_bytes. domain: the id of the domain that holds it,
     None for all of them. digests: path of its sidecar of block digests, None where it has none.
-    digest: xxh3_128 of a small file's bytes, None for data files with a sidecar.
+    digest: xxh3_128 of a small file's bytes, None for data files with a sidecar. origin: the save that
+    wrote the bytes, where that matters: of a hard link to a file of an older save, and of every
+    shared file.
     """
 
     path: str
@@ -47,6 +63,14 @@ class FileRecord:
     domain: str | None = None
     digests: str | None = None
     digest: str | None = None
+    origin: str | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it lies beside the step directories, for all saves: ``path`` is below ``_data/``
+        of the run, and begins with the save_id of its writer.
+        """
+        return self.origin is not None and self.path.startswith(f"{self.origin}/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +84,10 @@ class DomainRecord:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything a reader needs to know before it opens a data file."""
+    """Everything a reader needs to know before it opens a data file.
+
+    parts: what other groups of processes wrote of it; each has a manifest of its own.
+    """
 
     save_id: str
     name: str
@@ -75,13 +102,19 @@ class Manifest:
     references: tuple[str, ...] = ()
     per_rank: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
-    min_reader_version: int = READER_VERSION
+    min_reader_version: int = _PLAIN_READER
+    parts: tuple[PartRef, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all listed files."""
         return sum(f.size_bytes for f in self.files)
+
+
+def needed_reader(files: Iterable[FileRecord]) -> int:
+    """The ``min_reader_version`` of a manifest that lists these files."""
+    return _SHARED_READER if any(file.is_shared for file in files) else _PLAIN_READER
 
 
 def digest_of(data: bytes) -> str:
@@ -109,10 +142,12 @@ def encode_manifest(manifest: Manifest) -> bytes:
         ],
         "files": [
             {"path": f.path, "size": f.size_bytes}
-            | {k: v for k in ("domain", "digests", "digest") if (v := getattr(f, k)) is not None}
+            | {k: v for k in _OPTIONAL if (v := getattr(f, k)) is not None}
             for f in manifest.files
         ],
     }
+    if manifest.parts:
+        record["parts"] = encode_parts(manifest.parts)
     record |= {k: v for k, v in manifest.extra.items() if k not in record}
     return json.dumps(record, indent=1).encode() + b"\n"
 
@@ -155,6 +190,7 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
                 f.get("domain"),
                 None if f.get("digests") is None else _path(f["digests"]),
                 f.get("digest"),
+                None if f.get("origin") is None else _name(f["origin"]),
             )
             for f in record["files"]
         ),
@@ -171,6 +207,7 @@ def _from_record(record: Mapping[str, Any]) -> Manifest:
         per_rank=tuple(record.get("per_rank", ())),
         format_version=int(record["format_version"]),
         min_reader_version=int(record["min_reader_version"]),
+        parts=decode_parts(record.get("parts", ())),
     )
 
 

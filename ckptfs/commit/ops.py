@@ -25,6 +25,7 @@ from ckptfs.storage.base import Storage
 
 __all__ = [
     "Create",
+    "Link",
     "List",
     "MakeDir",
     "Op",
@@ -117,6 +118,16 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """A second name for a file. -> None, or NotFoundError (source or target's parent),
+    AlreadyExistsError, or UnsupportedError: no hard links, or not between these two
+    """
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """-> None; absent is success"""
 
@@ -180,6 +191,7 @@ Op = (
     | Write
     | MakeDir
     | Rename
+    | Link
     | Remove
     | RemoveDir
     | RemoveMany
@@ -216,6 +228,8 @@ def perform(op: Op, storage: Storage) -> Any:
             return storage.make_dir(key)
         case Rename(source, target):
             return storage.rename(source, target)
+        case Link(source, target):
+            return storage.link(source, target)
         case Remove(key):
             return storage.remove(key)
         case RemoveMany(keys):
@@ -244,6 +258,16 @@ def drive(
     deadline_s bounds how long a program may keep pausing, in seconds from its first pause. Storage
     errors are thrown into the program; what it does not catch reaches the caller.
     """
+    try:
+        return _drive(program, storage, deadline_s, stopped)
+    finally:
+        # Whatever ended it: a suspended program may hold its domain's turn (turns.py).
+        program.close()
+
+
+def _drive(
+    program: Program[T], storage: Storage, deadline_s: float, stopped: threading.Event | None
+) -> T:
     first_pause: float | None = None
     answer: Any = None
     failure: Exception | None = None
@@ -254,7 +278,6 @@ def drive(
             result: T = stop.value
             return result
         if stopped is not None and stopped.is_set():
-            program.close()
             raise FencedError("the run was released meanwhile", uri=storage.root)
         answer = failure = None
         try:

@@ -17,26 +17,38 @@ from datetime import UTC, datetime
 from ckptfs._version import __version__
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of
-from ckptfs.commit.protocol import Standing, name_taken, next_seq, occupant, standing
+from ckptfs.commit.manifest import (
+    DomainRecord,
+    FileRecord,
+    Manifest,
+    digest_of,
+    needed_reader,
+)
+from ckptfs.commit.protocol import Standing, catalog, name_taken, next_seq, occupant, standing
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, now_text
 from ckptfs.errors import CommitConflictError, FencedError
 from ckptfs.uri import Uri
 
-__all__ = ["SavePlan", "manifest_of", "plan_save", "seal_of_plan"]
+__all__ = ["SavePlan", "manifest_of", "origins_of", "plan_save", "seal_of_plan"]
 
 Views = Mapping[str, LogState]
 
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The same on every rank: the save's id, the generation it carries, its place in the order."""
+    """The same on every rank: the save's id, the generation it carries, its place in the order.
+
+    previous: of a save that holds the run, the last committed one of its kind. metrics: the
+    coordinator's.
+    """
 
     save_id: str
     base: Generation
     seq: int
     domains: tuple[str, ...]
+    previous: Seal | None = None
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
@@ -55,7 +67,16 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     seq = next_seq(base, views, fenced=spec.run is not None)
     fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
     save_id = fresh if spec.save_id is None else spec.save_id
-    return SavePlan(save_id, base, seq, tuple(d.id for d in seat.placement.domains))
+    domains = tuple(d.id for d in seat.placement.domains)
+    return SavePlan(save_id, base, seq, domains, _previous(spec, views))
+
+
+def _previous(spec: SaveSpec, views: Views) -> Seal | None:
+    """Only for the run's holder: nobody else deletes meanwhile what this save may build on."""
+    if spec.run is None:
+        return None
+    same = [live.seal for live in catalog(views) if live.seal.artifact is spec.artifact]
+    return same[-1] if same else None
 
 
 def _base(spec: SaveSpec, views: Views, where: Uri, root: Uri) -> Generation:
@@ -123,23 +144,31 @@ def manifest_of(
         for name, file in extra.items()
         for domain, data in ([(None, file)] if isinstance(file, bytes) else file.items())
     ]
+    every = (*files, *small)
     return Manifest(
         save_id=plan.save_id,
-        name=spec.name,
+        name=spec.name.rpartition("/")[2],  # of a part, its own
         step=spec.step,
         # Two ranks may have uploaded one and the same file; it is one file.
-        files=tuple({(f.path, f.domain): f for f in (*files, *small)}.values()),
+        files=tuple({(f.path, f.domain): f for f in every}.values()),
         domains=tuple(
             DomainRecord(d.id, d.ranks, _hosts(seat, d.ranks)) for d in seat.placement.domains
         ),
         base=plan.base,
         artifact=spec.artifact,
-        world_size=seat.control.size,
+        world_size=spec.world_size or seat.control.size,
         created_at=now_text(),
         writer=f"ckptfs {__version__}",
         references=spec.references,
         per_rank=spec.per_rank,
+        min_reader_version=needed_reader(every),
     )
+
+
+def origins_of(manifest: Manifest) -> tuple[str, ...]:
+    """The saves, besides this one, that wrote bytes of its files."""
+    origins = {f.origin for f in manifest.files if f.origin is not None}
+    return tuple(sorted(origins - {manifest.save_id}))
 
 
 def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
@@ -148,8 +177,10 @@ def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
 
 
-def seal_of_plan(plan: SavePlan, spec: SaveSpec, digest: str) -> Seal:
-    """The seal over a manifest with that digest: the same in every domain."""
+def seal_of_plan(
+    plan: SavePlan, spec: SaveSpec, digest: str, origins: tuple[str, ...] = ()
+) -> Seal:
+    """The seal over a manifest with that digest and those origins: the same in every domain."""
     return Seal(
         save_id=plan.save_id,
         base=plan.base,
@@ -162,5 +193,6 @@ def seal_of_plan(plan: SavePlan, spec: SaveSpec, digest: str) -> Seal:
         digest=digest,
         references=spec.references,
         failure=spec.failure,
-        metrics=spec.metrics,
+        metrics=plan.metrics,
+        origins=origins,
     )

@@ -8,6 +8,7 @@ are consumed, projected or not.
     filesystem, fresh name     rename(attempts/<id> -> step_N)
     filesystem, name in use    move <id>/ in, then .metadata and ckptfs.json over the old ones
     object store               conditional PUT of ckptfs.json and .metadata
+    parts                      each to step_N/<part> in the same way, then what is the whole's own
 
 Never an exchange, never the old one aside first: with two recoverers both lose data. Our own
 readers follow the log and do not need any of this.
@@ -36,6 +37,7 @@ from ckptfs.commit.ops import (
     StatOf,
     Sync,
 )
+from ckptfs.commit.pieces import piece_ids, pieces
 from ckptfs.commit.protocol import Standing, Views, commits, standing, successor_here
 from ckptfs.errors import (
     AccessError,
@@ -58,8 +60,9 @@ def project(seal: Seal, views: Views, domain: str, caps: Capabilities) -> Progra
     """
     if caps.shape is Shape.FILESYSTEM:
         for save in _earlier(seal, views[domain]):
-            yield from _retire(save, views, caps)
-    yield from _project_one(seal, caps, views[domain])
+            yield from _retire(save, views, domain, caps)
+    for piece in pieces(seal, domain):
+        yield from _project_one(piece, caps, views[domain], whole=seal)
 
 
 def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
@@ -77,7 +80,7 @@ def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
     ]
 
 
-def _retire(save: SaveState, views: Views, caps: Capabilities) -> Program[None]:
+def _retire(save: SaveState, views: Views, domain: str, caps: Capabilities) -> Program[None]:
     """Consume the source of a save that a later commit of its name overtook.
 
     Its data moves to where it would lie, because readers, pins and references may still want it;
@@ -86,16 +89,17 @@ def _retire(save: SaveState, views: Views, caps: Capabilities) -> Program[None]:
     seal = save.seal
     if seal is None:
         return
-    keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     kept = not save.deleted
     if kept and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
             # Its data are the plain names themselves. Filesystems only: nothing asks the log.
-            yield from _project_one(seal, caps, LogState())
+            yield from _project_one(seal, caps, LogState(), whole=seal)
         return
-    if kept:
-        yield from _settle_data(keys)
-    yield from discard_source(keys)
+    for piece in pieces(seal, domain):
+        keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
+        if kept:
+            yield from _settle_data(keys)
+        yield from discard_source(keys)
 
 
 def _settle_data(keys: AttemptKeys) -> Program[None]:
@@ -149,11 +153,13 @@ def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
         waiting = {entry.name for entry in (yield List(ATTEMPTS))}
     except NotFoundError:
         return
-    newest = {live.seal.name: live.seal for live in commits(views) if domain in live.seal.domains}
+    newest = {
+        live.seal.name: live.seal for live in commits(views) if domain in live.seal.everywhere
+    }
     unsettled = [
         save.seal
         for save in views[domain].saves.values()
-        if save.seal is not None and save.save_id in waiting
+        if save.seal is not None and not waiting.isdisjoint(piece_ids(save.seal))
     ]
     names = {seal.name for seal in unsettled}
     if caps.shape is Shape.OBJECT and not caps.conditional_replace:
@@ -162,11 +168,15 @@ def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
         if name in names and standing(seal.save_id, views) is Standing.COMMITTED:
             yield from project(seal, views, domain, caps)
     if caps.shape is Shape.OBJECT:
-        yield from _drop_records(unsettled, newest, views, caps)
+        yield from _drop_records(unsettled, newest, views, domain, caps)
 
 
 def _drop_records(
-    unsettled: list[Seal], newest: dict[str, Seal], views: Views, caps: Capabilities
+    unsettled: list[Seal],
+    newest: dict[str, Seal],
+    views: Views,
+    domain: str,
+    caps: Capabilities,
 ) -> Program[None]:
     """Remove the records of saves that nobody will ever project: overtaken, or deleted and gone.
 
@@ -181,13 +191,18 @@ def _drop_records(
                 pass
             case _:
                 continue
-        yield from drop_record(AttemptKeys(caps.shape, seal.name, seal.save_id))
+        for piece in pieces(seal, domain):
+            yield from drop_record(AttemptKeys(caps.shape, piece.name, piece.save_id))
 
 
-def _project_one(seal: Seal, caps: Capabilities, state: LogState) -> Program[None]:
+def _project_one(seal: Seal, caps: Capabilities, state: LogState, *, whole: Seal) -> Program[None]:
+    """One piece of ``whole``; a save without parts is its only one."""
     keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     if caps.shape is Shape.OBJECT:
-        yield from _project_object(seal, keys, caps, state)
+        yield from _project_object(seal, keys, caps, state, whole=whole)
+        return
+    if seal is not whole:
+        yield from _project_part(seal, keys)
         return
     try:
         yield Rename(keys.attempt, keys.name)
@@ -196,6 +211,28 @@ def _project_one(seal: Seal, caps: Capabilities, state: LogState) -> Program[Non
     except AlreadyExistsError:
         yield from _project_pieces(seal, keys)
     yield Sync("")
+    yield Sync(ATTEMPTS)
+
+
+def _project_part(seal: Seal, keys: AttemptKeys) -> Program[None]:
+    """Into ``step_N/``, which is made here, and which a delete of an older save may take away."""
+    step, attempt = keys.name.rsplit("/", 1)[0], 0
+    while True:
+        yield MakeDir(step)
+        try:
+            yield Rename(keys.attempt, keys.name)
+            break
+        except AlreadyExistsError:
+            yield from _project_pieces(seal, keys)
+            break
+        except NotFoundError:
+            try:
+                yield StatOf(f"{keys.data}/{MANIFEST}")
+            except NotFoundError:
+                return  # moved already, whole
+            yield Pause(attempt, f"making {step}")
+            attempt += 1
+    yield Sync(step)
     yield Sync(ATTEMPTS)
 
 
@@ -246,17 +283,18 @@ def _move(source: str, target: str) -> Program[None]:
 
 
 def _project_object(
-    seal: Seal, keys: AttemptKeys, caps: Capabilities, state: LogState
+    seal: Seal, keys: AttemptKeys, caps: Capabilities, state: LogState, *, whole: Seal
 ) -> Program[None]:
     # Where entries may slip in below what was folded, only a whole fold tells who is newest.
     known = state if caps.exclusive_create else None
-    pieces = (MANIFEST,) if seal.artifact is Kind.DIRECTORY else (METADATA, MANIFEST)
-    for piece in pieces:
+    # A directory artifact has no `.metadata`, and of a whole of parts each part has its own.
+    bare = seal.artifact is Kind.DIRECTORY or bool(seal.parts)
+    for file in (MANIFEST,) if bare else (METADATA, MANIFEST):
         try:
-            data: bytes = yield Read(f"{keys.projected_data}/{piece}")
+            data: bytes = yield Read(f"{keys.projected_data}/{file}")
         except NotFoundError:
             return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
-        yield from _put(seal, f"{keys.name}/{piece}", data, caps, known)
+        yield from _put(whole, f"{keys.name}/{file}", data, caps, known)
     # Its record has done its work; recovery need not look at this save again.
     yield from drop_record(keys)
 

@@ -7,7 +7,8 @@
     recovery(...)                                 what the holder of a new fence does
 
 A save is committed if and only if every domain that it lists holds its seal. A domain out of reach
-makes it in doubt, unless a ``decided`` entry that was reached says what it came to.
+makes it in doubt, unless a ``decided`` entry that was reached says what it came to. Of a save of
+several parts the home alone decides; its seal, found in another domain, records that it did.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from ckptfs.commit.entries import (
     Gone,
     Kind,
     Outcome,
+    Part,
     Seal,
 )
 from ckptfs.commit.fold import LogState, Overwrite
 from ckptfs.commit.log import Refused
+from ckptfs.commit.pieces import part_in, promised_here
 
 __all__ = [
     "Live",
@@ -41,7 +44,9 @@ __all__ = [
     "may_delete",
     "may_fence",
     "may_forget",
+    "may_publish",
     "may_seal",
+    "may_seal_part",
     "name_taken",
     "next_seq",
     "occupant",
@@ -87,7 +92,13 @@ def seal_of(save_id: str, views: Views) -> Seal | None:
 
 
 def standing(save_id: str, views: Views) -> Standing:
-    """What became of a save."""
+    """What became of a save, or of a part of one."""
+    found = _standing_of_whole(save_id, views)
+    part = part_in(save_id, views) if found is Standing.UNKNOWN else None
+    return found if part is None else _standing_of_part(part, views)
+
+
+def _standing_of_whole(save_id: str, views: Views) -> Standing:
     states = [view.save(save_id) for view in views.values()]
     if any(s.deleted for s in states):
         return Standing.DELETED
@@ -99,10 +110,27 @@ def standing(save_id: str, views: Views) -> Standing:
     seal = seal_of(save_id, views)
     if seal is None:
         return Standing.UNKNOWN
+    told = (d for d in views if d not in seal.domains) if seal.parts else ()
+    if any(views[d].save(save_id).seal is not None for d in told):
+        return Standing.COMMITTED
     reached = [views[d].save(save_id) for d in seal.domains if d in views]
     if any(s.seal is None for s in reached):
         return Standing.PENDING
     return Standing.COMMITTED if len(reached) == len(seal.domains) else Standing.IN_DOUBT
+
+
+def _standing_of_part(part: Part, views: Views) -> Standing:
+    """What became of a sealed part: what became of the whole, if that has it."""
+    whole = _standing_of_whole(part.of, views)
+    if whole in (Standing.COMMITTED, Standing.DELETED):
+        seal = seal_of(part.of, views)
+        chosen = seal is None or any(ref.save_id == part.save_id for ref in seal.parts)
+        return whole if chosen else Standing.ABORTED
+    if whole is Standing.ABORTED:
+        return whole
+    if any(views[d].save(part.save_id).part is None for d in part.domains if d in views):
+        return Standing.PENDING
+    return Standing.PENDING if part.home in views else Standing.IN_DOUBT
 
 
 def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str]:
@@ -154,11 +182,21 @@ def hidden(seal: Seal, views: Views, lives: Iterable[Live]) -> bool:
 
 def _marks(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
     """The overwriting fences that came after the save, in the domains that hold it."""
-    for domain in seal.domains:
+    for domain in seal.everywhere:
         view = views.get(domain)
-        at = None if view is None else view.save(seal.save_id).sealed_at
+        at = None if view is None else _sealed_at(seal, view, domain)
         if view is not None and at is not None:
             yield from ((view, mark) for mark in view.overwrites if mark.at > at)
+
+
+def _sealed_at(seal: Seal, view: LogState, domain: str) -> int | None:
+    """Where the save was sealed in a log; away from home that is where its parts were: what the
+    home decided may be recorded there only after a later fence.
+    """
+    if domain in seal.domains:
+        return view.save(seal.save_id).sealed_at
+    found = [at for ref in seal.parts if (at := view.save(ref.save_id).sealed_at) is not None]
+    return min(found, default=None)
 
 
 def catalog(views: Views) -> list[Live]:
@@ -244,7 +282,19 @@ def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | Refused[Re
         return Refused(Refusal.ABORTED, state)
     if known.seal is not None:
         return Refused(Refusal.NOTHING, state)
+    if _broken(state, seal):
+        return Refused(Refusal.ABORTED, state)
     return Refused(Refusal.CONFLICT, state) if _conflicts(state, seal, replace=replace) else seal
+
+
+def _broken(state: LogState, seal: Seal) -> bool:
+    """Whether a part that this log should hold is not sealed here, or is another one."""
+    for ref in seal.parts:
+        if any(domain in seal.domains for domain in ref.domains):
+            known = state.save(ref.save_id)
+            if known.part is None or known.decided or known.part.digest != ref.digest:
+                return True
+    return False
 
 
 def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
@@ -285,6 +335,29 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
     )
 
 
+def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
+    """Seal a part, unless a newer fence stands, or the whole or the part was given up here."""
+    if state.generation > part.base:
+        return Refused(Refusal.FENCED, state)
+    whole, known = state.save(part.of), state.save(part.save_id)
+    if known.aborted or whole.aborted or whole.deleted or whole.decided is Outcome.ABORTED:
+        return Refused(Refusal.ABORTED, state)
+    # Decided without it: too late.
+    if whole.seal is not None:
+        return Refused(Refusal.CONFLICT, state)
+    return Refused(Refusal.NOTHING, state) if known.part is not None else part
+
+
+def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | Refused[Refusal]:
+    """Record in a domain of its parts that a save's home committed it."""
+    if state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    known = state.save(seal.save_id)
+    if known.seal is not None or known.aborted or known.deleted:
+        return Refused(Refusal.NOTHING, state)
+    return seal
+
+
 def may_fence(state: LogState, fence: Fence) -> Fence | Refused[Refusal]:
     """Fence, unless a generation as new or newer stands."""
     return Refused(Refusal.FENCED, state) if state.generation >= fence.generation else fence
@@ -295,7 +368,7 @@ def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[
     if state.generation > by:
         return Refused(Refusal.FENCED, state)
     known = state.save(save_id)
-    if known.seal is not None or known.aborted:
+    if known.seal is not None or known.part is not None or known.aborted:
         return Refused(Refusal.NOTHING, state)
     return Abort(save_id, by)
 
@@ -307,7 +380,9 @@ def may_delete(
     if state.generation > by:
         return Refused(Refusal.FENCED, state)
     known = state.save(save_id)
-    if known.seal is None or known.deleted:
+    # Of a save that its home deleted before it was known here as committed there are only parts.
+    here = known.seal is not None or save_id in promised_here(state)
+    if known.deleted or not here:
         return Refused(Refusal.NOTHING, state)
     return Delete(save_id, by, reason)
 
@@ -346,6 +421,8 @@ def doomed(views: Views) -> list[Doomed]:
         seal = live.seal
         if seal.save_id in kept or _deleted(seal.save_id, views):
             continue
+        if seal.parts and views.keys().isdisjoint(seal.domains):
+            continue  # its home may have pinned it
         successor = next((x.seal for x in lives[at + 1 :] if x.seal.name == seal.name), None)
         if successor is not None:
             last = lives[-1].seal.save_id

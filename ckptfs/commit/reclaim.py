@@ -20,9 +20,10 @@ removes the older ones before it projects or saves, so a stalled deleter's renam
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 
-from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
+from ckptfs.commit.entries import Delete, Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import (
     ATTEMPTS,
@@ -31,9 +32,10 @@ from ckptfs.commit.layout import (
     PARTIAL_PREFIX,
     TRASH,
     AttemptKeys,
+    shared_key,
 )
 from ckptfs.commit.log import Appended, Refused, append
-from ckptfs.commit.manifest import decode_manifest
+from ckptfs.commit.manifest import FileRecord, decode_manifest
 from ckptfs.commit.ops import (
     List,
     MakeDir,
@@ -48,6 +50,7 @@ from ckptfs.commit.ops import (
     StatOf,
     Sync,
 )
+from ckptfs.commit.pieces import pieces
 from ckptfs.commit.project import discard_source, drop_record, names_save, project
 from ckptfs.commit.protocol import (
     Refusal,
@@ -57,19 +60,23 @@ from ckptfs.commit.protocol import (
     standing,
     successor_here,
 )
-from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError
+from ckptfs.commit.shared_data import not_needed
+from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError, StorageError
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
 __all__ = [
     "delete_save",
     "discard_attempt",
     "discard_own_attempt",
+    "enter_delete",
     "finish_delete",
     "remove_empty_attempt",
     "take_trash",
     "trash_of",
     "wipe_leftovers",
 ]
+
+logger = logging.getLogger(__name__)
 
 TRIES = 6  # a stalled deleter has a handful of renames left, a file open on this node stays open
 
@@ -92,9 +99,20 @@ def take_trash(generation: Generation, caps: Capabilities) -> Program[None]:
     for entry in entries:
         number, _, nonce = entry.name.partition("-")
         if not number.isdecimal():
-            yield RemoveTree(f"{TRASH}/{entry.name}")  # an own attempt that somebody gave up
+            # An own attempt that somebody gave up, and perhaps still writes to.
+            yield from _remove_if_it_can(f"{TRASH}/{entry.name}")
         elif Generation(int(number), nonce) < generation:
             yield from _take_away(f"{TRASH}/{entry.name}", mine)
+
+
+def _remove_if_it_can(key: str) -> Program[None]:
+    """Remove what is in nobody's way; a directory that will not be empty must not keep a run from
+    being claimed.
+    """
+    try:
+        yield RemoveTree(key)
+    except StorageError as error:
+        logger.warning("%s stays until the next owner tries: %s", key, error)
 
 
 def _take_away(older: str, mine: str) -> Program[None]:
@@ -104,13 +122,17 @@ def _take_away(older: str, mine: str) -> Program[None]:
             entries: list[Entry] = yield List(older)
         except NotFoundError:
             return
-        for entry in entries:
-            yield RemoveTree(f"{older}/{entry.name}")
         try:
+            for entry in entries:
+                yield RemoveTree(f"{older}/{entry.name}")
             yield RemoveDir(older)
         except AlreadyExistsError:
             # Its deleter put one more thing in: look again, or its next rename still finds a target.
             yield Pause(attempt, f"emptying {older}")
+        except StorageError as error:
+            # No reason not to start: without its name it is in nobody's way, and the next owner tries.
+            logger.warning("what lies in %s stays for now: %s", older, error)
+            break
         else:
             return
     # A file in it is open on this node (NFS keeps those): take the name away instead.
@@ -134,20 +156,10 @@ def delete_save(
 ) -> Program[Appended | Refused[Refusal]]:
     """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
 
-    views: what is known of all domains. still: asked of this domain's log at every try of the
-    append; what was to be deleted may be pinned, or the newest again, by then.
+    views: what is known of all domains. still: as for ``enter_delete``.
     """
-
-    def decide(seen: LogState) -> object:
-        if not still(seen):
-            return Refused(Refusal.NOTHING, seen)
-        return may_delete(seen, seal.save_id, holder, reason)
-
-    outcome: Appended | Refused[Refusal] = yield from append(
-        decide,  # type: ignore[arg-type]
-        write_id=next(ids),
-        stamp=stamp,
-        state=views[domain],
+    outcome = yield from enter_delete(
+        seal, views[domain], holder, reason=reason, ids=ids, stamp=stamp, still=still
     )
     if isinstance(outcome, Refused) and (
         outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
@@ -155,6 +167,30 @@ def delete_save(
         return outcome
     now = {**views, domain: outcome.state}
     return (yield from finish_delete(seal, now, domain, holder, caps, ids=ids, stamp=stamp))
+
+
+def enter_delete(
+    seal: Seal,
+    state: LogState | None,
+    holder: Generation,
+    *,
+    reason: str,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    still: Callable[[LogState], bool] = lambda _: True,
+) -> Program[Appended | Refused[Refusal]]:
+    """The entry alone: from here the save is deleted, and its bytes may go at any time.
+
+    still: asked of this domain's log at every try of the append; what was to be deleted may be
+    pinned, or the newest again, by then.
+    """
+
+    def decide(seen: LogState) -> Delete | Refused[Refusal]:
+        if not still(seen):
+            return Refused(Refusal.NOTHING, seen)
+        return may_delete(seen, seal.save_id, holder, reason)
+
+    return (yield from append(decide, write_id=next(ids), stamp=stamp, state=state))
 
 
 def finish_delete(
@@ -182,30 +218,51 @@ def finish_delete(
 
 
 def _erase(
-    seal: Seal,
+    whole: Seal,
     views: Mapping[str, LogState],
     domain: str,
     holder: Generation,
     caps: Capabilities,
 ) -> Program[bool]:
     """Whether the bytes are gone; not while a successor in doubt leaves ``.metadata`` to this one."""
-    keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
-    trash = trash_of(holder)
+    mine = pieces(whole, domain)
     if caps.shape is Shape.FILESYSTEM:
-        # Its projection source first, or somebody who stalls over it projects a deleted save.
-        waited = yield from _to_trash(keys.attempt, f"{trash}/{seal.save_id}.attempt")
+        # Its projection sources first, or somebody who stalls over them projects a deleted save.
+        waited = False
+        for seal in mine:
+            keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+            target = f"{trash_of(holder)}/{seal.save_id}.attempt"
+            waited = (yield from _to_trash(keys.attempt, target)) or waited
         if waited:
             yield Sync(ATTEMPTS)
-    successor = successor_here(views[domain], seal)
+    successor = successor_here(views[domain], whole)
     if successor is not None:
         if standing(successor.save_id, views) is not Standing.COMMITTED:
             return False
         # From here `.metadata` is the successor's: ours to leave alone.
         yield from project(successor, views, domain, caps)
-    if caps.shape is Shape.OBJECT:
-        yield from _wipe_objects(keys, projected=successor is None)
-        return True
-    if successor is None:
+    names = set() if successor is None else {seal.name for seal in pieces(successor, domain)}
+    for seal in mine:
+        keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
+        if caps.shape is Shape.OBJECT:
+            log = (seal, views[domain])
+            done = yield from _wipe_objects(keys, projected=seal.name not in names, deleted=log)
+        else:
+            done = yield from _erase_files(keys, seal, holder, alone=seal.name not in names)
+        if not done:
+            return False
+    if successor is not None and successor.parts and not whole.parts:
+        # Each part of the successor has a `.metadata` of its own: this one is nobody else's.
+        yield from _drop_metadata(whole, holder, caps)
+    return True
+
+
+def _erase_files(
+    keys: AttemptKeys, seal: Seal, holder: Generation, *, alone: bool
+) -> Program[bool]:
+    """Filesystems: what was projected of one piece. alone: no successor has its name."""
+    trash = trash_of(holder)
+    if alone:
         yield from _unproject(keys, seal, trash)
     yield from _to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
     # Nobody looks again once the log says "gone": no power cut may bring the names back.
@@ -215,13 +272,22 @@ def _erase(
     except NotFoundError:
         # Every rename above may have failed for want of a target: the next holder looks again.
         return False
-    if successor is None:
+    if alone:
         try:
             yield RemoveDir(keys.name)
         except AlreadyExistsError:
             return True  # somebody else's files: theirs to remove
-        yield Sync("")
+        yield from _sync_if_there(keys.name.rpartition("/")[0])
     return True
+
+
+def _drop_metadata(seal: Seal, holder: Generation, caps: Capabilities) -> Program[None]:
+    key = f"{seal.name}/{METADATA}"
+    if (yield from _names_it(key, seal.save_id)):
+        if caps.shape is Shape.OBJECT:
+            yield Remove(key)
+        else:
+            yield from _to_trash(key, f"{trash_of(holder)}/{seal.save_id}.{METADATA}")
 
 
 def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
@@ -254,16 +320,16 @@ def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
 
 def _plain_files(keys: AttemptKeys) -> Program[list[str]]:
     """What a directory artifact put beside its data directory, by its own manifest."""
-    listed = yield from _listed_files(keys)
-    return [path for path in listed if path.split("/", 1)[0] != keys.save_id]
+    paths = [f.path for f in (yield from _listed_files(keys)) if not f.is_shared]
+    return [path for path in paths if path.split("/", 1)[0] != keys.save_id]
 
 
-def _listed_files(keys: AttemptKeys) -> Program[list[str]]:
-    """The paths in a save's own manifest; empty where it was never written or is gone."""
+def _listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
+    """What a save's own manifest lists, each path once; empty where it was never written or is gone."""
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
         files = decode_manifest(raw, keys.projected_data).files
-        return list(dict.fromkeys(file.path for file in files))
+        return list({file.path: file for file in files}.values())
     except (NotFoundError, ManifestError):
         return []
 
@@ -301,7 +367,7 @@ def discard_attempt(
     keys = AttemptKeys(caps.shape, name, save_id)
     trash = trash_of(holder)
     if caps.shape is Shape.OBJECT:
-        yield from _wipe_objects(keys, projected=False)
+        yield from _wipe_attempt(keys)
         return
     yield from _to_trash(keys.attempt, f"{trash}/{save_id}.attempt")
     if name:
@@ -312,42 +378,60 @@ def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[
     """Remove an attempt that this process began, knows unsealed, and has appended an abort for."""
     keys = AttemptKeys(caps.shape, name, save_id)
     if caps.shape is Shape.OBJECT:
-        yield from _wipe_objects(keys, projected=False)
+        yield from _wipe_attempt(keys)
         return
     yield from discard_source(keys)
 
 
-def _wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
+def _wipe_objects(
+    keys: AttemptKeys, *, projected: bool, deleted: tuple[Seal, LogState] | None = None
+) -> Program[bool]:
     """Object stores: everything of one save. What its manifest lists goes without a listing.
 
-    projected: its name is nobody else's, so what stands under plain names is its own.
+    projected: its name is nobody else's, so what stands under plain names is its own. deleted: a
+    committed save and a log that holds its delete: of what it shares with other saves goes what
+    none of them needs. False, and all of it stays, where that cannot be told.
     """
+    listed = (yield from _listed_files(keys)) if keys.name else []
+    alone: tuple[str, ...] = ()
+    if deleted is not None:
+        found = yield from not_needed(deleted[0], listed, deleted[1], keys.shape)
+        if found is None:
+            return False
+        alone = found
     if projected:
         for piece in (METADATA, MANIFEST):
             key = f"{keys.name}/{piece}"
             if (yield from _names_it(key, keys.save_id)):
                 yield Remove(key)
-    listed = (yield from _listed_files(keys)) if keys.name else []
     own = f"{keys.save_id}/"
-    known = [path for path in listed if projected or path.startswith(own)]
-    if known:
-        yield RemoveMany(tuple(f"{keys.name}/{path}" for path in known))
+    here = [f.path for f in listed if not f.is_shared and (projected or f.path.startswith(own))]
+    if here:
+        yield RemoveMany((*(f"{keys.name}/{path}" for path in here), *alone))
         # The manifest after all that it lists: by it whoever goes on after a crash finds them.
         yield Remove(f"{keys.projected_data}/{MANIFEST}")
     elif keys.name:
         yield RemoveTree(keys.projected_data)
     yield from drop_record(keys)  # last: by it the next holder finds the rest
+    return True
 
 
-def wipe_leftovers(seals: list[Seal], caps: Capabilities) -> Program[None]:
+def _wipe_attempt(keys: AttemptKeys) -> Program[None]:
+    """Object stores: everything of a save that was never committed, so nobody shares it."""
+    yield RemoveTree(shared_key(keys.save_id))
+    yield from _wipe_objects(keys, projected=False)
+
+
+def wipe_leftovers(seals: list[Seal], domain: str, caps: Capabilities) -> Program[None]:
     """Object stores: take away what a delayed PUT wrote after its save was deleted and gone."""
     if caps.shape is not Shape.OBJECT or not seals:
         return
     present = {entry.name for entry in (yield List(""))}
     for seal in seals:
         if seal.name in present:
-            keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
-            yield from _wipe_objects(keys, projected=True)
+            for piece in pieces(seal, domain):
+                keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
+                yield from _wipe_objects(keys, projected=True)
 
 
 def remove_empty_attempt(save_id: str) -> Program[None]:

@@ -7,7 +7,8 @@
 
 An attempt that every listed domain sealed is committed. One that a reached domain never sealed, and
 whose base is older than the new fence, is aborted there. One with a domain out of reach is in doubt,
-kept, and named.
+kept, and named. A part that is sealed is a promise: it is released where its home gave up the whole,
+published where its home committed it, and kept where the home is out of reach.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
+from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, AttemptKeys
 from ckptfs.commit.log import Refused, append, catch_up, write_snapshot
 from ckptfs.commit.ops import List, Program, Read, Refresh, Sync
+from ckptfs.commit.pieces import part_in
 from ckptfs.commit.project import project_all
+from ckptfs.commit.promises import is_released, note_deletes, publish
 from ckptfs.commit.protocol import (
     Doomed,
     Refusal,
@@ -37,54 +39,35 @@ from ckptfs.commit.protocol import (
 from ckptfs.commit.reclaim import (
     delete_save,
     discard_attempt,
+    enter_delete,
     remove_empty_attempt,
     take_trash,
     wipe_leftovers,
 )
-from ckptfs.errors import AccessError, FencedError, NotFoundError
+from ckptfs.commit.recovery_plan import (
+    AttemptRecord,
+    Plan,
+    Report,
+    encode_record,
+    plan_recovery,
+)
+from ckptfs.errors import AccessError, AlreadyExistsError, FencedError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
 
-__all__ = ["AttemptRecord", "Plan", "Report", "encode_record", "plan_recovery", "report", "settle"]
+__all__ = [
+    "AttemptRecord",
+    "Plan",
+    "Report",
+    "encode_record",
+    "plan_recovery",
+    "report",
+    "settle",
+    "settle_plan",
+]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """attempt.json: the first file of every attempt, so that it can be judged before any entry.
-
-    base is None where the file is missing: the attempt died before its first byte.
-    """
-
-    save_id: str
-    name: str
-    base: Generation | None
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What one domain holds after the new fence."""
-
-    domain: str
-    state: LogState
-    attempts: tuple[AttemptRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What every domain does: abort these, record these; in_doubt saves are kept and named."""
-
-    abort: tuple[AttemptRecord, ...]
-    decided: tuple[tuple[str, Outcome], ...]
-    in_doubt: tuple[Seal, ...]
-    views: Mapping[str, LogState]
-
-
-def encode_record(save_id: str, name: str, base: Generation) -> bytes:
-    """The bytes of attempt.json."""
-    return json.dumps({"save_id": save_id, "name": name, "base": list(base)}).encode() + b"\n"
 
 
 def report(
@@ -113,62 +96,12 @@ def _record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
         raw = json.loads((yield Read(key)))
-        base = Generation(int(raw["base"][0]), str(raw["base"][1]))
-        return AttemptRecord(save_id, str(raw["name"]), base)
+        number, nonce = raw["part_base"] if "of" in raw else raw["base"]
+        base = Generation(int(number), str(nonce))
+        of, home = str(raw.get("of", "")), str(raw.get("home", ""))
+        return AttemptRecord(save_id, str(raw["name"]), base, of, home)
     except (NotFoundError, ValueError, KeyError, TypeError, IndexError):
         return AttemptRecord(save_id, "", None)
-
-
-def plan_recovery(reports: Mapping[str, Report], holder: Generation) -> Plan:
-    """What the holder of generation ``holder`` does with everything unsettled. Pure."""
-    views = {domain: r.state for domain, r in reports.items()}
-    records = _records(reports)
-    ids = [*records, *(s for v in views.values() for s in v.saves if s not in records)]
-    abort: list[AttemptRecord] = []
-    decided: list[tuple[str, Outcome]] = []
-    in_doubt: list[Seal] = []
-    for save_id in dict.fromkeys(ids):
-        seal = seal_of(save_id, views)
-        match standing(save_id, views):
-            case Standing.UNKNOWN | Standing.PENDING:
-                known = records.get(save_id)
-                if seal is not None:
-                    known = AttemptRecord(save_id, seal.name, seal.base)
-                # Began under our own fence or a newer one: not ours to abort. A missing record
-                # says nothing about its base.
-                if known is not None and known.base is not None and known.base < holder:
-                    abort.append(known)
-                    decided.append((save_id, Outcome.ABORTED))
-            case Standing.COMMITTED:
-                if seal is not None and _unrecorded(save_id, seal, views):
-                    decided.append((save_id, Outcome.COMMITTED))
-            case Standing.ABORTED:
-                if seal is not None and _unrecorded(save_id, seal, views):
-                    decided.append((save_id, Outcome.ABORTED))
-                if save_id in records:
-                    abort.append(records[save_id])
-            case Standing.IN_DOUBT:
-                if seal is not None:
-                    in_doubt.append(seal)
-            case Standing.DELETED:
-                pass
-    return Plan(tuple(abort), tuple(decided), tuple(in_doubt), views)
-
-
-def _records(reports: Mapping[str, Report]) -> dict[str, AttemptRecord]:
-    """One record per attempt: of domains where it died before its record and after, the latter."""
-    records: dict[str, AttemptRecord] = {}
-    for found in (a for r in reports.values() for a in r.attempts):
-        if found.base is not None or found.save_id not in records:
-            records[found.save_id] = found
-    return records
-
-
-def _unrecorded(save_id: str, seal: Seal, views: Mapping[str, LogState]) -> bool:
-    """Whether some reached domain lacks the record of a decision that several domains made."""
-    return len(seal.domains) > 1 and any(
-        views[d].save(save_id).decided is None for d in seal.domains if d in views
-    )
 
 
 def settle(
@@ -179,8 +112,48 @@ def settle(
     *,
     ids: Iterator[str],
     stamp: Stamp = Stamp(),
+    spared: set[str] | None = None,
 ) -> Program[LogState]:
-    """Carry the plan out in one domain. FencedError when a newer owner came meanwhile."""
+    """Carry the plan out in one domain, and delete what was replaced. FencedError when a newer owner
+    came meanwhile.
+
+    spared: takes the save_ids whose deletes are entered and whose bytes are left to the caller;
+    None removes them here.
+    """
+    views = yield from settle_plan(plan, domain, holder, caps, ids=ids, stamp=stamp, spared=spared)
+    for doom in doomed(views):
+        if domain in doom.seal.everywhere:
+            delete = delete_save(
+                doom.seal,
+                views,
+                domain,
+                holder,
+                caps,
+                reason=doom.reason,
+                ids=ids,
+                stamp=stamp,
+                still=_still_doomed(doom, views, domain),
+            )
+            gone = yield from _if_permitted(delete, doom.seal.name, caps)
+            if gone is None:
+                continue
+            _stop_if_fenced(gone, domain)
+            views = {**views, domain: gone.state}
+    yield from _sweep_empty(domain, views, caps)
+    return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
+
+
+def settle_plan(
+    plan: Plan,
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+    *,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    spared: set[str] | None = None,
+) -> Program[Mapping[str, LogState]]:
+    """Carry the plan out in one domain, and nothing else. Errors and ``spared`` as for ``settle``."""
     state = plan.views[domain]
     dead: list[AttemptRecord] = []
     for record in plan.abort:
@@ -204,45 +177,37 @@ def settle(
         )
         state = decided.state
         _stop_if_fenced(decided, domain)
-    views: Mapping[str, LogState] = {**plan.views, domain: state}
-    for record in dead:
+    for seal in plan.publish:
+        told = yield from publish(seal, domain, state, holder, ids=ids, stamp=stamp)
+        state = told.state
+        _stop_if_fenced(told, domain)
+    # Before any byte of them: from the entry on nobody publishes them here.
+    seen = {**plan.views, domain: state}
+    noted = yield from note_deletes(seen, domain, holder, ids=ids, stamp=stamp)
+    _stop_if_fenced(noted, domain)
+    views: Mapping[str, LogState] = {**seen, domain: noted.state}
+    for record in (*dead, *plan.released):
         # Bytes go only after the abort (or the record of it) was folded back as effective.
-        if standing(record.save_id, views) is Standing.ABORTED:
+        if is_released(record.save_id, record.of, views, domain):
             discard = discard_attempt(record.save_id, record.name, holder, caps)
             yield from _if_permitted(discard, record.save_id, caps)
-    views = yield from _complete_deletes(views, domain, holder, caps, ids=ids, stamp=stamp)
+    views = yield from _complete_deletes(
+        views, domain, holder, caps, ids=ids, stamp=stamp, spared=spared
+    )
     yield from project_all(views, domain, caps)
-    for doom in doomed(views):
-        if domain in doom.seal.domains:
-            delete = delete_save(
-                doom.seal,
-                views,
-                domain,
-                holder,
-                caps,
-                reason=doom.reason,
-                ids=ids,
-                stamp=stamp,
-                still=_still_doomed(doom, views, domain),
-            )
-            gone = yield from _if_permitted(delete, doom.seal.name, caps)
-            if gone is None:
-                continue
-            _stop_if_fenced(gone, domain)
-            views = {**views, domain: gone.state}
-    yield from _sweep_empty(domain, views, caps)
-    return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
+    return views
 
 
 def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program[T | None]:
-    """None where an object store refuses a delete: credentials that may not, or a lock.
+    """None where an object store refuses a delete (credentials that may not, or a lock), and where
+    a directory in the trash will not be empty because somebody still writes to it.
 
     The bytes wait for a later owner; the run can be used without their going.
     """
     try:
         return (yield from program)
-    except AccessError as error:
-        if caps.shape is not Shape.OBJECT:
+    except (AccessError, AlreadyExistsError) as error:
+        if caps.shape is not Shape.OBJECT and isinstance(error, AccessError):
             raise
         logger.warning("the bytes of %s stay: %s", what, error)
         return None
@@ -256,7 +221,9 @@ def _still_doomed(
 
 def _recorded_in(save_id: str, plan: Plan) -> tuple[str, ...]:
     """The domains that keep a record of the outcome: where one domain decides, its seal is it."""
-    seal = seal_of(save_id, plan.views)
+    seal, part = seal_of(save_id, plan.views), part_in(save_id, plan.views)
+    if part is not None:
+        return part.domains
     return seal.domains if seal is not None and len(seal.domains) > 1 else ()
 
 
@@ -286,6 +253,7 @@ def _complete_deletes(
     *,
     ids: Iterator[str],
     stamp: Stamp,
+    spared: set[str] | None,
 ) -> Program[Mapping[str, LogState]]:
     """Finish deletes whose bytes a crash left, and deletes that another domain began: the entry
     here too, before any byte, or this domain alone would believe in a save that is not there.
@@ -297,23 +265,23 @@ def _complete_deletes(
         if save.gone:
             leftovers.append(save.seal)
             continue
-        delete = delete_save(
-            save.seal,
-            views,
-            domain,
-            holder,
-            caps,
-            reason="begun elsewhere",
-            ids=ids,
-            stamp=stamp,
-        )
+        reason = "begun elsewhere"
+        if spared is None:
+            delete = delete_save(
+                save.seal, views, domain, holder, caps, reason=reason, ids=ids, stamp=stamp
+            )
+        else:
+            spared.add(save.save_id)
+            delete = enter_delete(
+                save.seal, views[domain], holder, reason=reason, ids=ids, stamp=stamp
+            )
         gone = yield from _if_permitted(delete, save.seal.name, caps)
         if gone is None:
             continue
         _stop_if_fenced(gone, domain)
         views = {**views, domain: gone.state}
     names = {live.seal.name for live in committed(views)}
-    wipe = wipe_leftovers([seal for seal in leftovers if seal.name not in names], caps)
+    wipe = wipe_leftovers([s for s in leftovers if s.name not in names], domain, caps)
     yield from _if_permitted(wipe, "leftovers", caps)
     return views
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from ckptfs.commit.background import Background
 from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Release, Seal, Stamp
@@ -100,7 +100,8 @@ class Run:
     """A held run. Pass it to ``save(..., run=run)``; leaving the ``with`` block releases it.
 
     uri: the run. generation: (number, nonce) of the fence. in_doubt: names of saves whose domains
-    are out of reach. Every rank holds one; release() is local and only owners write.
+    are out of reach. Every rank holds one; release() is local and only owners write. aside: where its
+    asynchronous saves run; they end before it is released.
     """
 
     uri: Uri
@@ -108,6 +109,7 @@ class Run:
     seat: Seat
     in_doubt: tuple[str, ...] = ()
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    aside: Any = field(default=None, repr=False)
     _keeper: Keeper | None = field(default=None, repr=False)
     _released: bool = field(default=False, repr=False)
 
@@ -129,6 +131,8 @@ class Run:
         """
         if self._released:
             return
+        if self.aside is not None:
+            self.aside.close()
         self._released = True
         with self.closing:
             if self.seat.background is not None:
@@ -155,6 +159,10 @@ class Run:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
+        if exc_type is not None and self.aside is not None:
+            # A storage that hangs must not keep the exception from its reader.
+            aside, self.aside = self.aside, None
+            aside.leave()
         self.release()
 
 
@@ -174,20 +182,28 @@ def claim(
     mode: Mode = Mode.RESUME,
     takeover: Takeover = Takeover.AUTO,
     times: LeaseTimes = LeaseTimes(),
+    *,
+    defer_deletes: bool = False,
 ) -> Run:
     """Collective. Take the run; returns on every rank with the same generation.
 
     RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
     was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
     After a crash in it the next claim does the same again.
+
+    defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
+    they are in ``seat.spared``.
     """
-    claimant = _Claimant(seat, mode, takeover, times)
+    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes)
     return claimant.claim()
 
 
 class _Claimant:
-    def __init__(self, seat: Seat, mode: Mode, takeover: Takeover, times: LeaseTimes) -> None:
+    def __init__(
+        self, seat: Seat, mode: Mode, takeover: Takeover, times: LeaseTimes, *, defer_deletes: bool
+    ) -> None:
         self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
+        self._spared = seat.spared if defer_deletes else None
         self._owner = seat.placement.is_owner
         self._domain = seat.placement.mine.id
         self._ids = fresh_ids()
@@ -313,7 +329,13 @@ class _Claimant:
         def carry_out() -> None:
             if self._owner:
                 program = settle(
-                    plan, self._domain, generation, caps, ids=self._ids, stamp=self._stamp
+                    plan,
+                    self._domain,
+                    generation,
+                    caps,
+                    ids=self._ids,
+                    stamp=self._stamp,
+                    spared=self._spared,
                 )
                 seat.known.learn(drive(program, seat.storage))
 

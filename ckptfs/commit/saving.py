@@ -13,10 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptfs.commit.entries import Decided, Generation, Outcome, Seal, Stamp
+from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
@@ -36,6 +36,7 @@ __all__ = [
     "finish",
     "prepare",
     "record_abort",
+    "seal_here",
     "seal_save",
     "survey",
     "to_clear",
@@ -68,9 +69,12 @@ def survey() -> Program[LogState]:
     return (yield from catch_up())
 
 
-def begin(keys: AttemptKeys, base: Generation) -> Program[None]:
-    """Make the attempt. Its record is durable before any data: recovery judges by it."""
-    record = encode_record(keys.save_id, keys.name, base)
+def begin(keys: AttemptKeys, base: Generation, *, of: str = "", home: str = "") -> Program[None]:
+    """Make the attempt. Its record is durable before any data: recovery judges by it.
+
+    of, home: of a part, the id of the whole and the domain that decides over that.
+    """
+    record = encode_record(keys.save_id, keys.name, base, of=of, home=home)
     home, attempt = keys.record.rsplit("/", 1)[0], 0
     while True:
         yield MakeDir(home)
@@ -101,18 +105,24 @@ def seal_save(
     seal: Seal, means: Means, state: LogState | None, *, replace: bool
 ) -> Program[Appended | Refused[Refusal]]:
     """Append the seal in this domain, or say why not."""
-    return (
-        yield from append(
-            lambda seen: may_seal(seen, seal, replace=replace),
-            write_id=next(means.ids),
-            stamp=means.stamp,
-            state=state,
-        )
-    )
+    return (yield from seal_here(lambda seen: may_seal(seen, seal, replace=replace), means, state))
+
+
+def seal_here(
+    decide: Callable[[LogState], Body | Refused[Refusal]], means: Means, state: LogState | None
+) -> Program[Appended | Refused[Refusal]]:
+    """Append in this domain what ``decide`` makes of its log: a seal, or the promise of a part."""
+    ids = means.ids
+    return (yield from append(decide, write_id=next(ids), stamp=means.stamp, state=state))
 
 
 def finish(
-    seal: Seal, means: Means, state: LogState, *, holder: Generation | None
+    seal: Seal,
+    means: Means,
+    state: LogState,
+    *,
+    holder: Generation | None,
+    spare: Container[str] = frozenset(),
 ) -> Program[LogState]:
     """After the commit: record it where several domains decided, project, and, when we hold the
     run, delete what earlier commits replaced (None: not here, see ``clear``). ``state``: this
@@ -122,7 +132,7 @@ def finish(
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
     yield from project(seal, {means.domain: state}, means.domain, means.caps)
     if holder is not None:
-        outcome = yield from clear(means, state, holder)
+        outcome = yield from clear(means, state, holder, spare)
         state = outcome.state
         if isinstance(outcome, Refused):
             return state
@@ -130,16 +140,20 @@ def finish(
 
 
 def clear(
-    means: Means, state: LogState | None, holder: Generation
+    means: Means,
+    state: LogState | None,
+    holder: Generation,
+    spare: Container[str] = frozenset(),
 ) -> Program[Cleared | Refused[Refusal]]:
     """Delete what later commits of the run replaced or an overwrite hid; Refused once fenced.
 
     It may run while the next save does: an entry comes before each byte, and nobody looks at bytes
-    whose delete is in the log.
+    whose delete is in the log. spare: deleted saves whose bytes somebody else removes, asked again
+    and again while it grows.
     """
     seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
-    for seal, reason in to_clear(seen, means.domain):
+    for seal, reason in to_clear(seen, means.domain, spare):
         try:
             gone = yield from delete_save(
                 seal,
@@ -150,7 +164,7 @@ def clear(
                 reason=reason,
                 ids=means.ids,
                 stamp=means.stamp,
-                still=lambda now, s=seal: _stillto_clear(s, now, means.domain),  # type: ignore[misc]
+                still=lambda now, s=seal: _stillto_clear(s, now, means.domain, spare),  # type: ignore[misc]
             )
         except StorageError as error:
             # One that cannot be deleted now (held by a lock, say) must not keep the others.
@@ -167,18 +181,20 @@ def clear(
     return Cleared(done, seen[means.domain])
 
 
-def to_clear(seen: Views, domain: str) -> list[tuple[Seal, str]]:
-    """What is doomed by now, and what a delete that failed half-way left."""
+def to_clear(
+    seen: Views, domain: str, spare: Container[str] = frozenset()
+) -> list[tuple[Seal, str]]:
+    """What is doomed by now, and what a delete that failed half-way left, but for ``spare``."""
     begun = [
         (save.seal, "begun before")
         for save in seen[domain].saves.values()
-        if save.seal is not None and save.deleted and not save.gone
+        if save.seal is not None and save.deleted and not save.gone and save.save_id not in spare
     ]
-    return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.domains]
+    return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.everywhere]
 
 
-def _stillto_clear(seal: Seal, now: LogState, domain: str) -> bool:
-    return any(seal.save_id == other.save_id for other, _ in to_clear({domain: now}, domain))
+def _stillto_clear(seal: Seal, now: LogState, domain: str, spare: Container[str]) -> bool:
+    return any(seal.save_id == other.save_id for other, _ in to_clear({domain: now}, domain, spare))
 
 
 def _record(

@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfs.commit.entries import Fence, Generation, Seal
+from ckptfs.commit.entries import Body, Fence, Generation, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
-from ckptfs.commit.log import Appended, catch_up
+from ckptfs.commit.log import Appended, Refused, catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Refusal
-from ckptfs.commit.saving import Means, record_abort, seal_save, undo
+from ckptfs.commit.saving import Means, record_abort, seal_here, undo
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import (
     CkptfsError,
@@ -69,10 +69,11 @@ def seal_everywhere(
     means: Means,
     state: LogState | None,
     *,
-    replace: bool,
+    decide: Callable[[LogState], Body | Refused[Refusal]],
 ) -> LogState | None:
     """Collective. Committed when it returns; the owner's log with the seal, None elsewhere.
 
+    decide: what an owner appends, or why not, by its log.
     FencedError, CommitConflictError, CollectiveError: surely not committed. CommitInDoubtError: an
     answer or a rank was lost; the next begin or prepare_run settles it.
     """
@@ -82,7 +83,7 @@ def seal_everywhere(
     def local() -> _Answer | None:
         if not seat.placement.is_owner:
             return None
-        return _append(seat, seal, means, state, after, replace=replace)
+        return _append(seat, seal, means, state, after, decide=decide)
 
     try:
         verdict = seat.control.step("seal", local, _judge)
@@ -112,10 +113,10 @@ def _append(
     state: LogState | None,
     after: list[LogState],
     *,
-    replace: bool,
+    decide: Callable[[LogState], Body | Refused[Refusal]],
 ) -> _Answer:
     try:
-        outcome = drive(seal_save(seal, means, state, replace=replace), seat.storage)
+        outcome = drive(seal_here(decide, means, state), seat.storage)
     except CommitInDoubtError as error:
         return _Answer(means.domain, _What.IN_DOUBT, str(error))
     except StorageError as error:

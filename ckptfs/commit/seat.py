@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 
@@ -36,7 +37,9 @@ class Seat:
     """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
     rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
     that holds the run leaves deletes to, where they take requests. known: what an owner that holds
-    the run folded so far.
+    the run folded so far. spared: save_ids whose deletes are in the log and whose bytes somebody of
+    this process removes later, in its own time; clearing leaves them alone. turn: whose turn it is
+    to project or to remove, see ``take_turns``.
     """
 
     control: Control
@@ -45,6 +48,8 @@ class Seat:
     caps: Capabilities
     background: Background | None = None
     known: Known = field(default_factory=Known)
+    spared: set[str] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock, compare=False)
 
     @property
     def spans_nodes(self) -> bool:
@@ -59,7 +64,8 @@ class Seat:
         """
         timer = threading.Timer(_TOUCH_AFTER_S, self._touch_log)
         timer.daemon = True
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread starts
+            timer.start()
 
     def _touch_log(self) -> None:
         try:

@@ -38,7 +38,8 @@ class SaveSpec:
     """What is saved: the name under the run, its step, and under which generation.
 
     run: the generation of a held run; None is an unfenced save. metrics: numbers about the model, for
-    retention. save_id: of the save that this one is a copy of; None takes a fresh one.
+    retention. save_id, world_size: of the save that this one is a copy of; None takes a fresh id, and
+    counts the ranks that save.
     """
 
     name: str
@@ -51,6 +52,7 @@ class SaveSpec:
     per_rank: tuple[str, ...] = ()
     metrics: tuple[tuple[str, float], ...] = ()
     save_id: str | None = None
+    world_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,27 +12,68 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
-from ckptfs.commit.locate import locate
+from ckptfs.commit.locate import locate, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.run import Run, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.commit.tickets import SealedPart, TicketPart
 from ckptfs.dcp.loading import load_at
+from ckptfs.dcp.parts import save_part
+from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
 from ckptfs.topology.control import Control
-from ckptfs.uri import Uri, options_of
+from ckptfs.topology.world import World
+from ckptfs.uri import HasProtocol, Uri, options_of
 
 __all__ = ["load", "save"]
 
 logger = logging.getLogger(__name__)
 
 Scope = Literal["auto", "shared", "node"]
+
+
+@overload
+def save(
+    state_dict: Mapping[str, Any],
+    uri: TicketPart,
+    *,
+    per_rank: Sequence[str] = ...,
+    require_space: bool = ...,
+    threads: int = ...,
+    process_group: Any = ...,
+    timeout_s: float | None = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    scope: Scope = ...,
+    domain: str | None = ...,
+) -> SealedPart: ...
+
+
+@overload
+def save(
+    state_dict: Mapping[str, Any],
+    uri: str | os.PathLike[Any] | HasProtocol | Uri,
+    *,
+    step: int | None = ...,
+    if_exists: Literal["error", "replace"] = ...,
+    run: Run | None = ...,
+    per_rank: Sequence[str] = ...,
+    require_space: bool = ...,
+    threads: int = ...,
+    unchanged: Literal["write", "reference"] = ...,
+    process_group: Any = ...,
+    timeout_s: float | None = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    scope: Scope = ...,
+    domain: str | None = ...,
+) -> SaveResult: ...
 
 
 def save(
@@ -45,12 +86,13 @@ def save(
     per_rank: Sequence[str] = (),
     require_space: bool = False,
     threads: int = 1,
+    unchanged: Literal["write", "reference"] = "write",
     process_group: Any = None,
     timeout_s: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     scope: Scope = "auto",
     domain: str | None = None,
-) -> SaveResult:
+) -> SaveResult | SealedPart:
     """Collective. Save a state dict to ``uri``; committed and durable when it returns.
 
     state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
@@ -61,18 +103,36 @@ def save(
     exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of
     flattened keys whose values differ by rank and are kept for each; unasked a difference is
     StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
-    a warning. threads: data files written at once by each rank. timeout_s: the longest silence of a
+    a warning. threads: data files written at once by each rank. unchanged: "reference" writes nothing of
+    what the last committed checkpoint of the run holds already, and needs ``run``. timeout_s: the longest silence of a
     rank that is waited out, 600 s unless CKPTFS_TIMEOUT_S says otherwise.
 
     Before the commit any failure, on any rank, is the same error on every rank, and the old state
     stands. CommitInDoubtError: the next save or prepare_run settles it. After a crash there is
     exactly the old or the new checkpoint.
+
+    uri may be ``ticket.part("actor")``: this group's part of a checkpoint that several groups write.
+    Then it is sealed and durable when this returns a SealedPart, and committed by ``ticket.commit``;
+    name, step and run are the ticket's.
     """
     started = time.perf_counter()
+    if isinstance(uri, TicketPart):
+        if (step, run, if_exists, unchanged) != (None, None, "error", "write"):
+            raise StateError(
+                "step, run and if_exists of a part are its ticket's, and it is written whole",
+                uri=uri.uri,
+                hint="tell them where the ticket is begun",
+            )
+        place = Place({**uri.storage_options, **(storage_options or {})}, scope, domain)
+        options = WriteOptions(threads, require_space)
+        with _control(process_group, timeout_s) as control:
+            return save_part(
+                state_dict, uri, control, place, per_rank=tuple(per_rank), options=options
+            )
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with (
         _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
-        _claimed(seat, run, IfExists(if_exists)) as holder,
+        claimed(seat, run, IfExists(if_exists)) as holder,
     ):
         spec = SaveSpec(
             target.name,
@@ -81,7 +141,7 @@ def save(
             run=None if holder is None else holder.generation,
             per_rank=tuple(per_rank),
         )
-        options = WriteOptions(threads, require_space)
+        options = WriteOptions(threads, require_space, unchanged=Unchanged(unchanged))
         return save_at(state_dict, seat, target, spec, options, started=started)
 
 
@@ -113,8 +173,8 @@ def load(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with _control(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
-        with open_seat(target.parent, control, place, write=False) as seat:
-            found = locate(seat, target.name)
+        with reading_seat(target, control, place) as (seat, name):
+            found = locate(seat, name)
             return load_at(
                 state_dict, seat, target, found, strict=strict, verify=verify, started=started
             )
@@ -123,15 +183,16 @@ def load(
 @contextlib.contextmanager
 def _control(process_group: Any, timeout_s: float | None) -> Iterator[Control]:
     with control_for(process_group, timeout_s) as control:
-        _need_group(control)
+        need_group(control.world)
         yield control
 
 
-def _need_group(control: Control) -> None:
-    if control.size > 1 and not control.world.has_group:
+def need_group(world: World) -> None:
+    """StateError where several ranks would save tensors without a process group."""
+    if world.size > 1 and not world.has_group:
         raise StateError(
-            f"WORLD_SIZE is {control.size}, but torch.distributed is not initialised",
-            rank=control.rank,
+            f"WORLD_SIZE is {world.size}, but torch.distributed is not initialised",
+            rank=world.rank,
             hint="call torch.distributed.init_process_group() before saving or loading tensors",
         )
 
@@ -142,7 +203,7 @@ def _seat_for(
 ) -> Iterator[tuple[Seat, Uri]]:
     """The held run's seat, or a new one for this call."""
     if run is not None:
-        _need_group(run.seat.control)
+        need_group(run.seat.control.world)
         target = agree_uri(run.seat.control, uri)
         run.check(target)
         yield run.seat, target
@@ -154,10 +215,10 @@ def _seat_for(
 
 
 @contextlib.contextmanager
-def _claimed(seat: Seat, run: Run | None, if_exists: IfExists) -> Iterator[Run | None]:
+def claimed(seat: Seat, run: Run | None, if_exists: IfExists) -> Iterator[Run | None]:
     """The held run; a run claimed for this call where replacing needs one; else None."""
     if run is not None or if_exists is IfExists.ERROR:
         yield run
         return
-    with claim(seat) as claimed:
-        yield claimed
+    with claim(seat) as holder:
+        yield holder

@@ -15,6 +15,7 @@ from enum import Enum
 from functools import partial
 
 from ckptfs.commit.digests import ItemDigests, decode_digests, first_bad_block
+from ckptfs.commit.layout import shared_key
 from ckptfs.dcp.lanes import Lanes, Scratch
 from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want, blob_cuts
 from ckptfs.errors import (
@@ -52,6 +53,7 @@ class Source:
 
     home: key of the directory that data paths are relative to. sidecars: path of a data file ->
     path of its digests; empty for checkpoints that ckptfs did not write, which load unverified.
+    shared: paths that lie beside the step directories instead.
     """
 
     storage: Storage
@@ -59,9 +61,12 @@ class Source:
     sidecars: Mapping[str, str] = field(default_factory=dict)
     verify: Verify = Verify.READ
     rank: int | None = None
+    shared: frozenset[str] = frozenset()
 
     def key(self, path: str) -> str:
-        """The key of a path that is relative to the checkpoint."""
+        """The key of a path of the manifest."""
+        if path in self.shared:
+            return shared_key(path)
         return f"{self.home}/{path}" if self.home else path
 
 

@@ -15,7 +15,8 @@ piece on a thread of its own while torch works on the next.
 Large pieces are *lent* to the writer: it sends them from where they lie and lets go of them when it
 has. A tensor of the caller's is not held longer by that. A copy that was staged from a device, or made
 contiguous, lives until the writer lets go: at most two of the largest and what the writer has under
-way, beside the one that waits for the pump.
+way, beside the one that waits for the pump. A ``Loan`` that does not stay is written and never lent, and
+told when the writer has it: its memory is the caller's again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -36,7 +37,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs.commit.digests import BlockDigester, FileDigests, ItemDigests
 from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, Placed
-from ckptfs.dcp.resolve import Resolve, host_tensor, memory_of
+from ckptfs.dcp.resolve import Loan, Resolve, host_tensor, memory_of
 from ckptfs.storage.base import DataWriter, Storage
 
 __all__ = ["buffered_engine"]
@@ -57,7 +58,7 @@ def buffered_engine(
     placed: list[Placed] = []
     # Objects are as large as their pickles turn out: made first, they tell the size of the file.
     objects = {
-        position: resolve(item)
+        position: _loan(resolve(item))
         for position, item in task.items
         if item.type is WriteItemType.BYTE_IO
     }
@@ -70,15 +71,15 @@ def buffered_engine(
         for position, item in task.items:
             cancelled.raise_if_set()
             began = time.perf_counter()
-            data = objects.pop(position, None)
-            if data is None:
-                data = resolve(item)
+            loan = objects.pop(position, None) or _loan(resolve(item))
+            data = loan.data
             if isinstance(data, torch.Tensor):
                 data = host_tensor(data)
             stage_s += time.perf_counter() - began
-            digests = _write_item(stream, data)
+            digests = _write_item(stream, data, stays=loan.stays)
+            stream.after_item(loan.done)
             placed.append(Placed(position, digests.offset, digests.length))
-            del data  # or a staged copy would live while the next one is made
+            del data, loan  # or a staged copy would live while the next one is made
     return FileWritten(
         size_bytes=stream.position,
         payload_bytes=sum(item.payload_length or item.length for item in stream.items),
@@ -89,15 +90,17 @@ def buffered_engine(
     )
 
 
-def _size_bound(
-    items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, torch.Tensor | io.BytesIO]
-) -> int:
+def _loan(data: torch.Tensor | io.BytesIO | Loan) -> Loan:
+    return data if isinstance(data, Loan) else Loan(data)
+
+
+def _size_bound(items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, Loan]) -> int:
     """No less than the file's size and little more: stores limit the number of a file's parts."""
     total = 0
     for position, item in items:
-        data = objects.get(position)
-        if isinstance(data, io.BytesIO):
-            total += data.getbuffer().nbytes
+        made = objects.get(position)
+        if made is not None and isinstance(made.data, io.BytesIO):
+            total += made.data.getbuffer().nbytes
         elif item.tensor_data is not None:
             chunk = item.tensor_data.chunk
             total += math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
@@ -105,8 +108,10 @@ def _size_bound(
     return total
 
 
-def _write_item(stream: _FileStream, data: torch.Tensor | io.BytesIO) -> ItemDigests:
-    stream.begin_item()
+def _write_item(
+    stream: _FileStream, data: torch.Tensor | io.BytesIO, *, stays: bool
+) -> ItemDigests:
+    stream.begin_item(stays=stays)
     if isinstance(data, torch.Tensor):
         blob = _BlobSink(stream, data)
         torch.save(data, blob)  # type: ignore[arg-type]  # it needs write and flush, no more
@@ -128,21 +133,36 @@ class _Pump:
 
     def __init__(self, writer: DataWriter) -> None:
         self._writer = writer
-        self._pieces: queue.Queue[_Piece | None] = queue.Queue(_AHEAD)
+        self._pieces: queue.SimpleQueue[_Piece | Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def put(self, piece: _Piece) -> None:
         """Write this piece, now or soon. Raises what writing an earlier one raised."""
-        if self._thread is None and len(piece.data) < _PUMP_BYTES:
+        if self._thread is None and (len(piece.data) < _PUMP_BYTES or not self._start()):
             self._write(piece)
             return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ckptfs-pump", daemon=True)
-            self._thread.start()
         if self._error is not None:
             raise self._error
+        self._room.acquire()
         self._pieces.put(piece)
+
+    def then(self, done: Callable[[], None]) -> None:
+        """Call ``done`` when all that was put is written; never, when writing fails."""
+        if self._thread is None:
+            done()
+        else:
+            self._pieces.put(done)
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=self._run, name="ckptfs-pump", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False  # no threads left, or the interpreter is ending: written without one
+        self._thread = thread
+        return True
 
     def _write(self, piece: _Piece) -> None:
         if piece.is_lent:
@@ -170,9 +190,14 @@ class _Pump:
     def _run(self) -> None:
         # After an error it goes on taking pieces, or put() would block for ever.
         while (piece := self._pieces.get()) is not None:
+            if isinstance(piece, _Piece):
+                self._room.release()
             if self._error is None:
                 try:
-                    self._write(piece)
+                    if isinstance(piece, _Piece):
+                        self._write(piece)
+                    else:
+                        piece()
                 except BaseException as error:  # noqa: BLE001 - raised by put() or finish()
                     self._error = error
             del piece  # while waiting for the next, this one may be the last to hold a staged copy
@@ -188,6 +213,8 @@ class _FileStream:
     _gathered: bytearray = field(default_factory=bytearray)
     _digester: BlockDigester = field(default_factory=BlockDigester)
     _item_offset: int = 0
+    _stays: bool = True
+    _direct: bool = False  # bytes of the current item went to the pump from where they lie
 
     def __enter__(self) -> Self:
         return self
@@ -208,21 +235,31 @@ class _FileStream:
             raise
         self.pump.finish()
 
-    def begin_item(self) -> None:
+    def begin_item(self, *, stays: bool = True) -> None:
+        """stays: whether its memory stays as it is until the file is closed."""
         self._item_offset = self.position
+        self._stays, self._direct = stays, False
         self._digester = BlockDigester()
 
     def append(self, data: bytearray | memoryview) -> None:
-        """Bytes of the current item. Large ones must stay as they are until the file is done."""
+        """Bytes of the current item; of large ones the memory goes to the writer, uncopied."""
         self._digester.update(data)
         self.position += len(data)
         if len(data) >= _DIRECT_BYTES:
             self._flush()
-            self.pump.put(_Piece(data, is_lent=True))
+            self._direct = True
+            self.pump.put(_Piece(data, is_lent=self._stays))
             return
         self._gathered += data
         if len(self._gathered) >= _GATHER_BYTES:
             self._flush()
+
+    def after_item(self, done: Callable[[], None]) -> None:
+        """Call ``done`` when nobody reads the memory of the item that just ended any more."""
+        if self._direct:
+            self.pump.then(done)
+        else:
+            done()  # it was copied
 
     def cut(self) -> int:
         """Begin a region of digests here; returns the offset within the item."""

@@ -16,6 +16,7 @@ import copy
 import functools
 import logging
 import math
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -105,13 +106,16 @@ class WriteEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank wrote. ``names`` of data files; ``placed[n]`` are the items of the n-th."""
+    """What one rank wrote. ``names`` of data files; ``placed[n]`` are the items of the n-th, and
+    ``digests[n]`` theirs, in the same order.
+    """
 
     names: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
     sidecar_sizes_bytes: tuple[int, ...]
     placed: tuple[tuple[Placed, ...], ...]
     counters: Counters
+    digests: tuple[FileDigests, ...] = ()
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: another thread has that
@@ -156,14 +160,17 @@ def write_files(
     *,
     engine: WriteEngine,
     threads: int = 1,
+    buckets: Sequence[Sequence[tuple[int, WriteItem]]] | None = None,
+    first: int = 0,
 ) -> Written:
     """Write a rank's items into data files and sidecars under ``prefix`` (ends with "/").
 
-    On return all of it is durable, names too. After an error or a crash there may be whole files
+    threads: files written at once. buckets: which items (with their positions) make a file, instead
+    of one file for each thread. first: the number of the first file. On return all of it is durable, names too. After an error or a crash there may be whole files
     of an attempt that will never be committed; none is partial. Errors are the storage's.
     """
-    buckets = split_items(items, threads)
-    names = [data_name(rank, number) for number in range(len(buckets))]
+    buckets = split_items(items, threads) if buckets is None else buckets
+    names = [data_name(rank, first + number) for number in range(len(buckets))]
     tasks = [FileTask(prefix + name, bucket) for name, bucket in zip(names, buckets, strict=True)]
     cancelled = Cancelled()
 
@@ -175,7 +182,7 @@ def write_files(
             out.write(sidecar)
         return written, len(sidecar), time.perf_counter() - started
 
-    done = _run_all([functools.partial(job, task) for task in tasks], cancelled)
+    done = _run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
     started = time.perf_counter()
     if done:
         storage.sync(prefix.rstrip("/"))
@@ -194,49 +201,68 @@ def write_files(
             write_s=max((written.write_s + extra for written, _, extra in done), default=0.0),
             sync_s=sync_s,
         ),
+        digests=tuple(written.digests for written, _, _ in done),
     )
 
 
 def _run_all(
-    jobs: Sequence[Callable[[], tuple[FileWritten, int, float]]], cancelled: Cancelled
+    jobs: Sequence[Callable[[], tuple[FileWritten, int, float]]], cancelled: Cancelled, at_once: int
 ) -> list[tuple[FileWritten, int, float]]:
-    """Run every job at once, the last one here; all their results, or one error for all of them.
+    """Run every job, so many at once; all their results, or one error for all of them.
 
     torch's own writer loses the error of every thread but the first, and commits without the
     files of the lost ones (pytorch #191391).
     """
     results: dict[int, tuple[FileWritten, int, float]] = {}
     errors: list[BaseException] = []
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for number in range(len(jobs)):
+        waiting.put(number)
 
-    def work(number: int) -> None:
-        try:
-            results[number] = jobs[number]()
-        except _Stopped:
-            pass  # the thread that failed has the error
-        except BaseException as error:  # noqa: BLE001 - raised below, by the caller's thread
-            errors.append(error)
-            cancelled.event.set()
+    def work() -> None:
+        while not cancelled.event.is_set():
+            try:
+                number = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                results[number] = jobs[number]()
+            except _Stopped:
+                pass  # the thread that failed has the error
+            except BaseException as error:  # noqa: BLE001 - raised below, by the caller's thread
+                errors.append(error)
+                cancelled.event.set()
 
     threads = [
-        threading.Thread(target=work, args=(n,), name=f"ckptfs-write-{n}", daemon=True)
-        for n in range(len(jobs) - 1)
+        threading.Thread(target=work, name=f"ckptfs-write-{n}", daemon=True)
+        for n in range(min(at_once, len(jobs)) - 1)
     ]
-    for thread in threads:
-        thread.start()
+    started = _start(threads)
     try:
-        if jobs:
-            work(len(jobs) - 1)
-        for thread in threads:
+        work()  # also what is left where threads did not start
+        for thread in started:
             thread.join()
     except BaseException:
         # Ctrl-C while waiting: no thread may go on writing into a directory that is cleaned up.
         cancelled.event.set()
-        for thread in threads:
+        for thread in started:
             thread.join()
         raise
     if errors:
         raise _as_one(errors)
     return [results[number] for number in range(len(jobs))]
+
+
+def _start(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
+    """Start them; those that started. None starts any more while the interpreter is ending."""
+    started: list[threading.Thread] = []
+    for thread in threads:
+        try:
+            thread.start()
+        except RuntimeError:
+            break
+        started.append(thread)
+    return started
 
 
 def _as_one(errors: Sequence[BaseException]) -> BaseException:

@@ -19,6 +19,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from ckptfs._torch import is_sharded_tensor, is_wrapper_subclass
 from ckptfs.dcp.resolve import host_tensor, memory_of
 
 __all__ = [
+    "Leaf",
     "check_leaf",
     "check_tensor",
     "dtype_round_trips",
@@ -52,6 +54,19 @@ _ATOMS = (type(None), bool, int, float, complex, str)
 _NAMED = (torch.Size, torch.dtype, torch.device, torch.layout)
 # An int of more than 255 bytes pickles with an opcode that weights_only does not know.
 _PLAIN_INT_BITS = 255 * 8 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A value that is one leaf whatever it holds: DCP does not flatten it.
+
+    Its bytes are those of the plain value, so every reader gets that. owner: whose value it is, for
+    messages. any_rank: ranks may differ, and any one's will do.
+    """
+
+    value: Any
+    owner: str = ""
+    any_rank: bool = False
 
 
 # -- what may be saved -----------------------------------------------------------------------
@@ -75,6 +90,9 @@ def check_leaf(leaf: object) -> str | None:
 
     Plain values are judged by their types; anything else is serialised and loaded, once.
     """
+    if isinstance(leaf, Leaf):
+        reason = check_leaf(leaf.value)
+        return f"in the state of {leaf.owner}, {reason}" if reason and leaf.owner else reason
     if inside := _sharded_inside(leaf):
         return f"it holds a {inside}, of which only one rank's part would be kept; use a list"
     if _is_plain(leaf):
@@ -91,9 +109,9 @@ def check_leaf(leaf: object) -> str | None:
 
 
 def serialise_leaf(leaf: object) -> io.BytesIO:
-    """The bytes that stock DCP's planner makes of an object."""
+    """The bytes that stock DCP's planner makes of an object; a Leaf's are those of its value."""
     buffer = io.BytesIO()
-    torch.save(leaf, buffer)
+    torch.save(leaf.value if isinstance(leaf, Leaf) else leaf, buffer)
     buffer.seek(0)
     return buffer
 
@@ -183,6 +201,8 @@ def fingerprint_of(value: object) -> int:
 
 def _feed(state: xxhash.xxh3_64, value: object) -> None:
     kind = type(value)
+    if isinstance(value, Leaf):
+        return None if value.any_rank else _feed(state, value.value)
     if kind in _ATOMS or kind in _NAMED:
         return state.update(f"{kind.__name__} {value!r};".encode("utf-8", "surrogatepass"))
     if isinstance(value, torch.Tensor):
@@ -220,8 +240,8 @@ def _feed_tensor(state: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Evenly spaced pages, gathered on the tensor's own device: one small copy to the host."""
-    if not tensor.is_contiguous():
-        return tensor  # rare, and a strided gather would copy more than it saves
+    # Of one that is not contiguous, which is rare, all is gathered first: the pages have to be those
+    # of another rank's contiguous one.
     flat = tensor.reshape(-1)
     page = max(1, _PAGE_BYTES // tensor.element_size())
     step = (flat.numel() - page) / (_PAGES - 1)

@@ -9,8 +9,9 @@ Objects load with ``weights_only=True``: a checkpoint is data, never a program.
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping, MutableMapping, MutableSequence
+from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -48,14 +49,18 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Flatten the state dict; tensors on the meta device get memory. All ranks."""
         with gc_paused():
+            # Where torch gives meta tensors memory, it makes None of every object it does not know.
+            kept = [*_objects((), state_dict)]
             try:
                 super().set_up_planner(state_dict, metadata, is_coordinator)
             except ValueError as error:
                 raise StateError(f"the state dict cannot be flattened: {error}") from error
+            for path, value in kept:
+                _put(state_dict, path, value)
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads. All ranks. StateError names every key that does not fit."""
-        with gc_paused():
+        with gc_paused(), self._as_flattened():
             try:
                 plan = super().create_local_plan()
             except (ValueError, RuntimeError) as error:
@@ -63,6 +68,23 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise StateError(f"the state dict does not fit: {error}") from error
             self._check()
             return plan
+
+    @contextlib.contextmanager
+    def _as_flattened(self) -> Iterator[None]:
+        """Keep torch from flattening anew, as before 2.4, where nothing that is asked for is missing.
+
+        It does where anything is not asked for, such as a sharded tensor of which this rank has no
+        part, and then asks for lists of dicts whole.
+        """
+        flatten, saved = self.flatten_state_dict, self.metadata
+        known = saved is not None and all(
+            key in saved.state_dict_metadata for key in self.state_dict
+        )
+        self.flatten_state_dict = flatten and not known
+        try:
+            yield
+        finally:
+            self.flatten_state_dict = flatten
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one object into the state dict. StateError when it would execute code."""
@@ -126,6 +148,18 @@ def _mismatch(value: object, saved: object, *, strict: bool) -> str | None:
     if strict and saved.properties.dtype != value.dtype:
         return f"{saved.properties.dtype} saved, {value.dtype} asked for"
     return None
+
+
+def _objects(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The leaves that are neither tensors nor plain values, and where they lie."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _objects((*path, key), inner)
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _objects((*path, place), inner)
+    elif value is not None and not isinstance(value, (torch.Tensor, int, float, str, bytes)):
+        yield path, value
 
 
 def _put(root: Any, path: tuple[str | int, ...], leaf: object) -> None:

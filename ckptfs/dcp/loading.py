@@ -8,6 +8,8 @@ Collective on the seat's control; reads only.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -22,7 +24,17 @@ from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.uri import Uri
 
-__all__ = ["load_at"]
+__all__ = ["Loadable", "load_at", "load_into"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loadable:
+    """What a rank loads into. state_dict: nested dicts and lists of tensors, filled in place, and of
+    objects, replaced. hand_over: gives what was loaded to its owners, when all ranks have read.
+    """
+
+    state_dict: dict[str, Any]
+    hand_over: Callable[[], None]
 
 
 def load_at(
@@ -40,14 +52,35 @@ def load_at(
     started: ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
     """
     started = time.perf_counter() if started is None else started
+    held: list[Metadata] = []
+    seat.control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
+    flat = unwrap_stateful(state_dict)
+    loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
+    return load_into(
+        loadable, held[0], seat, target, found, strict=strict, verify=verify, started=started
+    )
+
+
+def load_into(
+    loadable: Loadable,
+    metadata: Metadata,
+    seat: Seat,
+    target: Uri,
+    found: Found,
+    *,
+    strict: bool = True,
+    verify: Literal["read", "off"] = "read",
+    started: float,
+) -> LoadResult:
+    """Collective. Load the checkpoint whose ``metadata`` was read into ``loadable``.
+
+    Nobody's ``hand_over`` runs before every rank has read all of its part. Errors are as for
+    ``ckptfs.load``.
+    """
     checking, control = Verify(verify), seat.control
     manifest = found.manifest
-    held: list[Metadata] = []
-    control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
-    metadata = held[0]
-    flat = unwrap_stateful(state_dict)
     planned = plan_load(
-        flat,
+        loadable.state_dict,
         metadata,
         control,
         strict=strict,
@@ -55,7 +88,8 @@ def load_at(
     )
     source = source_of(seat.storage, found, checking, control.rank)
     per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
-    restore_stateful(state_dict, flat)
+    # A step of its own: what one object refuses must not leave the other ranks training.
+    control.step("hand over", loadable.hand_over)
     return LoadResult(
         uri=str(target),
         step=step_of(target.name, None) if manifest is None else manifest.step,

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import collections
 import copyreg
+import dataclasses
 import io
 import pathlib
 import pickle
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptfs import _torch
+from ckptfs.commit.layout import SHARED
 from ckptfs.dcp.planner import gc_paused
 from ckptfs.errors import ManifestError
 
@@ -74,8 +76,11 @@ def encode_metadata(metadata: Metadata) -> bytes:
     return buffer.getvalue()
 
 
-def decode_metadata(data: bytes, where: object) -> Metadata:
+def decode_metadata(data: bytes, where: object, shared: Collection[str] = ()) -> Metadata:
     """The metadata in ``data``, executing nothing.
+
+    shared: what the manifest lists below ``_data/`` of the run. For stock readers such files have
+    rooted paths; here they get the manifest's, wherever the run lies now.
 
     ManifestError naming ``where`` for anything that is not a DCP ``.metadata`` alone: a class
     outside the list (named), a truncated or foreign pickle, a path that leaves the checkpoint.
@@ -83,6 +88,8 @@ def decode_metadata(data: bytes, where: object) -> Metadata:
     try:
         with gc_paused():
             metadata = _Unpickler(io.BytesIO(data), where).load()
+            if shared:
+                _unroot(metadata, shared)
             _check(metadata, where)
     except ManifestError:
         raise
@@ -225,6 +232,15 @@ def _check(metadata: Any, where: object) -> None:
     for name in ("planner_data", "storage_meta", "version"):
         if not hasattr(metadata, name):
             setattr(metadata, name, None)
+
+
+def _unroot(metadata: Metadata, shared: Collection[str]) -> None:
+    """Rooted paths of listed files become the manifest's; any other stays as it is, to be refused."""
+    for index, info in metadata.storage_data.items():
+        root, found, path = info.relative_path.rpartition(f"/{SHARED}/")
+        if found and root.startswith("/") and path in shared:
+            # Not the root that stands there: the run may have been copied to another bucket.
+            metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -16,7 +16,8 @@ __all__ = ["read_metadata", "source_of", "who_holds"]
 
 
 def read_metadata(storage: Storage, found: Found) -> Metadata:
-    """The checkpoint's ``.metadata``, as sealed where it was sealed. Executes nothing.
+    """The checkpoint's ``.metadata``, as sealed where it was sealed, with the manifest's own paths.
+    Executes nothing.
 
     IntegrityError: it was changed after the commit. ManifestError: it is no DCP metadata.
     """
@@ -32,14 +33,16 @@ def read_metadata(storage: Storage, found: Found) -> Metadata:
                 uri=where,
                 hint="the file was changed after the commit; load another checkpoint",
             )
-    return decode_metadata(raw, where)
+    files = () if manifest is None else manifest.files
+    return decode_metadata(raw, where, frozenset(f.path for f in files if f.is_shared))
 
 
 def source_of(storage: Storage, found: Found, verify: Verify, rank: int) -> Source:
     """Where this rank reads data files and their digests."""
     files = () if found.manifest is None else found.manifest.files
     sidecars = {f.path: f.digests for f in files if f.digests is not None}
-    return Source(storage, found.home, sidecars, verify, rank)
+    shared = frozenset(f.path for f in files if f.is_shared)
+    return Source(storage, found.home, sidecars, verify, rank, shared)
 
 
 def who_holds(uri: str, found: Found) -> str | None:

@@ -15,6 +15,7 @@ plans, so no plan is sent back. What a rank wrote returns as three numbers per i
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 import struct
 import time
@@ -23,25 +24,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import SmallFile, WrittenPart
 from ckptfs.dcp.copies import Place, copies_for, places_for
 from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.engine import buffered_engine
 from ckptfs.dcp.fetch import fetch
-from ckptfs.dcp.layout import WriteEngine, Written, sidecar_name, write_files
+from ckptfs.dcp.layout import Placed, WriteEngine, Written, sidecar_name, write_files
 from ckptfs.dcp.load_planner import LoadPlanner, unexpected_keys
 from ckptfs.dcp.metadata import describe, encode_metadata
-from ckptfs.dcp.per_rank import listed, original_item, rename_plan, view_for
+from ckptfs.dcp.per_rank import listed, original_item, view_for
 from ckptfs.dcp.planner import SavePlanner, gc_paused
+from ckptfs.dcp.resolve import Loan
+from ckptfs.dcp.share import LiveShare, Share, local_plan, unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
 from ckptfs.events import Counters
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
+from ckptfs.uri import Uri
 
 __all__ = [
     "PlannedLoad",
@@ -49,6 +55,7 @@ __all__ = [
     "decode_placed",
     "encode_placed",
     "finish_save",
+    "local_plan",
     "metadata_files",
     "plan_load",
     "plan_save",
@@ -69,13 +76,13 @@ _PLACED = struct.Struct("<IQQ")  # file number, offset, length
 class PlannedSave:
     """A save that all ranks agreed on.
 
-    items: what this rank writes, in order. size_bytes: of their tensors. On the coordinator also
-    ``metadata`` (without places) and ``indexes``, the items of every rank in order.
+    items: what this rank writes, in order. size_bytes: of their tensors. share: has their data. On
+    the coordinator also ``metadata`` (without places) and ``indexes``, the items of every rank.
     """
 
     rank: int
     items: tuple[WriteItem, ...]
-    planner: SavePlanner
+    share: Share
     plan_s: float
     metadata: Metadata | None = None
     indexes: tuple[tuple[MetadataIndex, ...], ...] = ()
@@ -84,6 +91,10 @@ class PlannedSave:
     def size_bytes(self) -> int:
         """Bytes of the tensors that this rank writes; objects count when they are written."""
         return sum(_item_bytes(item) for item in self.items)
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
+        """The data of one of ``items``. Any thread."""
+        return self.share.resolve(original_item(item, self.rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +113,7 @@ class PlannedLoad:
 
 
 def plan_save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Share,
     control: Control,
     *,
     per_rank: Sequence[str] = (),
@@ -112,17 +123,21 @@ def plan_save(
     """Collective. Who writes what, with every check that needs no file. Nothing is written.
 
     state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
-    level. per_rank: fnmatch patterns of flattened keys that every rank keeps for itself. domains: the
-    ranks of each domain; where there are several, each gets its copy of replicated items. On every
-    rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
+    level; or what was staged of one. per_rank: fnmatch patterns of flattened keys that every rank
+    keeps for itself. domains: the ranks of each domain; where there are several, each gets its copy
+    of replicated items. On every rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
     """
     started = time.perf_counter()
-    planner = planner or SavePlanner(compare_ranks=control.size > 1)
+    share: Share
+    if isinstance(state_dict, Mapping):
+        share = LiveShare(state_dict, planner or SavePlanner(compare_ranks=control.size > 1))
+    else:
+        share = state_dict
     held: list[SavePlan] = []
     known: dict[str, Any] = {}
 
     def local() -> bytes:
-        plan = local_plan(planner, state_dict, control.rank, per_rank)
+        plan = share.plan(control.rank, per_rank)
         held.append(plan)
         with gc_paused():
             return pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
@@ -130,7 +145,7 @@ def plan_save(
     def decide(blobs: list[bytes]) -> list[bytes]:
         with gc_paused():
             plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
-            chosen, metadata = planner.create_global_plan(plans)
+            chosen, metadata = share.planner.create_global_plan(plans)
             kept = [{i.index for i in plan.items} for plan in chosen]
             held = [[(i.index, _item_bytes(i)) for i in plan.items] for plan in plans]
             extra = copies_for(domains, held, kept)
@@ -148,23 +163,15 @@ def plan_save(
     mine = held[0]
     keep = np.unpackbits(np.frombuffer(bitmaps[control.rank], np.uint8), count=len(mine.items))
     items = tuple(item for item, kept in zip(mine.items, keep, strict=True) if kept)
-    planner.finish_plan(dataclasses.replace(mine, items=list(items)))
+    share.take_on([original_item(item, control.rank) for item in items])
     return PlannedSave(
         rank=control.rank,
         items=items,
-        planner=planner,
+        share=share,
         plan_s=time.perf_counter() - started,
         metadata=known.get("metadata"),
         indexes=known.get("indexes", ()),
     )
-
-
-def local_plan(
-    planner: SavePlanner, state_dict: Mapping[str, Any], rank: int, per_rank: Sequence[str]
-) -> SavePlan:
-    """One rank's plan: flattened, checked, its own keys renamed. Local."""
-    planner.set_up_planner(unwrap_stateful(state_dict), None, is_coordinator=rank == 0)
-    return rename_plan(planner.create_local_plan(), per_rank, rank)
 
 
 def write(
@@ -187,7 +194,7 @@ def write(
         prefix,
         planned.rank,
         planned.items,
-        lambda item: planned.planner.resolve_data(original_item(item, planned.rank)),
+        planned.resolve,
         engine=engine,
         threads=threads,
     )
@@ -196,17 +203,22 @@ def write(
     return dataclasses.replace(part, counters=counters)
 
 
-def written_part(written: Written, save_id: str, domain: str | None) -> WrittenPart:
-    """What a rank tells the coordinator: its files for the manifest, its items for .metadata."""
+def written_part(
+    written: Written, save_id: str, domain: str | None, origin: str | None = None
+) -> WrittenPart:
+    """What a rank tells the coordinator: its files for the manifest, its items for .metadata.
+
+    origin: ``save_id`` where later saves may use these files too.
+    """
     files = []
     for name, size, sidecar_size in zip(
         written.names, written.sizes_bytes, written.sidecar_sizes_bytes, strict=True
     ):
         path = f"{save_id}/{name}"
         sidecar = sidecar_name(path)
-        files.append(FileRecord(path, size, domain, sidecar))
-        files.append(FileRecord(sidecar, sidecar_size, domain))
-    return WrittenPart(tuple(files), written.counters, encode_placed(written))
+        files.append(FileRecord(path, size, domain, sidecar, origin=origin))
+        files.append(FileRecord(sidecar, sidecar_size, domain, origin=origin))
+    return WrittenPart(tuple(files), written.counters, encode_placed(written.placed))
 
 
 def finish_save(
@@ -216,16 +228,18 @@ def finish_save(
     save_id: str,
     checkpoint_id: str,
     domains: Mapping[str, Sequence[int]] | None = None,
+    root: Uri | None = None,
 ) -> dict[str, SmallFile]:
     """Coordinator only. The extra files of the commit: ``.metadata``. Pure.
 
     checkpoint_id: the step's URI, bare. domains: id -> ranks; where there are several, each gets a
-    ``.metadata`` of its own that points to its own copies. IncompleteCheckpointError when what was written is not
+    ``.metadata`` of its own that points to its own copies. root: of the run, for the paths of shared
+    files. IncompleteCheckpointError when what was written is not
     what was planned: such a save must not be committed.
     """
     if planned.metadata is None:
         raise RuntimeError("finish_save belongs to the coordinator")
-    written = written_places(planned.indexes, parts)
+    written = written_places(planned.indexes, parts, root)
     return metadata_files(
         planned.metadata, written, domains or {}, checkpoint_id=checkpoint_id, save_id=save_id
     )
@@ -259,7 +273,9 @@ def storage_data_of(
 
 
 def written_places(
-    indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
+    indexes: Sequence[Sequence[MetadataIndex]],
+    parts: Sequence[WrittenPart],
+    root: Uri | None = None,
 ) -> list[dict[MetadataIndex, Place]]:
     """Per rank: item -> place. IncompleteCheckpointError unless planned == written."""
     if len(indexes) != len(parts):
@@ -268,6 +284,7 @@ def written_places(
     for rank, (planned, part) in enumerate(zip(indexes, parts, strict=True)):
         places: dict[MetadataIndex, Place] = {}
         data_files = [record for record in part.files if record.digests is not None]
+        paths = [f.path if root is None else stock_path(f, root) for f in data_files]
         placed = decode_placed(part.payload)
         if len(placed) != len(planned):
             raise IncompleteCheckpointError(
@@ -280,16 +297,19 @@ def written_places(
                 raise IntegrityError(
                     f"rank {rank} says that {index.fqn!r} lies outside its files", rank=rank
                 )
-            places[index] = (data_files[number].path, offset, length)
+            places[index] = (paths[number], offset, length)
         everything.append(places)
     return everything
 
 
-def encode_placed(written: Written) -> bytes:
-    """File number, offset and length of every item, in the order of the rank's plan."""
+def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
+    """File number, offset and length of every item, in the order of the rank's plan.
+
+    placed: for each data file of the rank's part its items.
+    """
     flat = sorted(
         (place.position, number, place.offset, place.length)
-        for number, places in enumerate(written.placed)
+        for number, places in enumerate(placed)
         for place in places
     )
     return b"".join(_PLACED.pack(*rest) for _, *rest in flat)
@@ -361,14 +381,6 @@ def read(planned: PlannedLoad, source: Source) -> Counters:
 
 
 # -- Stateful --------------------------------------------------------------------------------
-
-
-def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does."""
-    return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
-        for key, value in state_dict.items()
-    }
 
 
 def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:

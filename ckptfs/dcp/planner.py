@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckptfs.dcp.leaves import check_leaf, check_tensor, fingerprint_of, serialis
 from ckptfs.dcp.per_rank import LocalFacts, listed
 from ckptfs.errors import StateError
 
-__all__ = ["SavePlanner", "gc_paused"]
+__all__ = ["SavePlanner", "fingerprints", "gc_paused"]
 
 
 @contextmanager
@@ -82,7 +82,9 @@ class SavePlanner(DefaultSavePlanner):
         with gc_paused():
             plan = super().create_local_plan()
             _refuse_unloadable(plan.items, self.state_dict)
-            prints = _fingerprints(plan.items, self.state_dict) if self.compare_ranks else {}
+            prints: dict[str, int] = {}
+            if self.compare_ranks:
+                prints = fingerprints(plan.items, lambda item: self.state_dict[item.index.fqn])
             return dataclasses.replace(plan, planner_data=LocalFacts(plan.planner_data, prints))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -160,10 +162,13 @@ def _local_of(value: Any) -> torch.Tensor:
     return tensor
 
 
-def _fingerprints(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> dict[str, int]:
+def fingerprints(
+    items: Sequence[WriteItem], value_of: Callable[[WriteItem], Any]
+) -> dict[str, int]:
     """Key -> fingerprint, for all that DCP would deduplicate by key.
 
-    Of a sharded tensor the ranks must agree on dtype and global size, which DCP takes from one.
+    Of a sharded tensor the ranks must agree on dtype and global size, which DCP takes from one; its
+    value is not asked for.
     """
     found: dict[str, int] = {}
     for item in items:
@@ -176,7 +181,7 @@ def _fingerprints(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> 
                 ("shard", data and str(data.properties.dtype), data and tuple(data.size))
             )
         else:
-            found[key] = fingerprint_of(state_dict[key])
+            found[key] = fingerprint_of(value_of(item))
     return found
 
 

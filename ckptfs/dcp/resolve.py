@@ -13,14 +13,36 @@ from __future__ import annotations
 import ctypes
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["Resolve", "host_tensor", "memory_of", "tensor_over"]
+__all__ = ["Loan", "Resolve", "host_tensor", "memory_of", "tensor_over"]
 
-Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO"]
+
+def _nobody() -> None:
+    """Nobody waits for this item."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """An item's data, how long its memory stays as it is, and whom to tell when it was written.
+
+    stays: until the file is closed, so that it may be lent to the writer; else only until
+    ``done()``, which is called once the writer has taken or copied every byte of it, or ``back()``:
+    it was looked at, and is resolved again when it is written.
+    """
+
+    data: torch.Tensor | io.BytesIO
+    stays: bool = True
+    done: Callable[[], None] = _nobody
+    back: Callable[[], None] = _nobody
+
+
+# What is no Loan stays as it is until the file is closed.
+Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO | Loan"]
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:

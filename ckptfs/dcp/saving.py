@@ -9,18 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, SmallFile, WrittenPart
-from ckptfs.dcp.pipeline import finish_save, plan_save, write
+from ckptfs.dcp.pending import Phase, Watch
+from ckptfs.dcp.pipeline import PlannedSave, finish_save, plan_save, write
+from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
+from ckptfs.dcp.reuse_write import Mine, write_changed
+from ckptfs.dcp.share import Share
+from ckptfs.dcp.slots import writer_slot
 from ckptfs.dcp.space import check_space
 from ckptfs.events import Counters, Event, SaveResult, Written
 from ckptfs.uri import Uri
 
-__all__ = ["WriteOptions", "save_at"]
+__all__ = ["Tell", "WriteOptions", "save_at", "tell_nobody"]
+
+Tell = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,52 +35,73 @@ class WriteOptions:
     """How a rank writes its part; equal on all ranks.
 
     threads: data files written at once by each rank. require_space: NoSpaceError before a byte is
-    written where it cannot fit; otherwise a warning.
+    written where it cannot fit; otherwise a warning. writers_per_node: ranks of one node that write
+    at the same time, over all processes of this user that save into the run; None is no limit.
+    unchanged: whether what the last committed save of the run holds already is written again. memory:
+    what is known of that save from one save of this process to the next.
     """
 
     threads: int = 1
     require_space: bool = False
+    writers_per_node: int | None = None
+    unchanged: Unchanged = Unchanged.WRITE
+    memory: Memory = field(default_factory=Memory, compare=False)
+
+
+def tell_nobody(event: Event) -> None:
+    """Nobody listens."""
 
 
 def save_at(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Share,
     seat: Seat,
     target: Uri,
     spec: SaveSpec,
     options: WriteOptions = WriteOptions(),
     *,
     started: float | None = None,
-    tell: Callable[[Event], None] = lambda _: None,
+    tell: Tell = tell_nobody,
+    watch: Watch | None = None,
+    attempt: Attempt | None = None,
 ) -> SaveResult:
     """Collective. Save a state dict as ``target``, directly in the run that the seat is at.
 
-    started: ``time.perf_counter()`` at the user's call. tell: hears of Written. Errors and what a crash leaves are as for
-    ``ckptfs.save``.
+    state_dict: live, it must not change before this returns; or what ``stage`` took of one. started:
+    ``time.perf_counter()`` at the user's call. tell: hears of Written. watch: follows the save.
+    attempt: of another kind than a save that commits by itself. Errors and what a crash leaves are as
+    for ``ckptfs.save``.
     """
     started = time.perf_counter() if started is None else started
+    if options.unchanged is Unchanged.REFERENCE:
+        need_run(spec, target)
     control = seat.control
+    watch = watch or Watch()
+    watch.enter(Phase.PLAN)
     domains = {d.id: d.ranks for d in seat.placement.domains}
     planned = plan_save(
         state_dict, control, per_rank=spec.per_rank, domains=tuple(domains.values())
     )
+    watch.planned(planned.size_bytes, len(planned.items))
     warnings = check_space(seat, planned, options.threads, required=options.require_space)
-    attempt = Attempt(seat, spec)
+    attempt = attempt or Attempt(seat, spec)
 
     def write_mine() -> WrittenPart:
-        part = write(
-            planned,
-            seat.storage,
-            attempt.prefix,
-            attempt.save_id,
-            domain=seat.placement.mine.id,
-            threads=options.threads,
-        )
-        tell(Written(str(target), spec.step or 0, part.counters))
+        with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
+            watch.enter(Phase.WRITE)
+            part = _write(planned, seat, attempt, options)
+        tell(Written(str(target), spec.step, part.counters))
+        watch.durable(part.counters)
+        watch.enter(Phase.COMMIT)
         return part
 
     def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
         return finish_save(
-            planned, parts, save_id=attempt.save_id, checkpoint_id=str(target), domains=domains
+            planned,
+            parts,
+            save_id=attempt.save_id,
+            checkpoint_id=str(target),
+            domains=domains,
+            root=seat.storage.root,
         )
 
     try:
@@ -92,4 +120,24 @@ def save_at(
         per_rank=per_rank,
         wall_s=time.perf_counter() - started,
         warnings=(*warnings, *committed.warnings),
+    )
+
+
+def _write(
+    planned: PlannedSave, seat: Seat, attempt: Attempt, options: WriteOptions
+) -> WrittenPart:
+    domain = seat.placement.mine.id
+    if options.unchanged is Unchanged.REFERENCE:
+        site = Site(seat.storage, seat.caps, attempt.keys, domain)
+        mine = Mine(planned.rank, planned.items, planned.resolve)
+        previous = attempt.previous
+        part = write_changed(mine, site, previous, options.memory, threads=options.threads)
+        return replace(part, counters=replace(part.counters, plan_s=planned.plan_s))
+    return write(
+        planned,
+        seat.storage,
+        attempt.prefix,
+        attempt.save_id,
+        domain=domain,
+        threads=options.threads,
     )

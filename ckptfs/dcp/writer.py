@@ -27,16 +27,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptfs import _torch
+from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.opening import Place
 from ckptfs.commit.run import Run
-from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile
+from ckptfs.commit.shared_data import stock_path
+from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.agent import Desk, Task, hire, send_orders
 from ckptfs.dcp.copies import copies_for
 from ckptfs.dcp.crossing import crossing
 from ckptfs.dcp.engine import buffered_engine
-from ckptfs.dcp.layout import Written, write_files
+from ckptfs.dcp.layout import write_files
 from ckptfs.dcp.per_rank import listed, original_item, rename_plan
-from ckptfs.dcp.pipeline import metadata_files, written_part
+from ckptfs.dcp.pipeline import decode_placed, metadata_files, written_part
+from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
+from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.topology.control import default_timeout_s
 from ckptfs.uri import Uri, options_of
@@ -48,7 +52,7 @@ class StorageWriter(TorchStorageWriter):
     """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
 
     uri: run and name; the run is the parent. storage_options, run, per_rank, threads, if_exists,
-    step, scope, domain: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
+    step, scope, domain, unchanged: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
     that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
 
@@ -64,6 +68,7 @@ class StorageWriter(TorchStorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         per_rank: Sequence[str] = (),
         threads: int = 1,
+        unchanged: Literal["write", "reference"] = "write",
         if_exists: Literal["error", "replace"] = "error",
         run: Run | None = None,
         step: int | None = None,
@@ -84,12 +89,15 @@ class StorageWriter(TorchStorageWriter):
             per_rank=tuple(per_rank),
         )
         self._threads = threads
+        self._unchanged, self._memory = Unchanged(unchanged), Memory()
         self._group = process_group
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._desk: Desk | None = None
         self._plan: SavePlan | None = None  # this rank's, before deduplication
         self._domains: dict[str, tuple[int, ...]] = {}
         self._rank = 0
+        if self._unchanged is Unchanged.REFERENCE:
+            need_run(self._spec, Uri.parse(uri))
         if run is not None:
             run.check(Uri.parse(uri))
 
@@ -153,23 +161,37 @@ class StorageWriter(TorchStorageWriter):
             attempt = begun.attempt
             plan = self._with_copies(plan)
             try:
-                written = write_files(
-                    attempt.storage,
-                    attempt.prefix,
-                    self._rank,
-                    plan.items,
-                    lambda item: planner.resolve_data(original_item(item, self._rank)),
-                    engine=buffered_engine,
-                    threads=self._threads,
-                )
-                desk.part.set_result(written_part(written, attempt.save_id, begun.domain))
+                part = self._write(plan, planner, attempt, begun.domain)
+                desk.part.set_result(part)
             except BaseException as error:
                 # The agents hear of it at once, and clean up while torch tells the other ranks.
                 desk.part.set_exception(error)
                 raise
         future: Future[list[WriteResult]] = Future()
-        future.set_result(_results(plan, written, attempt.save_id))
+        future.set_result(_results(plan, part, attempt.storage.root))
         return future
+
+    def _write(
+        self, plan: SavePlan, planner: SavePlanner, attempt: Attempt, domain: str
+    ) -> WrittenPart:
+        def resolve(item: WriteItem) -> Any:
+            return planner.resolve_data(original_item(item, self._rank))
+
+        if self._unchanged is Unchanged.REFERENCE:
+            site = Site(attempt.storage, attempt.seat.caps, attempt.keys, domain)
+            mine = Mine(self._rank, plan.items, resolve)
+            previous = attempt.previous
+            return write_changed(mine, site, previous, self._memory, threads=self._threads)
+        written = write_files(
+            attempt.storage,
+            attempt.prefix,
+            self._rank,
+            plan.items,
+            resolve,
+            engine=buffered_engine,
+            threads=self._threads,
+        )
+        return written_part(written, attempt.save_id, domain)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator. Seal and project on all ranks; committed when this returns."""
@@ -277,15 +299,17 @@ class StorageWriter(TorchStorageWriter):
         )
 
 
-def _results(plan: SavePlan, written: Written, save_id: str) -> list[WriteResult]:
+def _results(plan: SavePlan, part: WrittenPart, root: Uri) -> list[WriteResult]:
+    paths = [stock_path(f, root) for f in part.files if f.digests is not None]
     return [
         WriteResult(
-            index=plan.items[place.position].index,
-            size_in_bytes=place.length,
-            storage_data=_torch.storage_info(f"{save_id}/{name}", place.offset, place.length),
+            index=item.index,
+            size_in_bytes=length,
+            storage_data=_torch.storage_info(paths[number], offset, length),
         )
-        for name, placed in zip(written.names, written.placed, strict=True)
-        for place in placed
+        for item, (number, offset, length) in zip(
+            plan.items, decode_placed(part.payload), strict=True
+        )
     ]
 
 

@@ -51,6 +51,10 @@ class Flight:
         """Whether this rank knows the outcome of the oldest one."""
         return not self._saves or self._saves[0].done()
 
+    def is_done(self) -> bool:
+        """Whether this rank knows the outcome of all of them."""
+        return all(save.done() for save in self._saves)
+
     def settle(self, limit: int, timeout_s: float | None = None) -> SaveResult | None:
         """Wait until fewer than ``limit`` are on their way; the result of the last that was waited for.
 

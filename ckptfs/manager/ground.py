@@ -2,7 +2,7 @@
 
     Ground(place).control      opened at the first collective call
           .reading()           a seat that appends nothing: restore, steps, latest
-          .run()               claimed at the first save, held until close
+          .claim()             at the first save; held until close
 
 A manager that only restores never claims: an evaluation job disturbs nobody.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, sit_
 from ckptfs.commit.run import Mode, Run, Takeover, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError
+from ckptfs.manager.rally import Rally
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
@@ -49,15 +50,16 @@ class Ground:
         self.where = where
         self._storage = storage
         self._stack = contextlib.ExitStack()
+        self._guests = contextlib.ExitStack()  # who uses control and run: they leave first
         self._control: Control | None = control
         self._root: Uri | None = None
-        self._run: Run | None = None
+        self._rally: Rally | None = None
         self._closed = False
 
     @property
     def control(self) -> Control:
         """Collective at its first use. StateError: several ranks and no process group, or closed."""
-        self._check_open()
+        self.check_open()
         if self._control is None:
             control = self._stack.enter_context(
                 control_for(self.where.process_group, self.where.timeout_s)
@@ -69,6 +71,10 @@ class Ground:
                     hint="call torch.distributed.init_process_group() before using the manager",
                 )
             self._control = control
+        if self._rally is None and self._control.size > 1:
+            # Now, while all ranks are here: when a run fails, some of them are not.
+            self._rally = Rally(self._control)
+            self._guests.callback(self._rally.close)
         return self._control
 
     @property
@@ -78,28 +84,33 @@ class Ground:
             self._root = agree_uri(self.control, self.where.uri)
         return self._root
 
-    @property
-    def held(self) -> Run | None:
-        """The run, if this manager holds it already."""
-        return self._run
-
     @contextlib.contextmanager
     def reading(self) -> Iterator[Seat]:
         """Collective. A seat that needs read permission only."""
         with self._sit(write=False) as seat:
             yield seat
 
-    def run(self) -> Run:
-        """Collective at its first use: claim the run. RunBusyError: a living owner holds it."""
-        self._check_open()
-        if self._run is None:
-            with contextlib.ExitStack() as stack:
-                seat = stack.enter_context(self._sit(write=True))
-                run = claim(seat, Mode.RESUME, self.where.takeover)
-                run.closing = stack.pop_all()
-            self._stack.callback(run.release)
-            self._run = run
-        return self._run
+    def claim(self, *, defer_deletes: bool = False) -> Run:
+        """Collective, once: claim the run. RunBusyError: a living owner holds it."""
+        self.check_open()
+        with contextlib.ExitStack() as stack:
+            seat = stack.enter_context(self._sit(write=True))
+            run = claim(seat, Mode.RESUME, self.where.takeover, defer_deletes=defer_deletes)
+            run.closing = stack.pop_all()
+        self._stack.callback(run.release)
+        return run
+
+    def reach_all(self, what: str, timeout_s: float) -> None:
+        """Collective, for a run that fails: return when every rank has called, or fail everywhere.
+
+        DeadlineError, CollectiveError: not all came within timeout_s.
+        """
+        if self.control.size > 1 and self._rally is not None:
+            self._rally.reach(what, timeout_s)
+
+    def before_release(self, close: Callable[[], object]) -> None:
+        """Call this when the manager closes, before the run is released."""
+        self._guests.callback(close)
 
     @contextlib.contextmanager
     def _sit(self, *, write: bool) -> Iterator[Seat]:
@@ -109,7 +120,13 @@ class Ground:
         with open_seat(self.root, self.control, self.where.place, write=write) as seat:
             yield seat
 
-    def _check_open(self) -> None:
+    @property
+    def is_closed(self) -> bool:
+        """Whether close() was called."""
+        return self._closed
+
+    def check_open(self) -> None:
+        """StateError once it is closed."""
         if self._closed:
             raise StateError("the manager is closed", uri=self._root, hint="make another one")
 
@@ -117,4 +134,5 @@ class Ground:
         """Local: release the run and leave the control plane. Harmless twice."""
         if not self._closed:
             self._closed = True
-            self._stack.close()
+            with self._stack:
+                self._guests.close()

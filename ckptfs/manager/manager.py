@@ -16,23 +16,38 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckptfs.commit.catalog import Checkpoint, logged
+from ckptfs.commit.catalog import Checkpoint
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.run import Run, Takeover
+from ckptfs.commit.run import Takeover
 from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.commit.tickets import Ticket
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions
-from ckptfs.events import Event, SaveBegan, SaveResult
+from ckptfs.errors import CkptfsError
+from ckptfs.events import Event, Restored, SaveBegan, SaveResult, SaveSkipped
+from ckptfs.manager.blanks import Reshard
+from ckptfs.manager.candidates import Fallback, PerRankPolicy, RestoreRequest
+from ckptfs.manager.copies import copies_of, open_copies
+from ckptfs.manager.crew import Crew
+from ckptfs.manager.flight import Flight
 from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.lately import last_save_s
+from ckptfs.manager.listeners import Bell, Listener
 from ckptfs.manager.naming import Template
-from ckptfs.manager.options import IfSlow, Names, SaveMode, metrics_of
-from ckptfs.manager.saver import Follower, Job, Saver
+from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, metrics_of
+from ckptfs.manager.preemption import PreemptSignals, SignalName
+from ckptfs.manager.restoring import restore
+from ckptfs.manager.retention import Best, Keep
+from ckptfs.manager.saver import Job
+from ckptfs.manager.schedule import Rules, Schedule
+from ckptfs.manager.state import Saveable, Untold, saveable
+from ckptfs.manager.view import View
 from ckptfs.uri import options_of
 
 __all__ = ["CheckpointManager"]
@@ -45,15 +60,33 @@ Kinds = Literal["checkpoint", "weights"]
 class CheckpointManager:
     """Saves, retains and restores the checkpoints of one run. Every rank makes one.
 
-    uri: the run. keep_latest: so many of each kind stay, None deletes nothing. mode: "async" returns
-    from ``save`` when the state is staged. name, weights_name: templates of directory names, matched
-    exactly; what they do not match is never deleted. per_rank: fnmatch patterns of keys that every
-    rank keeps for itself. takeover: as for ``prepare_run``. process_group, timeout_s,
-    storage_options, scope, domain: as for ``ckptfs.save``. ground: what it stands on instead, for wrappers.
+    uri: the run. mode: "async" returns from ``save`` when the state is staged, and commits in the
+    background.
+
+    What stays: keep_latest: so many of each kind, None deletes nothing; keep_every: steps that it
+    divides stay for ever; keep_best: ``Best("loss")``; delete_grace_s: how long a deleted checkpoint
+    stays whole for readers that found it before. name, weights_name: templates of directory names,
+    matched exactly: what they do not match is never deleted.
+
+    When: every_steps, every_s and preempt_signals are what ``should_save`` goes by; grace_s: how
+    long the launcher waits after a signal.
+
+    Asynchronous: max_in_flight saves at once; if_slow: "delay" waits for the oldest, "skip" saves
+    nothing this time; host_memory_bytes: as for ``async_save``; writers_per_node: as there.
+
+    unchanged: "reference" writes no bytes for tensors that are what the last checkpoint has.
+
+    copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
+    background; what waits for a copy is not deleted.
+
+    threads, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
+    ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
+    on the coordinator, on_commit the URI of every commit. ground: what it stands on instead of
+    opening it, for wrappers.
 
     Making one appends nothing, so an evaluation job may: the first ``save`` claims the run, and
-    RunBusyError names the living owner. After a crash of any rank at any time exactly the committed
-    checkpoints are there.
+    RunBusyError names the living owner. StateError: options that make no sense. After a crash of any
+    rank at any time exactly the committed checkpoints are there.
     """
 
     def __init__(
@@ -61,12 +94,25 @@ class CheckpointManager:
         uri: Any,
         *,
         keep_latest: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
         mode: Literal["sync", "async"] = "sync",
         name: str = "step_{N}",
         weights_name: str = "weights_{N}",
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        preempt_signals: Iterable[SignalName] = (),
+        grace_s: float = 30.0,
         max_in_flight: int = 1,
         if_slow: Literal["delay", "skip"] = "delay",
+        host_memory_bytes: int | None = None,
         threads: int = 1,
+        writers_per_node: int | None = None,
+        unchanged: Literal["write", "reference"] = "write",
+        delete_grace_s: float = 0.0,
+        copies: Sequence[Any] = (),
+        listeners: Sequence[Listener] = (),
+        on_commit: Callable[[str], None] | None = None,
         per_rank: Sequence[str] = (),
         takeover: Literal["auto", "never", "force"] = "auto",
         process_group: Any = None,
@@ -78,16 +124,49 @@ class CheckpointManager:
     ) -> None:
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         where = Where(uri, place, process_group, timeout_s, Takeover(takeover))
+        self._settings = Settings(
+            names=Names(Template(name), Template(weights_name)),
+            keep=Keep(keep_latest, keep_every, keep_best),
+            mode=SaveMode(mode),
+            if_slow=IfSlow(if_slow),
+            max_in_flight=max_in_flight,
+            host_memory_bytes=host_memory_bytes,
+            delete_grace_s=delete_grace_s,
+            write=WriteOptions(
+                threads=threads, writers_per_node=writers_per_node, unchanged=Unchanged(unchanged)
+            ),
+            per_rank=tuple(per_rank),
+            listeners=tuple(listeners),
+            on_commit=on_commit,
+            copies=copies_of(copies, uri),
+            takeover=where.takeover,
+        )
         self._ground = ground or Ground(where)
-        self._names = Names(Template(name), Template(weights_name))
-        self._mode = SaveMode(mode)
-        self._if_slow = IfSlow(if_slow)
-        self._max_in_flight = max_in_flight
-        self._write_options = WriteOptions(threads=threads)
-        self._per_rank = tuple(per_rank)
-        self._saver: Saver | None = None
+        self._view = View(where, self._settings.names)
+        self._flight = Flight()
+        self._crew: Crew | None = None
+        self._needed: frozenset[str] = frozenset()  # what this job was restored from
+        self._bell: Bell | None = None
+        rules = Rules(every_steps, every_s, grace_s)
+        # The last that may fail: no handler outlives a manager that was never made.
+        signals = PreemptSignals(preempt_signals) if preempt_signals else None
+        self._schedule = Schedule(rules, lambda: self._ground.control, signals=signals)
+        self._ground.before_release(self._schedule.close)
 
     # -- saving -------------------------------------------------------------------------
+
+    def should_save(self, step: int) -> bool:
+        """Collective. Whether to save now, by steps, time or preemption; the same on all ranks.
+
+        Costs nothing by steps; the other two are agreed in the background, one call late. Every rank
+        calls it equally often.
+        """
+        return self._schedule(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the ranks agreed that the job is about to be stopped: save, then leave."""
+        return self._schedule.preempted
 
     def save(
         self,
@@ -97,27 +176,204 @@ class CheckpointManager:
         *,
         kind: Kinds = "checkpoint",
         failure: bool = False,
-    ) -> SaveResult:
-        """Collective. Save ``state`` as the checkpoint of ``step``."""
+        reach_s: float = 60.0,
+    ) -> SaveResult | PendingSave | SaveSkipped:
+        """Collective. Save ``state`` as the checkpoint of ``step``: completed optimizer steps.
+
+        state: any nest of tensors, plain values and objects with state_dict (see docs/howto/resume.md);
+        it needs no copy: with mode="async" tensors may be changed when this returns. metrics: numbers
+        for keep_best and the log. kind: "weights" lies beside full checkpoints and has its own
+        latest. A step that exists is replaced: the old one stays until the new one is committed.
+
+        failure: a save by a run that is failing: it is made only if every rank calls within
+        ``reach_s`` seconds, and is never ``latest``.
+
+        Returns the SaveResult, in async mode a PendingSave, or SaveSkipped (if_slow="skip") when the
+        save before it is still on its way on some rank. What an earlier asynchronous save failed of
+        is raised first, on all ranks at the same call, and nothing is saved then: call again.
+        RunBusyError, FencedError: the run has another owner.
+        """
         started = time.perf_counter()
         artifact = Kind(kind)
-        name = self._names.of(artifact).name(step)
+        name = self._settings.names.of(artifact).name(step)
         told = metrics_of(metrics)  # a wrong call is refused before the run is claimed
-        run = self._ground.run()
+        self._ground.check_open()
+        if failure:
+            self._ground.reach_all(f"the save of step {step} on failure", reach_s)
+        skipped = self._make_way(step, name)
+        if skipped is not None:
+            return skipped
+        crew = self._hired()
+        taken = self._taken(state)
         spec = SaveSpec(
             name,
             step,
             IfExists.REPLACE,
             artifact=artifact,
-            run=run.generation,
+            run=crew.run.generation,
             failure=failure,
-            per_rank=self._per_rank,
+            per_rank=(*self._settings.per_rank, *taken.per_rank),
             metrics=told,
         )
-        target = self._ground.root / spec.name
-        self._tell(SaveBegan(str(target), step, kind, self._mode.value, 0))
-        job = Job(state, target, spec, self._write_options, started, {})
-        return self._saver_of(run).run(job, run.seat)
+        target = self._ground.root / name
+        self._tell(SaveBegan(str(target), step, kind, self._settings.mode.value))
+        job = Job(taken.state_dict, target, spec, self._settings.write, started)
+        if self._settings.mode is SaveMode.SYNC:
+            result = crew.save(job)
+            self._schedule.took(result.wall_s)
+            self._saved(artifact, step)
+            return result
+        pending = crew.save_aside(job)
+        self._flight.add(pending)
+        self._saved(artifact, step)
+        return pending
+
+    def _taken(self, state: Any) -> Saveable:
+        try:
+            return saveable(state)
+        except Exception as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it
+            return Saveable(Untold(error), ())
+
+    def _saved(self, kind: Kind, step: int) -> None:
+        # Weights of a step are no reason to leave its full checkpoint out.
+        if kind is Kind.CHECKPOINT:
+            self._schedule.saved(step)
+
+    def begin(
+        self,
+        step: int,
+        parts: Sequence[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Ticket:
+        """Collective over this manager's ranks: begin a checkpoint that several groups write.
+
+        Send ``ticket.part(name)`` to each group, which calls ``ckptfs.save(state, part)``; bring what
+        that returns back here and call ``ticket.commit``. Nothing is visible before. A step that
+        exists is replaced. storage_options: how the groups reach the run; by default as this manager
+        does, and they travel with the ticket. Retention and listeners have their turn after the
+        commit. Errors are as for ``save``.
+        """
+        name = self._settings.names.checkpoint.name(step)
+        self._settle(1)
+        crew = self._hired()
+        given = self._ground.where.place.storage_options
+        self._schedule.saved(step)
+        return crew.begin(name, step, parts, given if storage_options is None else storage_options)
+
+    def _make_way(self, step: int, name: str) -> SaveSkipped | None:
+        """Raise what failed before; wait for a free place, or say that there is none."""
+        limit = self._settings.max_in_flight
+        may_skip = self._settings.if_slow is IfSlow.SKIP and not self.preempted
+        if may_skip and len(self._flight) >= limit:
+            # All ranks or none: this one may know the outcome before the others do.
+            done = self._ground.control.step("in flight", self._flight.oldest_is_done, all)
+            if not done:
+                uri = str(self._ground.root / name)
+                skipped = SaveSkipped(uri, step, len(self._flight))
+                self._tell(skipped)
+                return skipped
+        self._settle(limit)
+        return None
+
+    def _settle(self, limit: int, timeout_s: float | None = None) -> None:
+        last = self._flight.settle(limit, timeout_s)
+        if last is not None:
+            self._schedule.took(last.wall_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Collective. Return when every save so far is committed, retention has had its turn, and
+        copies are made or were tried once more.
+
+        Raises what a save failed of, on all ranks; a copy that fails is told to the listeners.
+        DeadlineError after timeout_s: this rank has waited long enough; saves and copies go on.
+        """
+        began = time.monotonic()
+        self._settle(1, timeout_s)
+        if self._crew is not None:
+            left = None if timeout_s is None else max(0.0, timeout_s - time.monotonic() + began)
+            self._crew.wait_for_copies(left)
+
+    def poll(self) -> int:
+        """Local. How many saves are on their way. Raises what one failed of, if this rank knows; the
+        next collective call raises it again, on all ranks.
+        """
+        self._flight.poll()
+        return len(self._flight)
+
+    # -- restoring ----------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        kind: Kinds = "checkpoint",
+        fallback: Literal["error", "older"] = "error",
+        per_rank: Literal["error", "drop"] = "error",
+        reshard: Mapping[str, Reshard] | None = None,
+        include_failures: bool = False,
+        strict: bool = True,
+        part: str | None = None,
+    ) -> Restored | None:
+        """Collective, read-only. Restore ``state``, in place, from the newest whole checkpoint.
+
+        The newest commit that is whole on all domains, decided once for all ranks; a copy of the same
+        save where the run has lost it. None only where nothing was ever saved: step 0 is not nothing,
+        so ask ``is None``. state: shaped like what was saved; fresh objects will do.
+
+        step: exactly this one. fallback: "older" goes on from the newest whole one, and says in
+        ``Restored.skipped`` what that costs; "error" never goes back unasked. Under another number of
+        ranks what each rank kept for itself is StateError, unless per_rank="drop" leaves it out or
+        reshard={pattern: function} makes the new state of the old ones. part: this group's, of a
+        checkpoint that several groups wrote.
+
+        NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
+        newest is damaged, and what is missing where. After an error tensors are undefined.
+        """
+        self._settle(1)
+        request = RestoreRequest(
+            self._settings.names.of(Kind(kind)).step_of,
+            step,
+            Kind(kind),
+            Fallback(fallback),
+            include_failures,
+            PerRankPolicy(per_rank),
+            dict(reshard or {}),
+            strict,
+            part,
+        )
+        with (
+            self._ground.reading() as seat,
+            open_copies(self._settings.copies, self._ground.control) as copies,
+        ):
+            outcome = restore([seat, *copies], state, request)
+        if outcome is None:
+            return None
+        self._needed = frozenset({outcome.save_id})
+        self._tell(outcome.restored)
+        return outcome.restored
+
+    # -- keeping ------------------------------------------------------------------------
+
+    def pin(self, step: int) -> None:
+        """Collective. Retention leaves this step alone until ``unpin``, in later jobs too.
+
+        NotFoundError: there is no such checkpoint. RunBusyError as for ``save``.
+        """
+        self._pin(step, pinned=True)
+
+    def unpin(self, step: int) -> None:
+        """Collective. Retention may let the step go again."""
+        self._pin(step, pinned=False)
+
+    def _pin(self, step: int, *, pinned: bool) -> None:
+        self._settle(1)
+        control = self._ground.control
+        save_id = control.step("pin", lambda: None, lambda _: self._view.save_id_of(step))
+        # Retention has its turn when the run is claimed: it must not come before the pin.
+        self._needed |= {save_id}
+        self._hired().pin(save_id, pinned=pinned)
 
     # -- looking: local, read-only, any time ------------------------------------------------
 
@@ -128,44 +384,41 @@ class CheckpointManager:
 
     def latest_of(self, kind: Kinds) -> Checkpoint | None:
         """The last committed save of a kind, by commit order; those of a failing run apart."""
-        live = self._live(Kind(kind), failures=False)
+        live = self._view.live(Kind(kind), failures=False)
         return live[-1] if live else None
 
     @property
     def steps(self) -> list[int]:
         """The steps of the committed checkpoints, oldest commit first."""
-        return [c.step for c in self._live(Kind.CHECKPOINT, failures=True) if c.step is not None]
+        return self._view.steps(Kind.CHECKPOINT)
 
-    def _live(self, kind: Kind, *, failures: bool) -> list[Checkpoint]:
-        where = self._ground.where
-        with looking_at(where.uri, where.place.storage_options) as look:
-            failed = {live.seal.save_id for live in catalog(look.views) if live.seal.failure}
-            known = logged(look.views, look.root)
-        template = self._names.of(kind)
-        return [
-            c
-            for c in known
-            if c.kind is kind
-            and template.step_of(c.uri.name) is not None
-            and (failures or c.save_id not in failed)
-        ]
+    # -- the end ------------------------------------------------------------------------
 
-    def _saver_of(self, run: Run) -> Saver:
-        if self._saver is None:
-            self._saver = Saver(self._tell, self._followers(run))
-        return self._saver
+    def close(self, copies_s: float = 300.0) -> None:
+        """Collective. Finish what is on its way, copies too, and release the run. Harmless twice.
 
-    def _followers(self, run: Run) -> list[Follower]:
-        return []
+        copies_s: how long copies are waited for; what is left, the next job copies. Raises what a
+        save failed of, after everything is closed.
+        """
+        try:
+            if not self._ground.is_closed:
+                self._settle(1)
+                self._finish_copies(copies_s)
+        finally:
+            self._leave()
 
-    def _tell(self, event: Event) -> None:
-        logger.debug("%s", event)
+    def _finish_copies(self, timeout_s: float) -> None:
+        try:
+            if self._crew is not None:
+                self._crew.wait_for_copies(timeout_s)
+        except CkptfsError as error:
+            logger.warning("the run is left before its copies are made: %s", error)
 
-    # -- closing ------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Release the run. Harmless twice."""
+    def _leave(self) -> None:
+        """Local."""
         self._ground.close()
+        if self._bell is not None:
+            self._bell.close()
 
     def __enter__(self) -> Self:
         return self
@@ -176,4 +429,35 @@ class CheckpointManager:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self.close()
+        """As ``close``. After an exception of the block nothing is asked of other ranks, which may
+        train on: saves on their way are finished, and none of their failures hides the exception.
+        """
+        if exc is None:
+            self.close()
+            return
+        try:
+            if self._crew is not None:
+                self._crew.hurry()
+            if self._flight.is_done():
+                self._settle(1)
+        except Exception:
+            logger.exception("a save failed too, while the block was left by an exception")
+        finally:
+            self._leave()
+
+    # -- small things ---------------------------------------------------------------------
+
+    def _hired(self) -> Crew:
+        if self._crew is None:
+            self._crew = Crew.hire(self._ground, self._settings, self._tell, self._needed)
+            # The job before may have needed longer than this one will be given.
+            seat = self._crew.run.seat
+            if seat.known.state is not None:
+                self._schedule.took(last_save_s(seat.known.state, seat.storage))
+        return self._crew
+
+    def _tell(self, event: Event) -> None:
+        if self._bell is None:
+            settings, rank = self._settings, self._ground.control.rank
+            self._bell = Bell(settings.listeners, on_commit=settings.on_commit, rank=rank)
+        self._bell.tell(event)

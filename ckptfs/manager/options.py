@@ -6,15 +6,20 @@ The manager takes plain keywords, as people type them; from here on there are cl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.run import Takeover
+from ckptfs.dcp.saving import WriteOptions
 from ckptfs.errors import StateError
+from ckptfs.manager.copies import Copy
+from ckptfs.manager.listeners import Listener
 from ckptfs.manager.naming import Template
+from ckptfs.manager.retention import Keep
 
-__all__ = ["IfSlow", "Names", "SaveMode", "metrics_of"]
+__all__ = ["IfSlow", "Names", "SaveMode", "Settings", "metrics_of"]
 
 
 class SaveMode(Enum):
@@ -58,6 +63,33 @@ class Names:
         if seal.artifact not in (Kind.CHECKPOINT, Kind.WEIGHTS):
             return False
         return self.of(seal.artifact).step_of(seal.name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a manager saves and what it keeps. StateError: a number that makes no sense."""
+
+    names: Names
+    keep: Keep
+    mode: SaveMode = SaveMode.SYNC
+    if_slow: IfSlow = IfSlow.DELAY
+    max_in_flight: int = 1
+    host_memory_bytes: int | None = None
+    delete_grace_s: float = 0.0
+    write: WriteOptions = field(default_factory=WriteOptions)
+    per_rank: tuple[str, ...] = ()
+    listeners: tuple[Listener, ...] = ()
+    on_commit: Callable[[str], None] | None = None
+    copies: tuple[Copy, ...] = ()
+    takeover: Takeover = Takeover.AUTO
+
+    def __post_init__(self) -> None:
+        if self.max_in_flight < 1:
+            raise StateError(f"max_in_flight is {self.max_in_flight}; one save at least")
+        if not (self.delete_grace_s >= 0 and math.isfinite(self.delete_grace_s)):
+            raise StateError(f"delete_grace_s is {self.delete_grace_s}; it is a number of seconds")
+        if self.host_memory_bytes is not None and self.host_memory_bytes < 0:
+            raise StateError(f"host_memory_bytes is {self.host_memory_bytes}; it is not negative")
 
 
 def metrics_of(metrics: Mapping[str, float] | None) -> tuple[tuple[str, float], ...]:

@@ -11,14 +11,16 @@ this; only the seat differs, because its control belongs to one thread.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfs.commit.entries import Kind
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
+from ckptfs.dcp.pending import Watch
 from ckptfs.dcp.saving import WriteOptions, save_at
+from ckptfs.dcp.share import Share
 from ckptfs.errors import CkptfsError
 from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveResult
 from ckptfs.uri import Uri
@@ -35,12 +37,11 @@ Follower = Callable[[Seat, SaveResult], None]
 class Job:
     """One save: the state (live, or staged), where to, and how. started: by perf_counter."""
 
-    state: Any
+    state: Mapping[str, Any] | Share
     target: Uri
     spec: SaveSpec
     options: WriteOptions
     started: float
-    extra: Mapping[str, Any]
 
     @property
     def step(self) -> int:
@@ -49,19 +50,23 @@ class Job:
 
 
 class Saver:
-    """Runs jobs, one at a time. tell: the listeners' bell."""
+    """Runs jobs, one at a time. tell: the listeners' bell. before: local, ahead of every save."""
 
-    def __init__(self, tell: Callable[[Event], None], followers: Sequence[Follower]) -> None:
+    def __init__(
+        self,
+        tell: Callable[[Event], None],
+        before: Callable[[], None],
+        followers: Sequence[Follower],
+    ) -> None:
         self._tell = tell
+        self._before = before
         self._followers = tuple(followers)
 
-    def run(self, job: Job, seat: Seat, *, stall_s: float | None = None) -> SaveResult:
-        """Collective. Committed when it returns. stall_s: None counts until now (synchronous).
-
-        Errors are those of ``ckptfs.save``. What follows the commit never raises.
-        """
+    def run(self, job: Job, seat: Seat, watch: Watch | None = None) -> SaveResult:
+        """Collective. Committed when it returns. Errors are those of ``ckptfs.save``."""
         try:
-            result = save_at(
+            self._before()
+            return save_at(
                 job.state,
                 seat,
                 job.target,
@@ -69,23 +74,23 @@ class Saver:
                 job.options,
                 started=job.started,
                 tell=self._tell,
-                **job.extra,
+                watch=watch,
             )
-        except CkptfsError as error:
-            self._tell(SaveFailed(str(job.target), job.step, str(error), error.outcome))
-            raise
         except BaseException as error:
-            self._tell(SaveFailed(str(job.target), job.step, repr(error), "failed"))
+            outcome = error.outcome if isinstance(error, CkptfsError) else "failed"
+            told = f"{type(error).__name__}: {error}"
+            self._tell(SaveFailed(str(job.target), job.step, told, outcome))
             raise
-        waited = time.perf_counter() - job.started if stall_s is None else stall_s
-        self._tell(SaveCommitted(result, job.spec.artifact.value, waited))
-        self._follow(seat, result)
-        return result
 
-    def _follow(self, seat: Seat, result: SaveResult) -> None:
+    def follow(self, kind: Kind, seat: Seat, result: SaveResult, stall_s: float) -> None:
+        """Collective. What follows a commit; a failure is logged, the checkpoint is there.
+
+        stall_s: how long training stood still for the save.
+        """
+        self._tell(SaveCommitted(result, kind.value, stall_s))
         for follower in self._followers:
             try:
                 follower(seat, result)
             except CkptfsError as error:
-                # The checkpoint is there; what could not be done now is done after the next one.
+                # What could not be done now is done after the next commit.
                 logger.warning("after the commit of %s: %s", result.uri, error)

@@ -8,7 +8,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
 
     small, whole       read  read_ahead  create  replace  stat  list    (log entries, manifests)
     large, streamed    open_write -> DataWriter, open_read -> DataReader
-    names              make_dir  rename  remove  remove_many  remove_tree  sweep_uploads
+    names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
     certainty          sync (durable names)  refresh (drop what a client cached)  touch
 
 Each method's docstring answers: what is visible after a crash, is it durable on return, is a retry
@@ -25,7 +25,7 @@ from enum import Enum
 from types import TracebackType
 from typing import Self
 
-from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.errors import NotFoundError, StorageError, UnsupportedError
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -271,6 +271,16 @@ class Storage(ABC):
         stay. NotFoundError: the source or the target's parent is gone. Durable after ``sync`` of
         both parents. UnsupportedError on object stores.
         """
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name: both are the same bytes, and either name may go first.
+
+        Durable after ``sync`` of the target's directory. NotFoundError: the source or the target's
+        parent is gone. AlreadyExistsError: something stands at the target, and stays.
+        UnsupportedError: no hard links here, or not between these two; object stores have none.
+        """
+        self.uri(source)
+        raise UnsupportedError("no hard links here", uri=self.uri(target))
 
     @abstractmethod
     def remove(self, key: str) -> None:

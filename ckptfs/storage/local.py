@@ -233,6 +233,22 @@ class LocalStorage(Storage):
             at = source if error.errno == errno.ENOENT and not self._stands(start) else target
             raise typed(error, self.uri(at), "rename") from error
 
+    def link(self, source: str, target: str) -> None:
+        start, end = self._path(source), self._path(target)
+        if self.capabilities.shape is Shape.OBJECT:
+            raise UnsupportedError("this mount is used without links", uri=self.uri(target))
+        try:
+            self._posix.link(start, end)
+        except OSError as error:
+            if error.errno in HARD_TO_TELL:
+                raise lost_answer(error, self.uri(target), "link") from error
+            if error.errno in _NO_LINKS:
+                raise UnsupportedError(
+                    f"link failed: {error.strerror}", errno=error.errno, uri=self.uri(target)
+                ) from error
+            at = source if error.errno == errno.ENOENT and not self._stands(start) else target
+            raise typed(error, self.uri(at), "link") from error
+
     def remove(self, key: str) -> None:
         with translated(self.uri(key), "remove"):
             unlink_if_there(self._posix, self._path(key))

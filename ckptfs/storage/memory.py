@@ -244,6 +244,17 @@ class MemoryStorage(Storage):
             tree.files = {_moved(n, start, end): held for n, held in tree.files.items()}
             tree.dirs = {_moved(name, start, end) for name in tree.dirs}
 
+    def link(self, source: str, target: str) -> None:
+        end = self._path(target)
+        if self.shape is Shape.OBJECT:
+            raise UnsupportedError("an object store has no links", uri=self.uri(source))
+        with self.tree.lock:
+            held = self._file("link", source)
+            self._need_parent("link", target)
+            if self._stands(end):
+                raise self._taken(target)
+            self.tree.files[end] = held  # bytes that nobody changes in place
+
     def remove(self, key: str) -> None:
         path = self._path(key)
         with self.tree.lock:

@@ -152,6 +152,9 @@ class FaultyStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         self._do("rename", source, lambda: self.inner.rename(source, target))
 
+    def link(self, source: str, target: str) -> None:
+        self._do("link", target, lambda: self.inner.link(source, target))
+
     def remove(self, key: str) -> None:
         self._do("remove", key, lambda: self.inner.remove(key))
 
@@ -244,6 +247,9 @@ class FaultyStorage(Storage):
                 file.write(half)
 
     def _half_tree(self, key: str) -> None:
+        mounted = self.inner.capabilities.shape is Shape.FILESYSTEM
+        if mounted and not self.inner.stat(key).is_dir:
+            return  # of one file there is no half
         names = self.inner.list(key)
         for entry in names[: (len(names) + 1) // 2]:
             self.inner.remove_tree(f"{key}/{entry.name}")

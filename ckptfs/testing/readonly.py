@@ -57,6 +57,9 @@ class ReadOnlyStorage(Storage):
     def rename(self, source: str, target: str) -> None:
         self._refuse("rename", target)
 
+    def link(self, source: str, target: str) -> None:
+        self._refuse("link", target)
+
     def remove(self, key: str) -> None:
         self._refuse("remove", key)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
@@ -32,7 +33,7 @@ from ckptfs.errors import StateError
 from ckptfs.topology.verdict import attempt, settle
 from ckptfs.topology.world import World
 
-__all__ = ["Control", "SoloControl", "default_timeout_s", "open_control"]
+__all__ = ["Control", "SoloControl", "control_opener", "default_timeout_s", "open_control"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -187,19 +188,47 @@ def open_control(
     StateError: several processes and nothing that connects them. CollectiveError: the ranks run
     different versions of ckptfs. DeadlineError: ranks that did not come within timeout_s.
     """
-    world = world or World.detect(process_group)
-    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
-    if world.size == 1:
-        return SoloControl(world)
-    from ckptfs.topology.store import StoreControl
+    return control_opener(world, process_group, timeout_s, store=store, name=name)()
 
+
+def control_opener(
+    world: World | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    *,
+    store: Any = None,
+    name: str = "",
+    closes_at_exit: bool = True,
+) -> Callable[[], Control]:
+    """Local. All that ``open_control`` asks of the process, now; the collective rest, when called.
+
+    For another thread that opens it later: the group may be gone by then, its store is kept.
+    closes_at_exit: False where the caller closes it when the interpreter ends.
+    """
+    world = world or World.detect(process_group)
+    wait_s = default_timeout_s() if timeout_s is None else timeout_s
+    if world.size == 1:
+        return partial(SoloControl, world)
     ranks: tuple[int, ...] = tuple(range(world.size))
     if process_group is not None or _torch.has_default_group():
         ranks = _torch.group_ranks(process_group)
     if len(ranks) != world.size:
         raise StateError(f"world has {world.size} ranks, its process group {len(ranks)}")
-    found = _find_store(world, process_group, timeout_s) if store is None else store
-    return StoreControl(world, found, ranks=ranks, timeout_s=timeout_s, name=name)
+    found = _find_store(world, process_group, wait_s) if store is None else store
+
+    def open_now() -> Control:
+        from ckptfs.topology.store import StoreControl
+
+        return StoreControl(
+            world,
+            found,
+            ranks=ranks,
+            timeout_s=wait_s,
+            name=name,
+            closes_at_exit=closes_at_exit,
+        )
+
+    return open_now
 
 
 def _find_store(world: World, process_group: Any, timeout_s: float) -> Any:

@@ -70,6 +70,7 @@ class _Ground:
     worlds: tuple[World, ...]
     timeout_s: float
     pid: int
+    closes_at_exit: bool
 
 
 class StoreControl:
@@ -77,7 +78,8 @@ class StoreControl:
 
     world: rank and size as the control shall have them. store: any c10d store that all ranks
     share; it is cloned, never used. ranks: the global ranks, so that groups do not meet by mistake.
-    name: as in ``open_control``. Collective: returns when all ranks are there.
+    name: as in ``open_control``. closes_at_exit: False where somebody who has to end before it
+    closes it at exit. Collective: returns when all ranks are there.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class StoreControl:
         ranks: tuple[int, ...] | None = None,
         name: str = "",
         version: str = __version__,
+        closes_at_exit: bool = True,
     ) -> None:
         pulse = StoreClient(store, f"ckptfs-pulse-{world.rank}")
         tag = hashlib.sha256(repr((ranks or world.size, name)).encode()).hexdigest()[:16]
@@ -113,7 +116,7 @@ class StoreControl:
             tempo=Tempo.within(timeout_s),
         )
         monitor.start()
-        ground = _Ground(store, pulse, monitor, met.worlds, timeout_s, os.getpid())
+        ground = _Ground(store, pulse, monitor, met.worlds, timeout_s, os.getpid(), closes_at_exit)
         self._setup(ground, met.worlds[world.rank], prefix)
 
     def _setup(self, ground: _Ground, world: World, prefix: str) -> None:
@@ -130,7 +133,8 @@ class StoreControl:
         self._stuck: Future[Any] | None = None  # a wait that was given up
         self._io = StoreClient(ground.source, f"ckptfs-control-{world.rank}")
         # A control that was forgotten still says goodbye, so that nobody waits for its rank.
-        atexit.register(self.close)
+        if ground.closes_at_exit:
+            atexit.register(self.close)
 
     @property
     def worlds(self) -> tuple[World, ...]:

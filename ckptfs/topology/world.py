@@ -85,10 +85,14 @@ class World:
         return _here(rank=rank, size=size, has_group=False)
 
     @property
+    def site(self) -> str:
+        """The node of this process, for a person: its hostname, CKPTFS_NODE first if set."""
+        return "/".join([*self.node.split("/", 2)[2:], self.hostname])
+
+    @property
     def place(self) -> str:
         """Where this process runs, for a person: ``host-7 (pid 42)``, CKPTFS_NODE first if set."""
-        named = self.node.split("/", 2)[2:]
-        return f"{'/'.join([*named, self.hostname])} (pid {self.pid})"
+        return f"{self.site} (pid {self.pid})"
 
 
 def node_id() -> str:

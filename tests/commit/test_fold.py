@@ -22,6 +22,7 @@ from ckptfs.commit.entries import (
     Gone,
     Kind,
     Outcome,
+    Part,
     PartRef,
     Pin,
     Release,
@@ -40,7 +41,8 @@ from tests.commit.logs import G1, G2, fence, folded, seal
 _ids = st.sampled_from(["a", "b", "c"])
 _generations = st.builds(Generation, st.integers(1, 3), st.sampled_from(["", "x", "y"]))
 _texts = st.text(st.characters(codec="utf-8"), max_size=8)
-_parts = st.builds(PartRef, _texts, _texts, _texts, st.lists(_texts, max_size=2).map(tuple))
+_lists = st.lists(_texts, max_size=2).map(tuple)
+_parts = st.builds(PartRef, _ids, _ids, _texts, _lists, _lists)
 _seals = st.builds(
     Seal,
     _ids,
@@ -58,6 +60,7 @@ _seals = st.builds(
 )
 _bodies: st.SearchStrategy[Body] = st.one_of(
     _seals,
+    st.builds(Part, _ids, _ids, _ids, _generations, _ids, st.none(), _ids, _texts, _lists, _texts),
     st.builds(Abort, _ids, _generations),
     st.builds(Decided, _ids, st.sampled_from(list(Outcome))),
     st.builds(Fence, _generations, st.sampled_from(list(FenceMode)), _texts, st.integers(0, 9)),

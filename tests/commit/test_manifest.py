@@ -79,8 +79,8 @@ def test_unknown_fields_are_ignored() -> None:
 
 def test_a_newer_format_is_refused_by_name() -> None:
     """A manifest that needs a newer reader says so and offers stock torch."""
-    with pytest.raises(ManifestError, match=r"format 2.*upgrade"):
-        decode_manifest(changed(min_reader_version=2), "x")
+    with pytest.raises(ManifestError, match=r"format 3.*upgrade"):
+        decode_manifest(changed(min_reader_version=3), "x")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Mode, Run, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
-from ckptfs.errors import CollectiveError, NoSpaceError, NotFoundError
+from ckptfs.errors import CollectiveError, CommitInDoubtError, NoSpaceError, NotFoundError
+from ckptfs.manager.retention import Keep
+from ckptfs.manager.retiring import Retirer
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.posix import Posix
@@ -174,6 +176,7 @@ class Scenario:
 
     between: further states that a reader may see until the next owner came. foreign: files put
     there by somebody else, that must survive: paths below the run, the same in every domain.
+    lingering: what one node's own log may still list, because another node's deleted it.
     """
 
     before: Body
@@ -182,6 +185,7 @@ class Scenario:
     new: State
     between: tuple[State, ...] = ()
     foreign: tuple[str, ...] = ()
+    lingering: frozenset[str] = frozenset()
 
 
 def _one(seat: Seat) -> None:
@@ -219,6 +223,16 @@ def _two(seat: Seat) -> None:
 def _overwrite(seat: Seat) -> int:
     with claim(seat, Mode.OVERWRITE) as run:
         save(seat, "step_3", "three", run)
+    return run.generation.number
+
+
+def _retire(seat: Seat) -> int:
+    with claim(seat) as run:
+        retirer = Retirer(run, Keep(1), lambda _: True)
+        retained = retirer.after_commit(run.seat)
+        retirer.close(30.0)  # the removal is done, or killed, before the release
+    if retained is None:
+        raise CommitInDoubtError("a rank was lost while the delete was entered")
     return run.generation.number
 
 
@@ -282,6 +296,14 @@ SCENARIOS = {
         {"step_3": "three"},
         between=({},),
         foreign=("step_1/notes.txt", "mine/backup.bin"),
+    ),
+    "retire": Scenario(
+        _two,
+        _retire,
+        {"step_1": "one", "step_2": "two"},
+        {"step_2": "two"},
+        foreign=("step_1/notes.txt", "mine/backup.bin"),
+        lingering=frozenset({"step_1"}),
     ),
 }
 
@@ -479,7 +501,7 @@ def judge(
         assert first.state != scenario.new, "a save that surely failed is there"
     assert min(first.fences) >= told.fence, "an acknowledged fence is gone"
     if first.state in (scenario.old, scenario.new):
-        _check_local(layout, first)
+        _check_local(layout, first, scenario.lingering)
     _check_stock(stock_look(layout, base), first.state, scenario)
 
     # The next writer: recovers, goes on, leaves in peace.
@@ -501,10 +523,11 @@ def judge(
     return "new" if settled == scenario.new else "old"
 
 
-def _check_local(layout: Layout, sight: Sight) -> None:
+def _check_local(layout: Layout, sight: Sight, lingering: frozenset[str]) -> None:
     """One node's list: everything where it knows everything, never more than there is."""
     for local in sight.local:
-        assert local <= set(sight.state), f"listed, not to be found: {local - set(sight.state)}"
+        wrong = local - set(sight.state) - lingering
+        assert not wrong, f"listed, not to be found: {wrong}"
         if layout.shared:
             assert local == set(sight.state)
 

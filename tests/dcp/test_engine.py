@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from ckptfs.dcp.engine import buffered_engine
 from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
 from ckptfs.dcp.pipeline import plan_save
+from ckptfs.dcp.resolve import Loan
+from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.topology.control import SoloControl
@@ -73,7 +76,7 @@ def written(
     planned = plan_save(state, SoloControl())
     [items] = split_items(planned.items, 1)
     task = FileTask("f", items)
-    return storage, buffered_engine(storage, task, planned.planner.resolve_data, Cancelled())
+    return storage, buffered_engine(storage, task, planned.resolve, Cancelled())
 
 
 LEAVES = st.one_of(
@@ -152,3 +155,51 @@ def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
     assert 1 <= most <= 3  # in the writer, waiting for it, and being made
     assert len(made) == 12
     assert not any(ref() is not None for ref in made)
+
+
+def test_memory_that_does_not_stay_is_written_and_given_back_one_by_one() -> None:
+    """A loan that does not stay is never lent on; its owner is told once its bytes are taken, while
+    the file is still open, and may change it then.
+    """
+    storage = NotingStorage()
+    state = {f"w{n}": torch.full((2 * MIB,), float(n)) for n in range(4)} | {"z": torch.ones(10)}
+    planned = plan_save(state, SoloControl())
+    [items] = split_items(planned.items, 1)
+    given_back: list[str] = []
+
+    def lent(item: Any) -> Loan:
+        tensor = state[item.index.fqn]
+
+        def done() -> None:
+            tensor.fill_(-1.0)
+            given_back.append(item.index.fqn)
+
+        return Loan(tensor, stays=False, done=done)
+
+    wrote = buffered_engine(storage, FileTask("f", items), lent, Cancelled())
+    assert [key for key in given_back if key != "z"] == ["w0", "w1", "w2", "w3"]
+    assert "z" in given_back  # it is small: copied at once
+    assert {kind for kind, _ in storage.kinds} == {"write"}
+    for place, item in zip(wrote.placed, wrote.digests.items, strict=True):
+        start = place.offset + item.payload_offset
+        payload = bytearray(storage.bytes[start : start + item.payload_length])
+        values = torch.frombuffer(payload, dtype=torch.float32).unique().tolist()
+        assert values == ([float(place.position)] if place.position < 4 else [1.0])
+
+
+def test_what_was_lent_is_not_given_back_when_writing_fails() -> None:
+    """A writer that failed may still read: nobody is told that the memory is free."""
+    storage = NotingStorage()
+
+    class Full(Noting):
+        def write(self, data: bytes | bytearray | memoryview) -> int:
+            raise NoSpaceError("no space left")
+
+    storage.open_write = lambda key, *, size_hint_bytes=None: Full(storage)  # type: ignore[method-assign]
+    planned = plan_save({"w": torch.zeros(2 * MIB)}, SoloControl())
+    [items] = split_items(planned.items, 1)
+    given_back: list[None] = []
+    loan = Loan(torch.zeros(2 * MIB), stays=False, done=lambda: given_back.append(None))
+    with pytest.raises(NoSpaceError):
+        buffered_engine(storage, FileTask("f", items), lambda _: loan, Cancelled())
+    assert given_back == []

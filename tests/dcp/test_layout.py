@@ -48,7 +48,7 @@ def write_state(storage: Storage, threads: int = 1, state: Any = None) -> Writte
         "save-1/",
         0,
         planned.items,
-        planned.planner.resolve_data,
+        planned.resolve,
         engine=buffered_engine,
         threads=threads,
     )
@@ -158,7 +158,7 @@ def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:
     def broken(item: Any) -> Any:
         if item.index.fqn == "w3":
             raise MemoryError("no memory for w3")
-        return planned.planner.resolve_data(item)
+        return planned.resolve(item)
 
     with pytest.raises(MemoryError):
         write_files(storage, "save-1/", 0, planned.items, broken, engine=buffered_engine)

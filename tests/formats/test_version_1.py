@@ -68,8 +68,8 @@ def test_a_kind_of_the_future_is_kept_as_foreign() -> None:
 
 def test_a_manifest_for_newer_readers_is_refused() -> None:
     """min_reader_version is obeyed, and the error says what to do."""
-    record = json.loads((HERE / "ckptfs.json").read_text()) | {"min_reader_version": 2}
-    with pytest.raises(ManifestError, match="needs a reader of format 2") as caught:
+    record = json.loads((HERE / "ckptfs.json").read_text()) | {"min_reader_version": 3}
+    with pytest.raises(ManifestError, match="needs a reader of format 3") as caught:
         decode_manifest(json.dumps(record).encode(), "s3://bucket/run/step_100")
     assert "upgrade" in str(caught.value)
     assert caught.value.uri == "s3://bucket/run/step_100"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.digests import (
@@ -30,6 +30,7 @@ from ckptfs.commit.entries import (
     Gone,
     Kind,
     Outcome,
+    Part,
     PartRef,
     Pin,
     Release,
@@ -131,8 +132,31 @@ def _bodies() -> dict[str, Body]:
     state = LogState()
     for body in bodies.values():
         state = fold_entry(state, body)
+    promised = Part(
+        save_id=f"{_SAVE}-4",
+        of=_SAVE,
+        part="actor",
+        base=_BASE,
+        name="step_100",
+        step=100,
+        home="d1",
+        home_host="host-1",
+        domains=("d2", "d3"),
+        digest="d" * 32,
+    )
+    hosts = PartRef("actor", promised.save_id, promised.digest, promised.domains, ("h-2", "h-3"))
+    return {
+        **bodies,
+        "snapshot": _snapshot(state),
+        "part": promised,
+        "seal-of-hosts": replace(seal, domains=("d1",), parts=(hosts,)),
+        "snapshot-of-parts": _snapshot(fold_entry(state, promised)),
+    }
+
+
+def _snapshot(state: LogState) -> Snapshot:
     # As JSON has it: a pair reads back as a list.
-    return {**bodies, "snapshot": Snapshot(json.loads(json.dumps(snapshot_of(state).state)))}
+    return Snapshot(json.loads(json.dumps(snapshot_of(state).state)))
 
 
 def _manifest() -> Manifest:

@@ -5,16 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.looking import looking_at
+from ckptfs.commit.opening import Place
+from ckptfs.commit.protocol import catalog
+from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.storage.registry import open_storage
+from ckptfs.testing.world import simulate
+from ckptfs.topology.control import Control
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.full((8,), value)}
+    return {"weight": torch.full((8,), float(value))}
 
 
 def _tree(run: Path) -> Mapping[str, int]:
@@ -126,9 +134,6 @@ def test_a_save_of_a_failing_run_is_no_latest(tmp_path: Path) -> None:
 
 def test_metrics_lie_in_the_log(tmp_path: Path) -> None:
     """They survive the process: retention of the next one still knows the best step."""
-    from ckptfs.commit.looking import looking_at
-    from ckptfs.commit.protocol import catalog
-
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, _state(1.0), {"loss": 0.5, "odd": float("nan")})
     with looking_at(tmp_path, None) as look:
@@ -145,3 +150,95 @@ def test_a_metric_that_is_no_number_is_refused_before_anything(
         with pytest.raises(ckptfs.StateError, match="loss"):
             manager.save(1, _state(1.0), metrics)
         assert manager.steps == []
+
+
+def test_a_new_owner_lets_go_before_its_first_save(tmp_path: Path) -> None:
+    """What a killed job did not come to delete makes room first, but what this one was restored from
+    stays until it has a successor.
+    """
+    with CheckpointManager(tmp_path) as first:
+        for step in (1, 2, 3, 4):
+            first.save(step, _state(step))
+    with CheckpointManager(tmp_path, keep_latest=2) as second:
+        assert second.restore(_state(0.0), step=1) is not None
+        second.pin(4)  # claims the run, and saves nothing
+        assert second.steps == [1, 3, 4]
+        second.unpin(4)
+        second.save(5, _state(5.0))
+        assert second.steps == [4, 5]
+
+
+def test_a_pin_comes_before_retention(tmp_path: Path) -> None:
+    """A first call that pins an old step saves it from the retention that comes with the claim."""
+    with CheckpointManager(tmp_path) as first:
+        for step in (1, 2, 3):
+            first.save(step, _state(step))
+    with CheckpointManager(tmp_path, keep_latest=1) as second:
+        second.pin(1)
+        assert second.steps == [1, 3]
+        second.save(4, _state(4.0))
+        assert second.steps == [1, 4]
+
+
+class _Broken:
+    def state_dict(self) -> dict[str, object]:
+        raise ZeroDivisionError("no state today")
+
+    def load_state_dict(self, state: object) -> None: ...
+
+
+def test_ranks_that_save_different_steps_are_told(tmp_path: Path) -> None:
+    """Half of step 1 and half of step 2 are neither; every rank hears which rank meant what."""
+
+    def save(control: Control) -> None:
+        manager = _on(tmp_path, control)
+        manager.save(1 + control.rank, _state(1.0))
+
+    for end in simulate(2, save):
+        with pytest.raises(ckptfs.StateError, match=r"step_1 .* on rank 0, step_2 .* on rank 1"):
+            end.get()
+    assert CheckpointManager(tmp_path).steps == []
+
+
+def test_a_state_that_one_rank_cannot_tell_fails_the_save_on_all(tmp_path: Path) -> None:
+    """A state_dict() that raises on one rank leaves no other rank waiting, and the next save works."""
+
+    def save(control: Control) -> object:
+        with _on(tmp_path, control) as manager:
+            mine = {"odd": _Broken()} if control.rank == 1 else {}
+            with pytest.raises(ckptfs.CollectiveError) as caught:
+                manager.save(1, {**_state(1.0), **mine})
+            manager.save(2, _state(2.0))
+            return {rank: failure.message for rank, failure in caught.value.failures.items()}
+
+    for end in simulate(2, save):
+        assert end.get() == {1: "no state today"}
+    assert CheckpointManager(tmp_path).steps == [2]
+
+
+def test_a_metric_that_differs_between_ranks_is_the_coordinators(tmp_path: Path) -> None:
+    """Each rank has a loss of its own; on two disks there is one seal all the same."""
+
+    def save(control: Control) -> None:
+        disk = tmp_path / f"disk{control.rank}"
+        with _on(tmp_path, control, disk=disk, scope="node") as manager:
+            manager.save(1, _state(1.0), {"loss": float(control.rank)})
+
+    for end in simulate(2, save, nodes=["a", "b"]):
+        end.get()
+    for rank in range(2):
+        with looking_at(tmp_path / f"disk{rank}", None) as look:
+            (live,) = catalog(look.views)
+        assert live.seal.metrics == (("loss", 0.0),)
+
+
+def _on(
+    run: Path,
+    control: Control,
+    *,
+    disk: Path | None = None,
+    scope: Literal["auto", "node"] = "auto",
+) -> CheckpointManager:
+    where = Where(str(run), Place(scope=scope))
+    storage = open_storage(str(disk or run))
+    return CheckpointManager(run, ground=Ground(where, control=control, storage=storage))

@@ -146,23 +146,28 @@ class Judge:
         for save in reading.saves.values():
             if save.committed and not save.deleted:
                 for domain in save.domains:
-                    if domain in by_name and not self._whole(by_name[domain], save, domain):
+                    if domain in by_name and not self._whole(by_name[domain], save.save_id, domain):
                         bad.append(f"I1 committed save {save.save_id} is not whole in {domain}")
+        for part_id, domain in reading.kept:
+            if not self._whole(by_name[domain], part_id, domain):
+                bad.append(f"I1 the promised part {part_id} is not whole in {domain}")
         for domain, disk in by_name.items():
             bad += self._stock(disk, reading, domain)
             bad += self._partial(disk, domain, reading)
             bad += self._foreign(disk, domain)
         return bad + self._agreement(by_name, reading)
 
-    def _whole(self, disk: Disk, save: oracle.Save, domain: str) -> bool:
+    def _whole(self, disk: Disk, save_id: str, domain: str) -> bool:
         """Whether our reader finds every file of a save, all of them under one home."""
-        what = self._scenario.whats[save.save_id]
-        homes = [f".ckptfs/attempts/{save.save_id}", save.name]
+        what = self._scenario.whats[save_id]
+        homes = [f".ckptfs/attempts/{save_id}", what.name]
         if not self._filesystem:
-            homes = [save.name]
-        small = {f"{save.save_id}/{n}": b for n, b in what.small().items()}
+            homes = [what.name]
+        small = {f"{save_id}/{n}": b for n, b in what.small().items()}
         for home in homes:
             if all(disk.files.get(f"{home}/{p}") == b for p, b in small.items()):
+                if what.data_path(domain) is None:
+                    return True
                 data = what.data(domain)
                 # Plain names of a directory artifact move one by one.
                 places = homes if what.artifact == "directory" else [home]
@@ -175,7 +180,7 @@ class Judge:
             data = disk.files.get(f"{what.name}/.metadata")
             if data is None or data != what.metadata:
                 continue
-            save = reading.saves.get(what.save_id)
+            save = self._deciding(reading, what)
             if save is None or not save.committed:
                 bad.append(f"I4 stock readers see the uncommitted {what.save_id} in {domain}")
                 continue
@@ -185,6 +190,14 @@ class Judge:
                 bad.append(f"I4 .metadata of {what.save_id} dangles in {domain}")
         return bad
 
+    def _deciding(self, reading: oracle.Reading, what: Any) -> oracle.Save | None:
+        """The save that decides over another: itself, or the whole that a part is chosen for."""
+        save = reading.saves.get(getattr(what, "of", what.save_id))
+        chosen = not hasattr(what, "of") or (
+            save is not None and any(p["save_id"] == what.save_id for p in save.parts)
+        )
+        return save if chosen else None
+
     def _partial(self, disk: Disk, domain: str, reading: oracle.Reading) -> list[str]:
         """A reader that reaches this domain only must not believe what is not there."""
         if len(self._domains) == 1:
@@ -193,10 +206,11 @@ class Judge:
         bad = []
         for save_id in view.saves:
             if standing(save_id, {domain: view}) is Standing.COMMITTED:
-                save = reading.saves.get(save_id)
+                what = self._scenario.whats[save_id]
+                save = self._deciding(reading, what)
                 if save is None or not save.committed:
                     bad.append(f"I9 {domain} alone believes the uncommitted {save_id}")
-                elif domain in save.domains and not self._whole(disk, save, domain):
+                elif domain in what.domains and not self._whole(disk, save_id, domain):
                     bad.append(f"I1 {domain} alone believes {save_id}, which is not whole there")
         return bad
 
@@ -233,6 +247,7 @@ class Judge:
             return []
         reached = ready[3:]
         bad = []
+        bad += self._promises(by_name, reading, top, reached)
         for save in reading.saves.values():
             if not set(save.domains) <= set(reached):
                 continue
@@ -243,7 +258,10 @@ class Judge:
                 bad += self._recorded(save, by_name)
             finished = all(("finished", save.save_id, d) in told for d in save.domains)
             if save.save_id in reading.live and (old or (finished and idle)):
-                bad += self._projected(save, by_name)
+                bad += self._projected(save.save_id, save.domains, by_name)
+                for part in save.parts:
+                    here = tuple(d for d in part["domains"] if d in reached)
+                    bad += self._projected(part["save_id"], here, by_name)
         for domain in reached:
             bad += self._tidy(by_name[domain], reading, top, domain, idle=idle)
         return bad
@@ -258,20 +276,46 @@ class Judge:
             and not fold_disk(by_name[domain]).saves[save.save_id].deleted
         ]
 
-    def _projected(self, save: oracle.Save, by_name: Mapping[str, Disk]) -> list[str]:
-        what = self._scenario.whats[save.save_id]
+    def _promises(
+        self,
+        by_name: Mapping[str, Disk],
+        reading: oracle.Reading,
+        top: oracle.Gen,
+        reached: Sequence[str],
+    ) -> list[str]:
+        """Where home and a part were reached, the part is published, or gone."""
+        bad = []
+        for domain in reached:
+            log = log_of(by_name[domain])
+            for part_id, e in oracle.promises(log).items():
+                if e["home"] not in reached or oracle.gen(e["base"]) >= top:
+                    continue
+                kept = (part_id, domain) in reading.kept
+                told = any(x["kind"] == "seal" and x["save_id"] == e["of"] for x in log)
+                if kept and not told:
+                    bad.append(f"I7 {domain} was not told that {e['of']} is committed")
+                here = f".ckptfs/attempts/{part_id}/{part_id}/ckptfs.json"
+                if not kept and by_name[domain].files.get(here) is not None:
+                    bad.append(f"I7 the released part {part_id} lies in {domain} still")
+        return bad
+
+    def _projected(
+        self, save_id: str, domains: Sequence[str], by_name: Mapping[str, Disk]
+    ) -> list[str]:
+        what = self._scenario.whats[save_id]
         if self._scenario.windows & {"stale-projection", "stalled-deleter"}:
             return []
         bad = []
-        for domain in save.domains:
+        for domain in domains:
             disk = by_name[domain]
             for name, data in what.small().items():
-                if disk.files.get(f"{save.name}/{name}") != data:
-                    bad.append(
-                        f"I7 {save.save_id} is live and its {name} is not projected in {domain}"
-                    )
-            if disk.files.get(f"{save.name}/{what.data_path(domain)}") != what.data(domain):
-                bad.append(f"I7 {save.save_id} is live and its data is not projected in {domain}")
+                if disk.files.get(f"{what.name}/{name}") != data:
+                    bad.append(f"I7 {save_id} is live and its {name} is not projected in {domain}")
+            path = what.data_path(domain)
+            if path is None:
+                continue
+            if disk.files.get(f"{what.name}/{path}") != what.data(domain):
+                bad.append(f"I7 {save_id} is live and its data is not projected in {domain}")
         return bad
 
     def _tidy(
@@ -280,8 +324,8 @@ class Judge:
         """Deleted saves of older generations are gone from where stock readers look."""
         bad = []
         for what in self._scenario.whats.values():
-            save = reading.saves.get(what.save_id)
-            if save is None or not save.deleted or domain not in save.domains:
+            save = self._deciding(reading, what)
+            if save is None or not save.deleted or domain not in what.domains:
                 continue
             by = [e for e in log_of(disk) if e["kind"] == "delete" and e["save_id"] == save.save_id]
             if by and (oracle.gen(by[0]["by"]) < top or idle):

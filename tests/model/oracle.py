@@ -1,5 +1,9 @@
 """The oracle: what a set of run logs means, written anew and small enough to be believed.
 
+A save of parts is sealed by its home alone, and by nobody else; the same seal in another domain is
+told there, after the home's, and decides nothing. A part is promised from its entry on; the promise
+is kept until its home aborts or deletes the whole, commits it with another, or can never commit it.
+
 Nothing here comes from ``ckptfs.commit``: entries are plain JSON objects. One rule reads the logs,
 
     sealed in d     a seal lies in d's log and no abort of the save lies before it
@@ -54,6 +58,7 @@ class Save:
     aborted: bool
     order: tuple[Any, ...]
     pinned: bool = False
+    parts: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Reading:
     fences: Mapping[str, Gen]
     aborted: frozenset[str]
     overwritten: bool
+    kept: tuple[tuple[str, str], ...] = ()  # (part, domain) of promises that are to be kept
     notes: tuple[str, ...] = field(default=())
 
     def committed(self, save_id: str) -> bool:
@@ -140,6 +146,7 @@ def read(logs: Logs) -> Reading:
                 save_id in aborted,
                 (base, e["seq"], not e["fenced"], at, save_id),
                 pinned.get(save_id, False),
+                tuple(e.get("parts", ())),
             )
     committed = sorted((s for s in saves.values() if s.committed), key=lambda s: s.order)
     newest = {s.name: s.save_id for s in committed}
@@ -159,7 +166,39 @@ def read(logs: Logs) -> Reading:
     )
     newest_fence = {d: (marks[-1][1] if marks else (0, "")) for d, marks in fences.items()}
     overwritten = any(over for marks in fences.values() for _, _, over in marks)
-    return Reading(saves, live, newest_fence, frozenset(aborted), overwritten)
+    kept = tuple(_kept(logs, saves, aborted, newest_fence))
+    return Reading(saves, live, newest_fence, frozenset(aborted), overwritten, kept)
+
+
+def promises(log: Log) -> dict[str, Mapping[str, Any]]:
+    """The parts that one log holds: an abort before it voids one."""
+    out: dict[str, Mapping[str, Any]] = {}
+    dead = set()
+    for e in log:
+        if e["kind"] == "abort":
+            dead.add(e["save_id"])
+        if e["kind"] == "part" and e["save_id"] not in dead:
+            out.setdefault(e["save_id"], e)
+    return out
+
+
+def _kept(
+    logs: Logs, saves: Mapping[str, Save], aborted: set[str], fences: Mapping[str, Gen]
+) -> list[tuple[str, str]]:
+    kept = []
+    for domain, log in logs.items():
+        for part_id, e in promises(log).items():
+            whole = saves.get(e["of"])
+            if whole is not None and whole.committed:
+                if not whole.deleted and any(p["save_id"] == part_id for p in whole.parts):
+                    kept.append((part_id, domain))
+            elif e["home"] in logs:
+                given_up = e["of"] in _aborted(logs[e["home"]])
+                late = fences[e["home"]] > gen(e["base"])
+                broken = part_id in aborted
+                if not (given_up or late or broken):
+                    kept.append((part_id, domain))
+    return kept
 
 
 # -- judgements on logs alone ---------------------------------------------------------------
@@ -178,10 +217,17 @@ def judge_logs(logs: Logs, bases: Mapping[str, Gen]) -> list[str]:
             if kind == "fence":
                 fence = max(fence, gen(e["generation"]))
                 continue
+            if kind == "seal" and domain not in e["domains"]:
+                told = logs.get(e["domains"][0], ())
+                if not any(t["kind"] == "seal" and t["save_id"] == e["save_id"] for t in told):
+                    bad.append(f"I9 {domain} was told of {e['save_id']}, which home never sealed")
+                continue
             by = e.get("base") or (e.get("by") if kind in ("abort", "delete", "gone") else None)
             if by is not None and gen(by) < fence:
                 bad.append(f"I3 {kind} by {gen(by)} at {domain}:{at} lies after fence {fence}")
             own = e["id"].startswith(f"{e.get('save_id')}-")
+            if kind == "abort" and _heard(logs, domain, e["save_id"]):
+                continue
             if kind == "abort" and not own and gen(e["by"]) <= bases.get(e["save_id"], (0, "")):
                 bad.append(f"I6 abort of {e['save_id']}, which began under {bases[e['save_id']]}")
             if kind == "decided":
@@ -192,6 +238,13 @@ def judge_logs(logs: Logs, bases: Mapping[str, Gen]) -> list[str]:
                 ):
                     bad.append(f"I9 {e['save_id']} decided {e['outcome']} but is not")
     return bad
+
+
+def _heard(logs: Logs, domain: str, save_id: str) -> bool:
+    """Whether a domain of a part repeats what the home of the whole said first."""
+    homes = {e["of"]: e["home"] for e in promises(logs[domain]).values()}
+    home = homes.get(save_id, domain)
+    return home != domain and save_id in _aborted(logs.get(home, ()))
 
 
 def judge_change(before: Reading, after: Reading, entry: Mapping[str, Any]) -> list[str]:

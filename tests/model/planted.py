@@ -3,7 +3,6 @@
     with PLANTED["stopping at ENOENT in a projection"].plant(): explore(scenario)
 
 Most come from the list of mistakes in the protocol; the rest are bugs that this search found here.
-Aborting sealed parts belongs to tickets, which come later.
 """
 
 from __future__ import annotations
@@ -14,13 +13,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from ckptfs.commit import fold, layout, log, project, protocol, reclaim, recovery, saving
+from ckptfs.commit import (
+    fold,
+    layout,
+    log,
+    parts,
+    project,
+    protocol,
+    reclaim,
+    recovery,
+    saving,
+)
 from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.layout import AttemptKeys, log_key
 from ckptfs.commit.log import Appended, Refused
 from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace, Write
 from ckptfs.commit.protocol import Refusal
 from ckptfs.errors import NotFoundError
+from tests.model import programs
 
 __all__ = ["PLANTED", "Mistake"]
 
@@ -68,6 +78,10 @@ def _stopping_at_enoent() -> list[Patch]:
                 return
 
     return [(project, "_project_pieces", pieces)]
+
+
+def _no_turns() -> list[Patch]:
+    return [(programs, "in_turns", programs.on)]
 
 
 def _equal_generations() -> list[Patch]:
@@ -286,7 +300,55 @@ def _one_look_for_the_record() -> list[Patch]:
     return [(saving, "begin", begin)]
 
 
+def _a_promise_for_a_commit() -> list[Patch]:
+    return [(protocol, "_standing_of_part", lambda part, views: protocol.Standing.COMMITTED)]
+
+
+def _sealed_parts_aborted() -> list[Patch]:
+    real = protocol._standing_of_part
+
+    def pending(part: Any, views: Any) -> Any:
+        found = real(part, views)
+        lost = found is protocol.Standing.IN_DOUBT
+        return protocol.Standing.PENDING if lost else found
+
+    return [(protocol, "_standing_of_part", pending)]
+
+
+def _open_tickets_taken_for_old() -> list[Patch]:
+    real = parts._older
+
+    def older(word: Any, here: Any) -> Iterator[str]:
+        return real(replace(word, fence=replace(word.fence, generation=Generation(9, ""))), here)
+
+    return [(parts, "_older", older)]
+
+
+def _deleted_taken_for_aborted() -> list[Patch]:
+    real = parts.stand_in
+
+    def stand_in(word: Any, here: Any) -> Any:
+        state = real(word, here)
+        saves = {
+            k: replace(s, deleted=False, aborted=True) if s.deleted and s.seal is None else s
+            for k, s in state.saves.items()
+        }
+        return replace(state, saves=saves)
+
+    return [(parts, "stand_in", stand_in)]
+
+
 PLANTED: dict[str, Mistake] = {
+    "a sealed part taken for a commit": Mistake("parts-remote", "I9", _a_promise_for_a_commit),
+    "sealed parts aborted while their home is out of reach": Mistake(
+        "parts-home-lost", "I1", _sealed_parts_aborted
+    ),
+    "open tickets taken for old ones": Mistake(
+        "parts-next-ticket", "I", _open_tickets_taken_for_old
+    ),
+    "what home deleted taken for what it never committed": Mistake(
+        "parts-deleted", "I", _deleted_taken_for_aborted
+    ),
     "projecting a later save before an earlier one's sources are consumed": Mistake(
         "plain-replaced", "I7", _sources_not_consumed
     ),
@@ -296,6 +358,7 @@ PLANTED: dict[str, Mistake] = {
     "stopping at ENOENT in a projection": Mistake(
         "replace-recovered-twice", "I7", _stopping_at_enoent
     ),
+    "removing and projecting one name at once": Mistake("retired-beside", "I7", _no_turns),
     "equal generations": Mistake("tie", "I3", _equal_generations),
     "deleting a step by name": Mistake("delete-saved-again", "foreign", _deleting_a_step_by_name),
     "deleting without looking who it is": Mistake(

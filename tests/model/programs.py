@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfs.commit import recovery, saving
+from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal
 from ckptfs.commit.fold import LogState
@@ -22,9 +22,11 @@ from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
+from ckptfs.commit.parts import word_of
 from ckptfs.commit.protocol import catalog, may_fence, name_taken, next_seq
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.saving import Means
+from ckptfs.commit.turns import is_long
 from ckptfs.errors import (
     CkptfsError,
     FencedError,
@@ -61,11 +63,26 @@ class Hear:
 
 
 @dataclass(frozen=True, slots=True)
+class Enter:
+    """Blocks until nobody has the turn, and takes it."""
+
+    turn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Gives the turn to whoever comes next."""
+
+    turn: str
+
+
+@dataclass(frozen=True, slots=True)
 class What:
     """One save of a scenario. gen: of the run that holds it, None for a plain save.
 
     fine: whether the small files are written one by one (more interleavings). clears: whether it
-    deletes what it replaced before it ends, or leaves that to ``clearer``.
+    deletes what it replaced before it ends, or leaves that to ``clearer``. turns: whether it ends in
+    turns with ``retirer``, as threads of one process do.
     """
 
     save_id: str
@@ -77,6 +94,7 @@ class What:
     fine: bool = False
     caps: Capabilities = FILESYSTEM
     clears: bool = True
+    turns: bool = False
 
     @property
     def keys(self) -> AttemptKeys:
@@ -152,6 +170,31 @@ def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
         return stop.value
 
 
+def in_turns(domain: str, program: Generator[Any, Any, Any]) -> Steps:
+    """Run a program as ``take_turns`` does, beside another thread of the same process."""
+    yield domain, Enter(domain)
+    failure: Exception | None
+    try:
+        op = next(program)
+        while True:
+            away = is_long(op)
+            if away:
+                yield domain, Leave(domain)
+            try:
+                if isinstance(op, RemoveTree):
+                    yield domain, HalfRemove(op.key)
+                reply = yield domain, op
+                failure = None
+            except Exception as error:  # noqa: BLE001 - all of them belong to the program
+                reply, failure = None, error
+            if away:
+                yield domain, Enter(domain)
+            op = program.send(reply) if failure is None else program.throw(failure)
+    except StopIteration as stop:
+        yield domain, Leave(domain)
+        return stop.value
+
+
 # -- saving -----------------------------------------------------------------------------------
 
 
@@ -222,7 +265,8 @@ def _save(
         return f"refused {reason}"
     yield domain, Tell(("acknowledged", what.save_id))
     holder = what.gen if what.clears else None
-    yield from on(domain, saving.finish(seal, means, state, holder=holder))
+    run = in_turns if what.turns else on
+    yield from run(domain, saving.finish(seal, means, state, holder=holder))
     yield domain, Tell(("finished", what.save_id, domain))
     return "committed"
 
@@ -233,6 +277,24 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
     means = Means("A", caps, ids(f"clear-{after.save_id}"))
     outcome = yield from on("A", saving.clear(means, None, gen))
     return "fenced" if isinstance(outcome, Refused) else "cleared"
+
+
+def retirer(gen: Generation, name: str, caps: Capabilities) -> Steps:
+    """What retention does beside the next saves: the entry, and the bytes by a thread of its own."""
+    means = Means("A", caps, ids(f"retire-{name}"))
+    views = {"A": (yield from on("A", catch_up()))}
+    found = [live.seal for live in catalog(views) if live.seal.name == name]
+    if not found:
+        return "nothing"
+    save_id = found[-1].save_id
+    program = retire.retire(found[-1], means, gen, views["A"], reason="keep", going={save_id})
+    outcome = yield from on("A", program)
+    if isinstance(outcome, Refused):
+        return f"refused {outcome.reason}"
+    yield "A", Tell(("retired", save_id))
+    del views, found, outcome
+    what, _ = yield from in_turns("A", retire.erase(save_id, means, gen, None))
+    return str(what.value)
 
 
 def _give_up(what: What, domain: str, means: Means, base: Generation, *, sealed: bool) -> Steps:
@@ -271,12 +333,19 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
+class Speak:
+    """The holder tells what its home says, as a new ticket does."""
+
+    name: str = "new"
+
+
+@dataclass(frozen=True, slots=True)
 class Holder:
     """One prepare_run and what follows."""
 
     gen: Generation
     domains: tuple[str, ...] = ("A",)
-    acts: tuple[What | Delete, ...] = ()
+    acts: tuple[What | Delete | Speak, ...] = ()
     mode: FenceMode = FenceMode.RESUME
     caps: Capabilities = FILESYSTEM
     fenced: bool = field(default=False)
@@ -295,6 +364,9 @@ def holder(spec: Holder) -> Steps:
         for act in spec.acts:
             if isinstance(act, Delete):
                 yield from _delete(spec, act.name, own)
+            elif isinstance(act, Speak):
+                state = yield from on(first, catch_up())
+                yield first, Tell(("word", act.name), word_of(first, "h", state))
             else:
                 for domain in act.domains:
                     yield from saver(act, domain)
@@ -343,7 +415,9 @@ def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
     found = [live.seal for live in catalog(views) if live.seal.name == name]
     if not found:
         return
-    for domain in found[-1].domains:
+    for domain in found[-1].everywhere:
+        if domain not in spec.domains:
+            continue
         outcome = yield from on(
             domain,
             delete_save(found[-1], views, domain, spec.gen, spec.caps, reason="asked", ids=own),
@@ -403,8 +477,11 @@ __all__ = [
     "PLAIN_OBJECT",
     "Appended",
     "Delete",
+    "Enter",
     "Hear",
     "Holder",
+    "Leave",
+    "Speak",
     "Tell",
     "What",
     "clearer",
@@ -412,5 +489,6 @@ __all__ = [
     "ids",
     "on",
     "reader",
+    "retirer",
     "saver",
 ]

@@ -7,7 +7,7 @@ fence and recover, ``R`` reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -15,19 +15,19 @@ from ckptfs.commit import saving
 from ckptfs.commit.entries import (
     Body,
     Decided,
-    Entry,
     Fence,
     FenceMode,
-    Generation,
     Kind,
     Outcome,
     Pin,
-    encode_entry,
 )
 from ckptfs.commit.log import Refused
 from ckptfs.storage.base import Capabilities, Shape
-from tests.model.disk import DIR, Disk, Files
+from tests.model.disk import Disk
+from tests.model.lying import G1, G2, G2B, G3, committed_disk
+from tests.model.parts_scenarios import PARTS
 from tests.model.programs import (
+    FILESYSTEM,
     OBJECT,
     PLAIN_OBJECT,
     Delete,
@@ -39,64 +39,14 @@ from tests.model.programs import (
     ids,
     on,
     reader,
+    retirer,
     saver,
 )
 from tests.model.search import Scenario
 
 __all__ = ["G1", "G2", "G3", "SCENARIOS", "build", "committed_disk"]
 
-G1, G2, G2B, G3 = (
-    Generation(1, "x"),
-    Generation(2, "y"),
-    Generation(2, "z"),
-    Generation(3, "w"),
-)
 Programs = dict[str, Callable[[], Generator[Any, Any, Any]]]
-
-
-def _entry(number: int, body: Body, writer: str = "init") -> tuple[str, bytes]:
-    return f".ckptfs/log/{number:08d}", encode_entry(Entry(f"{writer}-{number}", body))
-
-
-def committed_disk(
-    shape: Shape,
-    bodies: list[Body],
-    *,
-    projected: tuple[What, ...] = (),
-    waiting: tuple[What, ...] = (),
-    domain: str = "A",
-    foreign: Mapping[str, bytes] | None = None,
-    trash: bool = True,
-) -> Disk:
-    """A disk with these log entries, saves that lie in their step, and saves still in attempts/."""
-    files: Files = {}
-    if shape is Shape.FILESYSTEM:
-        for key in (".ckptfs", ".ckptfs/log", ".ckptfs/tmp", ".ckptfs/attempts"):
-            files[key] = DIR
-        if trash:
-            files[".ckptfs/trash"] = files[".ckptfs/trash/1-x"] = DIR
-    files |= dict(_entry(n, body) for n, body in enumerate(bodies))
-    placed: dict[str, bytes] = {}
-    for what in projected:
-        placed |= _lying(what, what.name, domain)
-    for what in waiting:
-        placed |= _lying(what, f".ckptfs/attempts/{what.save_id}", domain)
-    placed |= foreign or {}
-    for path, data in placed.items():
-        if shape is Shape.FILESYSTEM:
-            parts = path.split("/")[:-1]
-            files |= {"/".join(parts[: n + 1]): DIR for n in range(len(parts))}
-        files[path] = data
-    return Disk.of(files)
-
-
-def _lying(what: What, home: str, domain: str) -> dict[str, bytes]:
-    small = what.small()
-    return (
-        {f"{home}/{what.data_path(domain)}": what.data(domain)}
-        | {f"{home}/{what.save_id}/{n}": data for n, data in small.items()}
-        | {f"{home}/{n}": data for n, data in small.items()}
-    )
 
 
 def _saves(*whats: What) -> dict[str, What]:
@@ -503,6 +453,22 @@ def pinned() -> Scenario:
             projected=(b,),
             foreign=home,
         ),
+    )
+
+
+def retired_beside() -> Scenario:
+    """Retention lets a go; its bytes are removed while W saves b under the name; P2 recovers."""
+    a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True, clears=False, turns=True)
+    whats = _saves(a, b)
+    return _one(
+        "retired-beside",
+        whats,
+        {
+            "D": partial(retirer, G1, "s1", FILESYSTEM),
+            "W": partial(saver, b, "A", after=("retired", "aaa")),
+            "P2": partial(holder, Holder(G2)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
     )
 
 
@@ -944,6 +910,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         overwrite,
         overwrite_plain,
         pinned,
+        retired_beside,
         tie,
         directory,
         directory_deleted,
@@ -967,7 +934,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         object_delete_saved_again,
         object_cleared_beside,
     )
-}
+} | PARTS
 
 
 def build(name: str) -> Scenario:

@@ -38,7 +38,7 @@ from ckptfs.storage.base import Shape
 from tests.model.disk import Disk, Failed, Outcome, Puts, apply
 from tests.model.judge import Judge
 from tests.model.machine import Machine
-from tests.model.programs import Hear, Tell, What
+from tests.model.programs import Enter, Hear, Leave, Tell, What
 
 __all__ = ["Found", "Result", "Scenario", "brief", "explore"]
 
@@ -179,7 +179,13 @@ class _World:
             return
         domain, op = waiting
         facts = self.facts.values[state.facts]
-        if isinstance(op, Hear):
+        if isinstance(op, Enter):
+            turn = (("turn", op.turn), None)
+            if turn in facts:
+                return
+            at, facts = 0, facts | {turn}
+            answers = [Outcome("", self.disks[state.disks[0]], None)]
+        elif isinstance(op, Hear):
             told = dict(facts)
             # Both may hold by the time it is asked; what ranks are told was set once.
             at, here = 0, self.disks[state.disks[0]]
@@ -226,7 +232,11 @@ class _World:
                 facts = facts | {(op.fact, op.value)}
                 node = machine.step(node, None)
                 continue
-            if isinstance(op, Hear):
+            if isinstance(op, Leave):
+                facts = facts - {(("turn", op.turn), None)}
+                node = machine.step(node, None)
+                continue
+            if isinstance(op, Hear | Enter):
                 break
             reply = self._hidden(self.disks[disks[self.domains.index(domain)]], op)
             if reply is _SEEN:

@@ -13,6 +13,7 @@ from tests.model.scenarios import SCENARIOS, build
 from tests.model.search import Result, explore
 
 MAX_STATES = 12_000  # of breadth first: short interleavings all, long ones in the campaign
+SLOW = {"parts-deleted": 2_000}  # each state of two recoveries at once takes milliseconds
 
 
 def _told(result: Result) -> str:
@@ -22,7 +23,7 @@ def _told(result: Result) -> str:
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
     """Crashes, stalls, lost and late answers at every operation break no promise of the protocol."""
-    result = explore(build(name), max_states=MAX_STATES)
+    result = explore(build(name), max_states=SLOW.get(name, MAX_STATES))
     assert not result.found, _told(result)
 
 

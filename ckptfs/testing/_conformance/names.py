@@ -102,6 +102,46 @@ class Names(Conformance):
             assert sum(outcome is None for outcome in outcomes) == 1
             assert all(isinstance(o, NotFoundError) for o in outcomes if o is not None)
 
+    def test_link_gives_a_file_a_second_name(self, tree: Storage) -> None:
+        """Both names are the same bytes; either goes by itself, and replacing one leaves the other."""
+        self.raw_write("d/f", b"x")
+        tree.make_dir("e")
+        self._link_or_skip(tree, "d/f", "e/g")
+        assert (tree.read("e/g"), self.raw_list()) == (b"x", ["d/f", "e/g"])
+        tree.replace("e/g", b"other")
+        assert self.raw_read("d/f") == b"x"
+        tree.link("d/f", "e/h")
+        tree.rename("d", "moved")
+        tree.remove_tree("moved")
+        assert tree.read("e/h") == b"x"
+
+    def test_link_refuses(self, tree: Storage) -> None:
+        """No source, no parent: NotFoundError; a taken target: AlreadyExistsError, and all stays."""
+        self.raw_write("d/f", b"x")
+        self.raw_write("d/g", b"y")
+        self._link_or_skip(tree, "d/f", "d/h")
+        for source, target in (("d/absent", "d/i"), ("absent/f", "d/i"), ("d/f", "absent/i")):
+            with pytest.raises(NotFoundError):
+                tree.link(source, target)
+        with pytest.raises(AlreadyExistsError):
+            tree.link("d/f", "d/g")
+        assert (self.raw_read("d/g"), self.raw_list()) == (b"y", ["d/f", "d/g", "d/h"])
+
+    def _link_or_skip(self, tree: Storage, source: str, target: str) -> None:
+        try:
+            tree.link(source, target)
+        except UnsupportedError:
+            pytest.skip("no hard links here")
+
+    def test_object_stores_refuse_links(self, store: Storage) -> None:
+        """UnsupportedError, and nothing appears."""
+        if store.capabilities.shape is Shape.FILESYSTEM:
+            pytest.skip("links may work here")
+        self.raw_write("d/f", b"x")
+        with pytest.raises(UnsupportedError):
+            store.link("d/f", "d/g")
+        assert self.raw_list() == ["d/f"]
+
     def test_remove(self, store: Storage) -> None:
         """One file; absent is success, in an absent directory too; its neighbours stay."""
         self.raw_write("d/f", b"x")
@@ -200,6 +240,7 @@ class Names(Conformance):
             calls.append(lambda: store.create(key, b"", staging="tmp/w"))
         if store.capabilities.shape is Shape.FILESYSTEM:
             calls += [lambda: store.rename(key, "d/x"), lambda: store.rename("d", key)]
+        calls += [lambda: store.link("d/f", key), lambda: store.link(key, "d/x")]
         for call in calls:
             with pytest.raises(UriError):
                 call()

@@ -1,0 +1,230 @@
+"""How long training stands still: ckptfs.async_save beside dcp.async_save and a bare copy.
+
+    python -m benchmarks.async_stall                       2 GB, minutes
+    python -m benchmarks.async_stall --mib 16 --rounds 1 --peers memcpy,ckptfs    does it still run?
+
+One process (a group of one over gloo, which dcp.async_save asks for), one state of CPU tensors, made
+once. Rounds in which everybody has a turn, each round another one first:
+
+    memcpy        every tensor copied into memory that was touched before: what a copy costs here
+    ckptfs        async_save into a held run
+    dcp thread    dcp.async_save, AsyncCheckpointerType.THREAD, FileSystemWriter
+    dcp process   the same with AsyncCheckpointerType.PROCESS
+
+Inside the clock is the call alone, until the tensors may be changed; then the save is waited for,
+outside of it. The first round stands apart: it touches memory, starts the process. The garbage
+collector and torch's threads are as torch leaves them, for everybody.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import ckptfs
+from benchmarks import machine
+
+HERE = Path(__file__).resolve().parent
+MIB = 1 << 20
+# MiB of one layer's tensors: attention, two large matrices, norms and biases.
+LAYER = (16.0, 16.0, 44.0, 44.0, 0.25, 0.0625, 0.0625)
+OURS, BARE, STOCK = "ckptfs", "memcpy", ("dcp thread", "dcp process")
+OF_COPY, OF_DCP = 1.3, 0.5  # the goals: of a bare copy, and of the better of DCP's two
+
+State = dict[str, Tensor]
+Wait = Callable[[], object]
+
+
+class Bench:
+    """The peers over one state and one directory."""
+
+    def __init__(
+        self, directory: Path, size_bytes: int, run: ckptfs.Run, peers: Sequence[str]
+    ) -> None:
+        self.directory = directory
+        self.run = run
+        self.state = _state(size_bytes)
+        self.copies = {key: torch.zeros_like(tensor) for key, tensor in self.state.items()}
+        ways: dict[str, Callable[[int], Wait]] = {
+            BARE: self._copy,
+            OURS: self._ours,
+            STOCK[0]: lambda n: self._stock(n, AsyncCheckpointerType.THREAD),
+            STOCK[1]: lambda n: self._stock(n, AsyncCheckpointerType.PROCESS),
+        }
+        self.peers = {name: ways[name] for name in peers}
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        """Seconds of every call, by peer: the first, and those of the rounds."""
+        names = list(self.peers)
+        first = {name: self._turn(name, -1) for name in names}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for number in range(rounds):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                found[name].append(self._turn(name, number))
+        return {"first": first, "rounds": found}
+
+    def _turn(self, name: str, number: int) -> dict[str, float]:
+        # What another peer left to the disk must not be written in this one's time.
+        os.sync()
+        began = time.perf_counter()
+        wait = self.peers[name](number)
+        stall_s = time.perf_counter() - began
+        wait()
+        done_s = time.perf_counter() - began
+        for left in self.directory.glob("dcp*"):
+            shutil.rmtree(left)
+        return {"stall_s": stall_s, "done_s": done_s}
+
+    def _copy(self, number: int) -> Wait:
+        for key, tensor in self.state.items():
+            self.copies[key].copy_(tensor)
+        return lambda: None
+
+    def _ours(self, number: int) -> Wait:
+        # One name: each save replaces the one before, so that the disk does not fill up.
+        uri = f"{self.directory}/run/step"
+        pending = ckptfs.async_save(
+            self.state, uri, step=number + 1, run=self.run, if_exists="replace"
+        )
+        return pending.result
+
+    def _stock(self, number: int, kind: AsyncCheckpointerType) -> Wait:
+        where = self.directory / f"dcp_{kind.value}_{number}"
+        writer = dcp.FileSystemWriter(str(where))
+        answer = dcp.async_save(self.state, storage_writer=writer, async_checkpointer_type=kind)
+        future = getattr(answer, "upload_completion", answer)
+        return future.result  # type: ignore[no-any-return,union-attr]
+
+
+def _state(size_bytes: int) -> State:
+    state: State = {}
+    left = size_bytes
+    while left > 0:
+        for number, mib in enumerate(LAYER):
+            numel = max(1, min(int(mib * MIB), left) // 4)
+            state[f"layers.{len(state) // len(LAYER)}.{number}"] = torch.rand(numel)
+            left -= 4 * numel
+            if left <= 0:
+                break
+    return state
+
+
+def summary(measured: dict[str, Any], size_bytes: int) -> dict[str, Any]:
+    """Medians and spreads of the stalls, and the ratios of the goals, round by round."""
+    rounds: dict[str, list[dict[str, float]]] = measured["rounds"]
+    stalls = {name: [turn["stall_s"] for turn in turns] for name, turns in rounds.items()}
+    ratios = {"of_copy": _ratio(stalls, (BARE,)), "of_dcp": _ratio(stalls, STOCK)}
+    return {
+        "size_bytes": size_bytes,
+        "stall_s": {
+            name: {"median": statistics.median(all_), "min": min(all_), "max": max(all_)}
+            for name, all_ in stalls.items()
+        },
+        "first_s": {name: turn["stall_s"] for name, turn in measured["first"].items()},
+        "done_s": {n: statistics.median(t["done_s"] for t in turns) for n, turns in rounds.items()},
+        **ratios,
+    }
+
+
+def _ratio(stalls: dict[str, list[float]], others: Sequence[str]) -> float | None:
+    """Ours to the best of others, round by round: the median; None where nobody of them took part."""
+    there = [stalls[name] for name in others if name in stalls]
+    if not there:
+        return None
+    best = [min(turns) for turns in zip(*there, strict=True)]
+    return statistics.median(a / b for a, b in zip(stalls[OURS], best, strict=True))
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table."""
+    gib = found["size_bytes"] / (1 << 30)
+    print(f"{gib:.2f} GiB    stall s: median (fastest-slowest)    first call    until durable")
+    for name, stall in found["stall_s"].items():
+        spread = f"{stall['median']:.3f} ({stall['min']:.3f}-{stall['max']:.3f})"
+        print(
+            f"  {name:12} {spread:30} {found['first_s'][name]:10.3f} {found['done_s'][name]:13.2f}"
+        )
+    for name, ratio, goal in _goals(found):
+        print(f"  {name} {ratio:.2f}, goal {goal}")
+
+
+def _goals(found: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """What was measured of them: name, ratio, goal."""
+    told = [
+        ("ckptfs / memcpy", found["of_copy"], OF_COPY),
+        ("ckptfs / better of dcp", found["of_dcp"], OF_DCP),
+    ]
+    return [(name, ratio, goal) for name, ratio, goal in told if ratio is not None]
+
+
+def main() -> int:
+    """Measure, write the result, print the table."""
+    options = _options()
+    directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=options.dir))
+    started, load_before = datetime.now(UTC), os.getloadavg()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        if any(name in STOCK for name in options.peers):
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+            dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        run = stack.enter_context(ckptfs.prepare_run(directory / "run"))
+        bench = Bench(directory, options.mib * MIB, run, options.peers)
+        measured = bench.measure(options.rounds)
+    found = summary(measured, sum(t.nbytes for t in bench.state.values()))
+    result = {
+        "what": "the stall of async_save beside torch.distributed.checkpoint and a bare copy",
+        "date": started.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
+        "load_average": {"before": load_before, "after": os.getloadavg()},
+        "machine": machine.describe(directory.parent),
+        "threads": torch.get_num_threads(),
+        "goals": {"of_copy": OF_COPY, "of_dcp": OF_DCP},
+        "summary": found,
+        "measured": measured,
+    }
+    out = options.out or HERE / "results" / f"async_stall-{result['date'][:10]}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    show(found)
+    print(f"every measurement: {os.path.relpath(out)}")
+    good = all(ratio <= goal for _, ratio, goal in _goals(found))
+    return 0 if good or not options.check else 1
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in (BARE, OURS, *STOCK) if name in text.split(",")]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="the stall of async_save")
+    parser.add_argument("--mib", type=int, default=2048, help="MiB of state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", help="where to save (default: the directory for temporary files)")
+    parser.add_argument("--peers", type=_names, default=[BARE, OURS, *STOCK], help="who takes part")
+    parser.add_argument("--out", type=Path, help="the result's file")
+    parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,314 @@
+"""``ckptfs.async_save``: back when the tensors may be changed; written and committed by a thread.
+
+    caller    stage: copy into host buffers        -> PendingSave
+    thread    on its own control: plan with the other ranks, begin, write, seal, project
+
+``begin_aside`` is the part that a manager shares: the thread, the buffers and the save are given.
+A save alone uses those of the process: one thread, so that commits come in order, and one pool of
+buffers, whose pages are there already when the next save comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+from ckptfs import _torch
+from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
+from ckptfs.commit.run import Run
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.commit.tickets import TicketPart
+from ckptfs.dcp.api import claimed, need_group
+from ckptfs.dcp.buffers import HostBuffers
+from ckptfs.dcp.pending import PendingSave, Watch
+from ckptfs.dcp.reuse import Memory, Unchanged
+from ckptfs.dcp.saving import Tell, WriteOptions, save_at, tell_nobody
+from ckptfs.dcp.staging import Staged, failed, stage
+from ckptfs.dcp.worker import SaveWorker, exit_s
+from ckptfs.errors import StateError, UriError
+from ckptfs.events import SaveResult
+from ckptfs.events import Staged as StagedEvent
+from ckptfs.topology.control import Control, control_opener
+from ckptfs.topology.world import World
+from ckptfs.uri import Uri, mask_credentials, options_of
+
+__all__ = ["Aside", "async_save", "begin_aside"]
+
+logger = logging.getLogger(__name__)
+
+Scope = Literal["auto", "shared", "node"]
+_Opening = Callable[[], contextlib.AbstractContextManager[tuple[Seat, Uri, Run | None]]]
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    uri: Any,
+    *,
+    step: int | None = None,
+    if_exists: Literal["error", "replace"] = "error",
+    run: Run | None = None,
+    per_rank: Sequence[str] = (),
+    require_space: bool = False,
+    threads: int = 1,
+    writers_per_node: int | None = None,
+    unchanged: Literal["write", "reference"] = "write",
+    host_memory_bytes: int | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    scope: Scope = "auto",
+    domain: str | None = None,
+) -> PendingSave:
+    """Collective. As ``save``, but returns when the tensors may be changed; see ``PendingSave``.
+
+    host_memory_bytes: the most host memory that copies of this process take; None is half of what the
+    host has available, divided by its ranks. With a bound at or above the local state the call takes
+    as long as one copy of it, and talks to no other rank; below it, it blocks until all but the last
+    window is written. A single tensor that has to be copied anyway, because it lies on a device or is
+    not contiguous, may exceed it while it is written. writers_per_node: ranks of one node that write
+    at once.
+
+    Saves of one process are written one after another in the order of the calls, which has to be the
+    same on all ranks. Nothing is sent over the process group, which may be destroyed meanwhile. At the
+    end of the interpreter saves under way get CKPTFS_EXIT_S seconds, 60 by default.
+
+    What fails, while staging too, fails on all ranks with the same error: it is in the futures, and
+    logged. Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there
+    is exactly the old or the new checkpoint.
+    """
+    if isinstance(uri, TicketPart):
+        raise StateError(
+            "a ticket's part is saved synchronously",
+            uri=uri.uri,
+            hint="ckptfs.save(state, ticket.part(...)); a thread of your own may call it",
+        )
+    target = _target(uri)
+    pending = PendingSave(
+        mask_credentials(str(uri)) if target is None else str(target),
+        step if target is None else step_of(target.name, step),
+    )
+    exists = IfExists(if_exists)
+    how = Unchanged(unchanged)
+    if run is not None:
+        world = run.seat.control.world
+        need_group(world)
+        aside = _aside_of(run)
+        opening: _Opening = partial(_in_run, run, aside, uri)
+    else:
+        world = World.detect(process_group)
+        need_group(world)
+        aside = _PROCESS.aside(world)
+        ranks = _torch.group_ranks(process_group) if world.size > 1 else ()
+        opener = control_opener(
+            world, process_group, timeout_s, name=aside.opening(ranks), closes_at_exit=False
+        )
+        place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+        opening = partial(_alone, opener, aside, uri, place, exists)
+
+    options = WriteOptions(threads, require_space, writers_per_node, how, aside.memory)
+
+    def save(staged: Staged, watch: Watch) -> SaveResult:
+        with opening() as (seat, agreed, holder):
+            spec = SaveSpec(
+                agreed.name,
+                step_of(agreed.name, step),
+                exists,
+                run=None if holder is None else holder.generation,
+                per_rank=tuple(per_rank),
+            )
+            return save_at(staged, seat, agreed, spec, options, started=pending.began, watch=watch)
+
+    aside.buffers.resize(host_memory_bytes)
+    return begin_aside(state_dict, pending, save, aside, compare_ranks=world.size > 1)
+
+
+@dataclass(slots=True)
+class Aside:
+    """What saves in the background need and keep: a thread, buffers; of a run also a seat, and what
+    is known of the save before.
+    """
+
+    worker: SaveWorker
+    buffers: HostBuffers
+    seat: Seat | None = None
+    memory: Memory = field(default_factory=Memory)
+    pid: int = field(default_factory=os.getpid)
+    _openings: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    def opening(self, ranks: tuple[int, ...]) -> str:
+        """A name for the control of one save of these ranks: the same on all of them, and another one
+        for their next save. Groups of ranks that share this process count for themselves.
+        """
+        self._openings[ranks] += 1
+        return f"async/{self._openings[ranks]}"
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what is under way (``SaveWorker.close``) and give the memory back."""
+        done = self.worker.close(timeout_s)
+        self.buffers.close()
+        if self.seat is not None and done:
+            self.seat.control.close()
+        return done
+
+    def leave(self) -> None:
+        """After an exception: what is under way gets ``exit_s`` seconds, and is abandoned then."""
+        if not self.close(exit_s()):
+            logger.error("a save is abandoned: the run was left by an exception")
+
+
+def begin_aside(
+    state_dict: Mapping[str, Any],
+    pending: PendingSave,
+    save: Callable[[Staged, Watch], SaveResult],
+    aside: Aside,
+    *,
+    compare_ranks: bool,
+    tell: Tell = tell_nobody,
+    then: Callable[[SaveResult], None] | None = None,
+) -> PendingSave:
+    """Stage a state and have ``save`` called with it in the background; back when it is staged.
+
+    save: ``save_at`` with a seat of the thread's own (a clone), or more around it; collective, so all
+    ranks start the same saves in the same order. compare_ranks: whether other ranks take part. tell:
+    gets ``Staged``, on this thread. then: called in the background after the commit and before the
+    next save; ``committed`` does not wait for it, and what it raises is logged. Returns ``pending``,
+    whose futures get every error but Ctrl-C.
+    """
+    interrupted: BaseException | None = None
+    try:
+        staged = stage(state_dict, aside.buffers, pending, compare_ranks=compare_ranks)
+    except BaseException as error:  # noqa: BLE001 - raised below; the other ranks must be told first
+        interrupted = error
+        staged = failed(error, pending)
+
+    def job() -> SaveResult:
+        try:
+            result = save(staged, pending.watch())
+        except BaseException as error:
+            staged.give_up(error)
+            pending.fail(error)
+            raise
+        finally:
+            # Only now: until here a writer may have read what was staged.
+            staged.close()
+        pending.succeed(result)
+        if then is not None:
+            _afterwards(then, result)
+        return result
+
+    try:
+        future = aside.worker.submit(f"saving {pending.uri}", job)
+    except BaseException:
+        staged.close()
+        raise
+    # A save that never begins, because the interpreter ends, has no job that could tell.
+    future.add_done_callback(lambda ended: _settle(pending, staged, ended))
+    if interrupted is not None:
+        raise interrupted
+    staged.wait()
+    pending.has_staged(staged.cut_short)
+    if staged.cut_short is None:
+        tell(StagedEvent(pending.uri, pending.step, staged.size_bytes, pending.stall_s))
+    return pending
+
+
+def _afterwards(then: Callable[[SaveResult], None], result: SaveResult) -> None:
+    try:
+        then(result)
+    except Exception:
+        # It is committed: what comes after it must not make it look failed.
+        logger.exception("after the commit of %s", result.uri)
+
+
+def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> None:
+    error = ended.exception()
+    if error is not None and not pending.done():
+        staged.give_up(error)
+        staged.close()
+        pending.fail(error)
+
+
+# -- where a save runs ---------------------------------------------------------------------------
+
+
+class _Process:
+    """The thread and the buffers of saves without a run. They belong to the process: memory that is
+    kept from call to call, and one order for all of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._aside: Aside | None = None
+
+    def aside(self, world: World) -> Aside:
+        """Made by the first call, and again in a child of a fork."""
+        with self._lock:
+            if self._aside is None or self._aside.pid != os.getpid():
+                self._aside = Aside(SaveWorker(), HostBuffers(local_ranks=world.local_size))
+            return self._aside
+
+
+_PROCESS = _Process()
+
+
+def _aside_of(run: Run) -> Aside:
+    """The run's own, which ends with it. The first call clones the control: on all ranks alike."""
+    if run.aside is None:
+        seat = replace(run.seat, control=run.seat.control.clone())
+        buffers = HostBuffers(local_ranks=seat.control.world.local_size)
+        run.aside = Aside(SaveWorker(), buffers, seat)
+    aside: Aside = run.aside
+    return aside
+
+
+@contextlib.contextmanager
+def _in_run(run: Run, aside: Aside, uri: Any) -> Iterator[tuple[Seat, Uri, Run | None]]:
+    seat = aside.seat
+    assert seat is not None  # noqa: S101 - a run's has one
+    target = agree_uri(seat.control, uri)
+
+    def check() -> StateError | None:
+        try:
+            run.check(target)
+        except StateError as error:
+            return error
+        return None
+
+    def agree(found: list[StateError | None]) -> None:
+        # A run that one rank has released fails the save on all of them.
+        for wrong in found:
+            if wrong is not None:
+                raise wrong
+
+    seat.control.step("the run", check, agree)
+    yield seat, target, run
+
+
+@contextlib.contextmanager
+def _alone(
+    opener: Callable[[], Control], aside: Aside, uri: Any, place: Place, exists: IfExists
+) -> Iterator[tuple[Seat, Uri, Run | None]]:
+    with aside.worker.keeping(opener()) as control:
+        target = agree_uri(control, uri)
+        with (
+            open_seat(target.parent, control, place, write=True) as seat,
+            claimed(seat, None, exists) as holder,
+        ):
+            yield seat, target, holder
+
+
+def _target(uri: Any) -> Uri | None:
+    """The local reading of it, for messages; what is wrong with it is told by all ranks together."""
+    try:
+        return Uri.parse(uri)
+    except UriError:
+        return None

@@ -1,0 +1,185 @@
+"""A save that goes on in the background: what its caller holds of it.
+
+    pending = ckptfs.async_save(state, uri)       tensors may change now
+    pending.staged .durable .committed            concurrent futures, done in this order
+    pending.result(timeout_s)                     the SaveResult, or the error that all ranks have
+    pending.progress()                            phase, bytes and items of this rank
+
+The futures are the way out of the background: what fails there is in them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from ckptfs.errors import DeadlineError
+from ckptfs.events import Counters, SaveResult
+
+__all__ = ["PendingSave", "Phase", "Progress", "Watch"]
+
+
+class Phase(Enum):
+    """What a save does now."""
+
+    QUEUED = "queued"  # an earlier save is not done
+    PLAN = "plan"
+    WRITE = "write"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far this rank has come. size_bytes and items: what it writes, 0 until ranks have planned;
+    objects count as items and have no size. written: of these, what the storage has taken.
+    """
+
+    phase: Phase
+    size_bytes: int = 0
+    items: int = 0
+    written_bytes: int = 0
+    written_items: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """Written of all bytes, 0.0 to 1.0."""
+        if self.phase is Phase.COMMITTED:
+            return 1.0
+        return self.written_bytes / self.size_bytes if self.size_bytes else 0.0
+
+
+class Watch:
+    """What a save tells whoever follows it, from the threads that save. Base class: nobody does."""
+
+    def enter(self, phase: Phase) -> None:
+        """A phase begins."""
+
+    def planned(self, size_bytes: int, items: int) -> None:
+        """The ranks agreed on what this one writes."""
+
+    def durable(self, mine: Counters) -> None:
+        """This rank's part is written and durable; nothing is committed."""
+
+
+class PendingSave:
+    """An asynchronous save. Any thread may ask; cancelling is not possible.
+
+    staged: done when the tensors may be changed, which is before ``async_save`` returns. durable:
+    this rank's files are on the storage (its counters); nothing is committed. committed: the
+    checkpoint exists (the SaveResult), or every rank has the same error. uri is the local reading of
+    what was asked for, credentials masked. stall_s: how long the call blocked.
+    """
+
+    def __init__(self, uri: str, step: int | None) -> None:
+        self.uri = uri
+        self.step = step
+        self.staged: Future[None] = _running()
+        self.durable: Future[Counters] = _running()
+        self.committed: Future[SaveResult] = _running()
+        self.began = time.perf_counter()
+        self.stall_s = 0.0
+        self._lock = threading.Lock()
+        self._progress = Progress(Phase.QUEUED)
+
+    def result(self, timeout_s: float | None = None) -> SaveResult:
+        """Wait for the commit. DeadlineError after ``timeout_s`` seconds: the save goes on.
+
+        Any other error is that of the save, the same on every rank; the failed ranks' tracebacks are
+        in its notes and in ``failures``.
+        """
+        try:
+            return self.committed.result(timeout_s)
+        except FutureTimeoutError:
+            if self.committed.done():
+                raise  # it is the save that failed with a TimeoutError
+            now = self.progress()
+            raise DeadlineError(
+                f"not committed within {timeout_s:g} s: {now.phase.value}, "
+                f"{now.written_bytes} of {now.size_bytes} bytes written",
+                uri=self.uri,
+                hint="the save goes on; ask again",
+            ) from None
+
+    def done(self) -> bool:
+        """Whether it is committed or has failed."""
+        return self.committed.done()
+
+    def progress(self) -> Progress:
+        """How far this rank has come; costs nothing."""
+        with self._lock:
+            return self._progress
+
+    def __repr__(self) -> str:
+        return f"<PendingSave {self.uri} {self.progress().phase.value}>"
+
+    # -- for the threads that save -----------------------------------------------------------
+
+    def advance(self, **changes: Any) -> None:
+        """Fields of the progress that are other now."""
+        with self._lock:
+            known = {name: getattr(self._progress, name) for name in Progress.__slots__}
+            self._progress = Progress(**known | changes)
+
+    def wrote(self, size_bytes: int) -> None:
+        """One more item is written."""
+        with self._lock:
+            now = self._progress
+            self._progress = Progress(
+                now.phase,
+                now.size_bytes,
+                now.items,
+                now.written_bytes + size_bytes,
+                now.written_items + 1,
+            )
+
+    def has_staged(self, error: BaseException | None) -> None:
+        """The caller goes on; error: why not all was staged."""
+        self.stall_s = time.perf_counter() - self.began
+        if error is None:
+            self.staged.set_result(None)
+        else:
+            self.staged.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        """It has failed: whoever waits is told. ``staged`` is its caller's."""
+        self.advance(phase=Phase.FAILED)
+        for future in (self.durable, self.committed):
+            if not future.done():
+                future.set_exception(error)
+
+    def succeed(self, result: SaveResult) -> None:
+        """It is committed."""
+        self.advance(phase=Phase.COMMITTED)
+        self.committed.set_result(result)
+
+    def watch(self) -> Watch:
+        """What ``save_at`` tells, told to this save."""
+        return _Told(self)
+
+
+class _Told(Watch):
+    def __init__(self, pending: PendingSave) -> None:
+        self._pending = pending
+
+    def enter(self, phase: Phase) -> None:
+        self._pending.advance(phase=phase)
+
+    def planned(self, size_bytes: int, items: int) -> None:
+        self._pending.advance(size_bytes=size_bytes, items=items)
+
+    def durable(self, mine: Counters) -> None:
+        self._pending.durable.set_result(mine)
+
+
+def _running() -> Future[Any]:
+    """A future that nobody can cancel: ranks that wait for this one cannot be called back."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

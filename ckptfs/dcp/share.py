@@ -1,0 +1,78 @@
+"""One rank's share of a save: planned by itself, agreed on later, its data handed out item by item.
+
+    Share       what ``plan_save`` and ``write`` need of a rank's state: a plan, and the data of items
+    LiveShare   the caller's own state dict, read while it is written (``save``)
+
+``ckptfs.dcp.staging`` has the other one: a copy, made before the ranks talk (``async_save``).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ckptfs.dcp.per_rank import rename_plan
+from ckptfs.dcp.planner import SavePlanner
+from ckptfs.dcp.resolve import Loan
+
+__all__ = ["LiveShare", "Share", "local_plan", "unwrap_stateful"]
+
+
+class Share(Protocol):
+    """What one rank brings to a save. The thread that saves calls these, in this order."""
+
+    @property
+    def planner(self) -> SavePlanner:
+        """Makes the global plan, on the coordinator."""
+
+    def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
+        """This rank's plan with its own keys renamed. StateError; local."""
+
+    def take_on(self, items: Sequence[WriteItem]) -> None:
+        """What of the plan this rank is to write, under the names that the planner knows."""
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
+        """The data of one such item. Any thread."""
+
+
+class LiveShare:
+    """The caller's own state dict: it must not change until the save has returned."""
+
+    def __init__(self, state_dict: Mapping[str, Any], planner: SavePlanner) -> None:
+        self._state_dict = state_dict
+        self.planner = planner
+
+    def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
+        """As ``Share.plan``."""
+        return local_plan(self.planner, self._state_dict, rank, per_rank)
+
+    def take_on(self, items: Sequence[WriteItem]) -> None:
+        """Nothing to prepare."""
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
+        """As ``Share.resolve``."""
+        return self.planner.resolve_data(item)
+
+
+def local_plan(
+    planner: SavePlanner, state_dict: Mapping[str, Any], rank: int, per_rank: Sequence[str]
+) -> SavePlan:
+    """One rank's plan: flattened, checked, its own keys renamed. Local."""
+    planner.set_up_planner(unwrap_stateful(state_dict), None, is_coordinator=rank == 0)
+    return rename_plan(planner.create_local_plan(), per_rank, rank)
+
+
+def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does."""
+    # Tensors first: asking whether something is Stateful costs more than planning it.
+    return {
+        key: value
+        if isinstance(value, torch.Tensor) or not isinstance(value, Stateful)
+        else value.state_dict()
+        for key, value in state_dict.items()
+    }

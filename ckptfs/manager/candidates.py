@@ -1,0 +1,199 @@
+"""Which checkpoint a restore takes: the order in which they are tried, from folded logs. Pure.
+
+    choose(views, request)      -> Choice: candidates, newest commit first; or why there are none
+    ahead(choices)              -> of several copies, the one that is furthest
+
+Newest means commit order, never the largest step: a run restored at 50 and retrained to 70 must not
+wake up at the rejected 100. A save that is in doubt stands in its place of that order: passing it by
+without a word would be going back without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from ckptfs.commit.entries import Kind, Part, Seal
+from ckptfs.commit.pieces import part_in, promise
+from ckptfs.commit.protocol import (
+    Standing,
+    Views,
+    catalog,
+    commits,
+    hidden,
+    order_key,
+    seal_of,
+    standing,
+)
+from ckptfs.manager.blanks import Reshard
+from ckptfs.manager.copy_plan import origin_of
+
+__all__ = [
+    "Candidate",
+    "Choice",
+    "Fallback",
+    "PerRankPolicy",
+    "RestoreRequest",
+    "ahead",
+    "choose",
+    "is_passed",
+]
+
+
+class Fallback(Enum):
+    """What to do where the newest checkpoint is damaged, lost in part, or in doubt."""
+
+    ERROR = "error"
+    OLDER = "older"  # take the next older one that is whole, and say what that costs
+
+
+class PerRankPolicy(Enum):
+    """What to do with what ranks of another world size kept for themselves."""
+
+    ERROR = "error"
+    DROP = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """What to restore.
+
+    step_of: the template's; names that it does not know are not candidates. step: exactly this one,
+    a failing run's included; None is the newest. reshard: fnmatch patterns of keys -> what makes the
+    new rank's state of all old ranks' states. strict: as for ``ckptfs.load``. part: of a checkpoint
+    that several groups wrote, the one to restore; ranks outside its group have others.
+    """
+
+    step_of: Callable[[str], int | None]
+    step: int | None = None
+    kind: Kind = Kind.CHECKPOINT
+    fallback: Fallback = Fallback.ERROR
+    include_failures: bool = False
+    per_rank: PerRankPolicy = PerRankPolicy.ERROR
+    reshard: Mapping[str, Reshard] = field(default_factory=dict)
+    strict: bool = True
+    part: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One checkpoint that may be taken. doubt: ids of domains out of reach that could tell whether it
+    was committed; () for one that was.
+    """
+
+    seal: Seal
+    step: int
+    doubt: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Candidates, newest commit first. steps: of all that may be named. unfit: live saves of this
+    kind that were left out, and why each group was. known: every save that the logs ever heard of, by
+    the ids of the originals; names: theirs.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    steps: tuple[int, ...] = ()
+    unfit: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
+
+    def of(self, save_id: str) -> Candidate | None:
+        """The candidate that is this save, or a copy of it; None where there is none."""
+        origin = origin_of(save_id)
+        return next((c for c in self.candidates if origin_of(c.seal.save_id) == origin), None)
+
+
+ODD_NAMES = "named otherwise"
+FAILURES = "saved by a failing run"
+
+
+def choose(views: Views, request: RestoreRequest) -> Choice:
+    """The candidates of one run, from its reached domains' logs."""
+    seals = [s for s in _seals(views) if s.artifact is request.kind]
+    named = [s for s in seals if request.step_of(s.name) is not None]
+    wanted = named
+    if request.step is not None:
+        wanted = [s for s in named if request.step_of(s.name) == request.step]
+    elif not request.include_failures:
+        wanted = [s for s in named if not s.failure]
+    unfit = {
+        ODD_NAMES: tuple(s.name for s in seals if request.step_of(s.name) is None),
+        FAILURES: tuple(s.name for s in named if s.failure),
+    }
+    return Choice(
+        tuple(_candidate(s, views, request) for s in reversed(wanted)),
+        tuple(step for s in named if (step := request.step_of(s.name)) is not None),
+        {why: names for why, names in unfit.items() if names},
+        frozenset(origin_of(save_id) for view in views.values() for save_id in view.saves),
+        frozenset(
+            save.seal.name
+            for view in views.values()
+            for save in view.saves.values()
+            if save.seal is not None
+        ),
+    )
+
+
+def _candidate(seal: Seal, views: Views, request: RestoreRequest) -> Candidate:
+    lost: tuple[str, ...] = ()
+    if standing(seal.save_id, views) is Standing.IN_DOUBT:
+        known = part_in(seal.save_id, views)
+        deciding = seal.domains if known is None else (known.home,)
+        lost = tuple(d for d in deciding if d not in views)
+    step = request.step_of(seal.name)
+    return Candidate(seal, -1 if step is None else step, lost)
+
+
+def _seals(views: Views) -> list[Seal]:
+    """Live saves, and those in doubt that no later commit replaced, in commit order."""
+    lives = commits(views)
+    found = {live.seal.save_id: (live.key, live.seal) for live in catalog(views)}
+    newest = {live.seal.name: live.key for live in lives}
+    for save_id in {s for view in views.values() for s in view.saves} - set(found):
+        if standing(save_id, views) is not Standing.IN_DOUBT:
+            continue
+        seal, part = seal_of(save_id, views), part_in(save_id, views)
+        if seal is None and part is not None:
+            seal = replace(promise(part), name=part.name, seq=_seq_before(part, views))
+        if seal is None:
+            continue
+        key = order_key(seal, views)
+        replaced = seal.name in newest and newest[seal.name] > key
+        if not replaced and not hidden(seal, views, lives):
+            found[save_id] = (key, seal)
+    return [seal for _, seal in sorted(found.values(), key=lambda one: one[0])]
+
+
+def _seq_before(part: Part, views: Views) -> int:
+    """A part's place among its base's saves, which only its home knows: after all that were sealed
+    where it was sealed, before it was.
+    """
+    view = next(views[d] for d in part.domains if d in views)
+    at = view.save(part.save_id).sealed_at or 0
+    before = [s.seal for s in view.saves.values() if s.seal is not None and (s.sealed_at or 0) < at]
+    return 1 + max((seal.seq for seal in before if seal.base == part.base), default=0)
+
+
+def is_passed(mine: Choice, other: Choice) -> bool:
+    """Whether another place of the run has this one's newest save, and went on to one that this place
+    never heard of: the run moved on elsewhere, and this is what it left.
+    """
+    if not mine.candidates or not other.candidates:
+        return False
+    here, there = (origin_of(c.candidates[0].seal.save_id) for c in (mine, other))
+    return here != there and here in other.known and there not in mine.known
+
+
+def ahead(choices: Sequence[Choice]) -> int | None:
+    """Which of several copies of one run to go on from; None where none has a candidate.
+
+    A copy whose newest save another one knows and has passed is behind it; of the rest the one with
+    the greatest step, of equals the first.
+    """
+    fit = [n for n, choice in enumerate(choices) if choice.candidates]
+
+    left = [n for n in fit if not any(is_passed(choices[n], choices[m]) for m in fit)]
+    return max(left, key=lambda n: (choices[n].candidates[0].step, -n), default=None)

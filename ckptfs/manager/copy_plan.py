@@ -1,0 +1,151 @@
+"""Which committed saves are copied to one place, and in which order. Pure.
+
+    primary   commit order    10   20   30   40   50   60
+    copy                      10   20                        holds these, by their origin
+    pending                             30   40   50   60    came after the last that it holds
+    Keep(latest=2)                                50   60    what the copy's own retention would keep
+    every="latest"                                     60
+
+Copies are made in commit order and never out of it: a copy that an older save reached later would
+name that one its latest. So what was skipped is settled, and so is what could not be copied because
+it is damaged where it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfs.commit.entries import Generation, Kind, Seal
+from ckptfs.commit.fold import LogState, SaveState
+from ckptfs.commit.protocol import Views, catalog, commits
+from ckptfs.manager.retention import Keep, plan_retention
+
+__all__ = [
+    "Every",
+    "One",
+    "Policy",
+    "Todo",
+    "can_be_copied",
+    "fresh_id",
+    "origin_of",
+    "plan_copies",
+]
+
+_AGAIN = "~"  # between a save's id and what tells two tries to copy it apart
+
+
+class Every(Enum):
+    """Which of several saves that wait are copied."""
+
+    ALL = "all"  # all that the copy's retention would keep
+    LATEST = "latest"  # the newest of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """keep: the copy's retention. mine: whether a save is the manager's, as for retention."""
+
+    keep: Keep
+    every: Every
+    mine: Callable[[Seal], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class One:
+    """One save to copy, and the id that it gets there."""
+
+    seal: Seal
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """What to copy, oldest commit first; settled: live saves of the primary that need no copy (any
+    more).
+    """
+
+    copies: tuple[One, ...] = ()
+    settled: frozenset[str] = frozenset()
+
+
+def can_be_copied(seal: Seal) -> bool:
+    """Whether it is one checkpoint of tensors. Files with plain names, and what several groups of
+    processes wrote into domains of their own, are not copied.
+    """
+    return seal.artifact is not Kind.DIRECTORY and not seal.parts
+
+
+def origin_of(save_id: str) -> str:
+    """The id of the save that this one is a copy of; its own where it is none."""
+    return save_id.partition(_AGAIN)[0]
+
+
+def fresh_id(origin: str, views: Views, tried: Collection[str] = ()) -> str:
+    """The id of the next try to copy a save: the save's own the first time, so that the copy has its
+    paths and names. Once a try began, that id is spent: an abort of it voids every later seal.
+    """
+    if origin not in tried and all(origin not in view.saves for view in views.values()):
+        return origin
+    return f"{origin}{_AGAIN}{secrets.token_hex(4)}"
+
+
+def plan_copies(
+    primary: Views,
+    copy: Views,
+    policy: Policy,
+    *,
+    given_up: Collection[str] = (),
+    tried: Collection[str] = (),
+) -> Todo:
+    """What to copy next, by the folded logs of both places.
+
+    given_up: save_ids that cannot be copied. tried: ids of copies that this process began.
+    """
+    lives = [live.seal for live in catalog(primary)]
+    pending = _pending([seal for seal in lives if can_be_copied(seal)], primary, copy)
+    wanted = [seal for seal in pending if seal.save_id not in given_up]
+    match policy.every:
+        case Every.LATEST:
+            newest = {(seal.artifact, seal.failure): seal.save_id for seal in wanted}
+            wanted = [seal for seal in wanted if seal.save_id in newest.values()]
+        case Every.ALL:
+            kept = _kept(wanted, copy, policy)
+            wanted = [seal for seal in wanted if seal.save_id in kept]
+    ids = {seal.save_id for seal in wanted}
+    return Todo(
+        tuple(One(seal, fresh_id(seal.save_id, copy, tried)) for seal in wanted),
+        frozenset(seal.save_id for seal in lives if seal.save_id not in ids),
+    )
+
+
+def _pending(lives: Sequence[Seal], primary: Views, copy: Views) -> list[Seal]:
+    """Live saves that came after the last one that the copy ever held."""
+    held = {origin_of(live.seal.save_id) for live in commits(copy)}
+    order = [live.seal.save_id for live in commits(primary)]
+    last = max((at for at, save_id in enumerate(order) if save_id in held), default=-1)
+    later = set(order[last + 1 :])
+    return [seal for seal in lives if seal.save_id in later]
+
+
+def _kept(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:
+    """What of these the copy would keep, once all of them were there."""
+    there = [live.seal for live in catalog(copy)]
+    after = plan_retention(_log_of([*there, *wanted]), policy.keep, policy.mine)
+    going = {gone.seal.save_id for gone in after.going}
+    return {seal.save_id for seal in wanted if seal.save_id not in going}
+
+
+def _log_of(seals: Sequence[Seal]) -> Views:
+    """A log in which these saves were committed in this order."""
+    place = "copy"
+    saves = {}
+    for at, seal in enumerate(seals):
+        as_if = dataclasses.replace(
+            seal, base=Generation(1, ""), seq=at, fenced=True, domains=(place,), references=()
+        )
+        saves[seal.save_id] = SaveState(seal.save_id, as_if, at)
+    return {place: LogState(next=len(seals), saves=saves)}

@@ -1,0 +1,214 @@
+"""What a manager keeps from its first save on: the run it holds, and who works for it.
+
+    Crew.hire(ground, settings, tell)      claims the run; collective
+      run        the generation that all saves carry
+      retirer    retention, after each commit
+      copier     copies elsewhere, in the background
+      saver      the saves themselves
+      worker     the thread of asynchronous saves, with a control of its own
+
+Controls are cloned in one order on all ranks, and closed before the one that they were cloned from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from dataclasses import replace
+from typing import Any
+
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.run import Run
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import IfExists
+from ckptfs.commit.tickets import Decision, SealedPart, Ticket, begin_parts
+from ckptfs.dcp.async_api import Aside, begin_aside
+from ckptfs.dcp.buffers import HostBuffers
+from ckptfs.dcp.pending import PendingSave, Watch
+from ckptfs.dcp.share import Share
+from ckptfs.dcp.worker import SaveWorker
+from ckptfs.events import Counters, Event, SaveResult
+from ckptfs.manager.copies import Copier
+from ckptfs.manager.ground import Ground
+from ckptfs.manager.options import Settings
+from ckptfs.manager.retiring import Retirer
+from ckptfs.manager.saver import Job, Saver
+
+__all__ = ["Crew"]
+
+_NOTICED_S = 5.0  # only a number in an event waits for it
+
+logger = logging.getLogger(__name__)
+
+
+class Crew:
+    """Made by ``hire``, on every rank."""
+
+    def __init__(self, run: Run, settings: Settings, tell: Callable[[Event], None]) -> None:
+        self.run = run
+        self._settings = settings
+        self._tell = tell
+        self._aside: Aside | None = None
+        self._stack = contextlib.ExitStack()
+        self.retirer = Retirer(
+            run, settings.keep, settings.names.is_ours, grace_s=settings.delete_grace_s, tell=tell
+        )
+        self._stack.callback(self.retirer.close)
+        self._copier = self._hire_copier() if settings.copies else None
+        self.saver = Saver(tell, self._before, (self._retain,))
+        self._told_needs = False
+
+    @classmethod
+    def hire(
+        cls,
+        ground: Ground,
+        settings: Settings,
+        tell: Callable[[Event], None],
+        needed: frozenset[str],
+    ) -> Crew:
+        """Collective. Claim the run and start working for it. RunBusyError: somebody else does.
+
+        needed: save_ids that stay until the next commit: what this job was restored from.
+        """
+        run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
+        crew = cls(run, settings, tell)
+        ground.before_release(crew.close)
+        # A job that died between a commit and its deletes left one more than fits beside the next.
+        crew.retirer.after_commit(run.seat, crew._roots() | needed)
+        return crew
+
+    def _hire_copier(self) -> Copier:
+        settings = self._settings
+        copier = Copier(
+            self.run,
+            settings.copies,
+            settings.names.is_ours,
+            takeover=settings.takeover,
+            grace_s=settings.delete_grace_s,
+            tell=self._tell,
+        )
+        self._stack.callback(copier.close)
+        return copier
+
+    def hurry(self) -> None:
+        """Local. The block was left by an exception: saves under way get a bounded time."""
+        if self._aside is not None:
+            self._aside.leave()
+
+    def close(self) -> None:
+        """Local. Everybody finishes and goes home; harmless twice."""
+        self._stack.close()
+
+    # -- saving -------------------------------------------------------------------------
+
+    def save(self, job: Job) -> SaveResult:
+        """Collective, on the manager's thread. Committed when it returns."""
+        result = self.saver.run(job, self.run.seat)
+        self.saver.follow(
+            job.spec.artifact, self.run.seat, result, time.perf_counter() - job.started
+        )
+        return result
+
+    def save_aside(self, job: Job) -> PendingSave:
+        """Collective. Returns when the tensors may be changed; the rest is the worker's."""
+        aside, seat = self._aside_opened()
+        pending = PendingSave(str(job.target), job.spec.step)
+
+        def save(staged: Share, watch: Watch) -> SaveResult:
+            result = self.saver.run(replace(job, state=staged), seat, watch)
+            # A small state is committed before the caller has noticed that it was staged.
+            futures.wait([pending.staged], timeout=_NOTICED_S)
+            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+            return result
+
+        assert isinstance(job.state, Mapping)  # noqa: S101 - staged below, never twice
+        compare = seat.control.size > 1
+        return begin_aside(job.state, pending, save, aside, compare_ranks=compare, tell=self._tell)
+
+    def begin(
+        self,
+        name: str,
+        step: int,
+        parts: Sequence[str],
+        storage_options: Mapping[str, Any] | None,
+    ) -> Ticket:
+        """Collective, with nothing on its way. A checkpoint of parts; it is followed like a save."""
+        began = time.perf_counter()
+        self._before()
+
+        def then(decision: Decision, sealed: Sequence[SealedPart]) -> None:
+            result = self._result_of(decision, sealed, time.perf_counter() - began)
+            self.saver.follow(Kind.CHECKPOINT, self.run.seat, result, 0.0)
+
+        return begin_parts(
+            self.run,
+            name,
+            step,
+            parts,
+            if_exists=IfExists.REPLACE,
+            storage_options=storage_options,
+            then=then,
+        )
+
+    def _result_of(
+        self, decision: Decision, sealed: Sequence[SealedPart], wall_s: float
+    ) -> SaveResult:
+        """The checkpoint's counters: those of its parts, of all their ranks, together."""
+        parts = {part.part: part.result for part in sealed}.values()
+        per_rank = tuple(counters for part in parts for counters in part.per_rank)
+        return SaveResult(
+            uri=str(decision.uri),
+            step=decision.step,
+            save_id=decision.seal.save_id,
+            mine=Counters(),
+            total=Counters.together(per_rank),
+            per_rank=per_rank,
+            wall_s=wall_s,
+        )
+
+    def wait_for_copies(self, timeout_s: float | None) -> None:
+        """Collective, with nothing on its way. Copy what was committed so far, or try it once more;
+        then let go what waited for that.
+        """
+        if self._copier is not None:
+            self._copier.wait(timeout_s)
+            self.retirer.after_commit(self.run.seat, self._roots())
+
+    def pin(self, save_id: str, *, pinned: bool) -> None:
+        """Collective, with nothing on its way."""
+        self.retirer.pin(self.run.seat, save_id, pinned=pinned)
+
+    def _aside_opened(self) -> tuple[Aside, Seat]:
+        """The worker's thread, buffers and seat. Every rank comes here at the same save."""
+        if self._aside is None or self._aside.seat is None:
+            control = self.run.seat.control.clone()
+            seat = replace(self.run.seat, control=control)
+            buffers = HostBuffers(
+                self._settings.host_memory_bytes, local_ranks=control.world.local_size
+            )
+            self._aside = Aside(SaveWorker("ckptfs-manager"), buffers, seat)
+            self._stack.callback(self._aside.close)
+        assert self._aside.seat is not None  # noqa: S101 - made with one
+        return self._aside, self._aside.seat
+
+    # -- around each save ---------------------------------------------------------------
+
+    def _before(self) -> None:
+        """What was let go makes room first: keep_latest + 1 checkpoints fit, more need not."""
+        self.retirer.make_room()
+
+    def _retain(self, seat: Seat, result: SaveResult) -> None:
+        # First the copier: from here on it needs this save, and retention asks it.
+        if self._copier is not None:
+            self._copier.after_commit(result)
+        self.retirer.after_commit(seat, self._roots())
+        if not self._told_needs and len(result.per_rank) == seat.control.size:
+            self._told_needs = True
+            self.retirer.log_needs(result.per_rank)
+
+    def _roots(self) -> frozenset[str]:
+        """What a copy waits for stays."""
+        return frozenset() if self._copier is None else self._copier.waiting()

@@ -1,0 +1,309 @@
+"""Objects of a state: how each kind is saved, what it is loaded into, how it gets it back. Local.
+
+    ModuleObject       parameters and buffers by name, flattened; loaded where they are
+    OptimizerObject    state by the parameters' names, flattened; a fresh one gets what was saved
+    StatefulObject     anything else with state_dict: one leaf; flattened where it holds model tensors
+
+Names are free of what wrappers add (DistributedDataParallel, torch.compile), so a state loads with
+another wrapper, and of numbers where a module of the same state has the parameter, so pipeline stages
+and parameter groups do not collide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ckptfs import _torch
+from ckptfs.dcp.leaves import Leaf
+from ckptfs.errors import StateError
+from ckptfs.manager.saved import NOT_LOADED, Path, Saved, is_loaded, key_of, put_at
+
+__all__ = [
+    "ModuleObject",
+    "OptimizerObject",
+    "ParameterNames",
+    "StatefulObject",
+    "StoredObject",
+    "plain_state",
+]
+
+_PARAMS = "params"
+_OWN = ("state", "param_groups")
+
+
+class StoredObject(Protocol):
+    """One object of a state. order: lower ones get their states back first."""
+
+    order: int
+
+    def save(self) -> Any:
+        """What is saved: nested dicts and lists, or a Leaf."""
+
+    def target(self, saved: Saved, path: Path) -> Any:
+        """What the checkpoint's state of this object, at ``path``, is loaded into."""
+
+    def put(self, loaded: Any) -> None:
+        """Give the object what was loaded into its target."""
+
+
+# -- modules -----------------------------------------------------------------------------------
+
+
+class ModuleObject:
+    """A torch module. Tensors are loaded into its own memory, sharded as they are."""
+
+    order = 0
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = _torch.unwrapped(module)
+
+    def save(self) -> Any:
+        """Parameters and buffers by name."""
+        return plain_state({name: value for name, _, value in self._entries()})
+
+    def target(self, saved: Saved, path: Path) -> Any:
+        """Its own tensors; extra state as it was saved."""
+        meta = [name for name, _, value in self._entries() if _is_meta(value)]
+        if meta:
+            raise StateError(
+                f"{key_of(path)}: {meta[0]!r} is on the meta device",
+                hint="give the module memory first: module.to_empty(device=...)",
+            )
+        own = {
+            name: value
+            if isinstance(value, torch.Tensor)
+            else saved.blank((*path, name)) or NOT_LOADED
+            for name, _, value in self._entries()
+        }
+        return own or NOT_LOADED
+
+    def put(self, loaded: Any) -> None:
+        """Through load_state_dict, so that its hooks run."""
+        got = {full: loaded[name] for name, full, _ in self._entries() if is_loaded(loaded[name])}
+        # What is missing was refused or allowed when the load was planned.
+        self._module.load_state_dict(got, strict=False)
+
+    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+        for full, value in self._module.state_dict().items():
+            yield _torch.clean_name(full), full, value
+
+
+def _is_meta(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
+
+
+# -- optimizers --------------------------------------------------------------------------------
+
+
+class ParameterNames:
+    """What the parameters of a state's modules are called."""
+
+    def __init__(self, modules: list[tuple[Path, torch.nn.Module]]) -> None:
+        self._names: dict[int, tuple[str, str]] = {}
+        self._flat: dict[int, torch.nn.Module] = {}
+        for path, module in modules:
+            if _torch.is_flat(module):
+                self._flat |= {id(p): module for p in module.parameters()}
+            for full, parameter in _torch.unwrapped(module).named_parameters():
+                named = (key_of(path), _torch.clean_name(full))
+                self._names.setdefault(id(parameter), named)
+
+    def flat_home(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """The module under FullyShardedDataParallel whose parameters the optimizer has."""
+        parameters = (p for group in optimizer.param_groups for p in group[_PARAMS])
+        homes = (self._flat.get(id(p)) for p in parameters)
+        return next((home for home in homes if home is not None), None)
+
+    def of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """A name for each parameter of the optimizer, in its order; numbers where some have none."""
+        parameters = [p for group in optimizer.param_groups for p in group[_PARAMS]]
+        named = [self._names.get(id(p)) for p in parameters]
+        known = [one for one in named if one is not None]
+        if len(known) < len(named):
+            return [str(number) for number in range(len(named))]
+        short = [name for _, name in known]
+        if len(set(short)) == len(short):
+            return short
+        return [f"{home}.{name}" for home, name in known]
+
+
+class OptimizerObject:
+    """A torch optimizer. Its state is named by parameters; a fresh one takes what was saved.
+
+    Nothing is stepped to make state: a fresh optimizer is given tensors shaped and sharded like its
+    parameters, of the dtypes that were saved.
+    """
+
+    order = 1
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: ParameterNames) -> None:
+        self._optimizer = optimizer
+        self._names = names.of(optimizer)
+        self._parameters = [p for group in optimizer.param_groups for p in group[_PARAMS]]
+        # Numbers stand for themselves, for checkpoints that were saved by them.
+        self._numbers = {str(n): n for n in range(len(self._names))}
+        self._numbers |= {name: n for n, name in enumerate(self._names)}
+        self._primed = False
+
+    def save(self) -> Any:
+        """State by name; groups with their options."""
+        whole = self._optimizer.state_dict()
+        return {
+            **{k: plain_state(v) for k, v in whole.items() if k not in _OWN},
+            "state": plain_state(self._named(whole["state"])),
+            "param_groups": [self._group(group) for group in whole["param_groups"]],
+        }
+
+    def _named(self, state: Mapping[Any, Any]) -> dict[str, Any]:
+        return {self._name(number): value for number, value in state.items()}
+
+    def _name(self, number: Any) -> str:
+        ours = isinstance(number, int) and number < len(self._names)
+        return self._names[number] if ours else str(number)
+
+    def _group(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        options = {k: plain_state(v) for k, v in group.items() if k != _PARAMS}
+        # Pipeline stages have other parameters in the same group; nobody needs the list to load.
+        return {**options, _PARAMS: Leaf([*map(self._name, group[_PARAMS])], any_rank=True)}
+
+    def target(self, saved: Saved, path: Path) -> Any:
+        """Blanks for the parameters that this rank has and everything else that was saved."""
+        found: dict[str, Any] = {}
+        for rest, key in saved.below(path):
+            if rest[0] == "state" and len(rest) > 1 and rest[1] not in self._numbers:
+                continue  # of another pipeline stage, or of a parameter that the model has no more
+            put_at(found, rest, self._blank(saved, rest, key))
+        groups = len(found.get("param_groups", ()))
+        here = len(self._optimizer.param_groups)
+        if groups not in (0, here):
+            raise StateError(
+                f"{key_of(path)}: {groups} parameter groups were saved, the optimizer has {here}"
+            )
+        return found or NOT_LOADED
+
+    def _blank(self, saved: Saved, rest: Path, key: str) -> Any:
+        described = saved.tensor(key)
+        if described is None:
+            return NOT_LOADED
+        if rest[0] != "state" or len(rest) != 3:  # noqa: PLR2004 - state, parameter, name
+            return saved.blank_of(key)
+        parameter = self._parameters[self._numbers[str(rest[1])]]
+        present = self._optimizer.state.get(parameter, {}).get(rest[2])
+        if isinstance(present, torch.Tensor) and present.size() == described.size:
+            return saved.blank_of(key, present)
+        if parameter.size() == described.size:
+            return torch.empty_like(parameter, dtype=described.properties.dtype).detach()
+        if _torch.is_dtensor(parameter) and described.size and not self._primed:
+            # Sharded in a way that only the optimizer knows (factored moments): let it make them.
+            self._primed = True
+            _torch.prime_optimizer(self._optimizer)
+            return self._blank(saved, rest, key)
+        return saved.blank_of(key)
+
+    def put(self, loaded: Any) -> None:
+        """Through load_state_dict, with this optimizer's own parameters in its groups."""
+        numbers, current = self._numbers, self._optimizer.state_dict()["param_groups"]
+        state = {numbers.get(name, name): v for name, v in loaded.get("state", {}).items()}
+        saved = loaded.get("param_groups") or [{}] * len(current)
+        groups = [
+            {**now, **{k: v for k, v in then.items() if is_loaded(v)}, _PARAMS: now[_PARAMS]}
+            for now, then in zip(current, saved, strict=True)
+        ]
+        rest = {k: v for k, v in loaded.items() if k not in _OWN}
+        self._optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+        self._keep_dtypes(state)
+
+    def _keep_dtypes(self, state: Mapping[Any, Any]) -> None:
+        """torch casts state to the parameter's dtype: single precision moments would lose bits."""
+        if type(self._optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return  # it has its own idea of what it keeps
+        for number, parameter in enumerate(self._parameters):
+            for name, value in state.get(number, {}).items():
+                now = self._optimizer.state[parameter].get(name)
+                tensors = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+                if tensors and now.dtype != value.dtype:
+                    self._optimizer.state[parameter][name] = value.to(now.device)
+
+
+# -- everything else ---------------------------------------------------------------------------
+
+
+class StatefulObject:
+    """Anything with state_dict and load_state_dict."""
+
+    order = 2
+
+    def __init__(self, stateful: Any, order: int = 2) -> None:
+        self._stateful = stateful
+        self.order = order
+
+    def save(self) -> Any:
+        """One leaf; or flattened where it holds sharded tensors, or tensors that may be large."""
+        state = self._stateful.state_dict()
+        if _is_flattened(state):
+            return plain_state(state)
+        kind = type(self._stateful)
+        return Leaf(state, f"{kind.__module__}.{kind.__qualname__}")
+
+    def target(self, saved: Saved, path: Path) -> Any:
+        """As it was saved, whichever way."""
+        if saved.has(path) or not saved.is_there(path):
+            return NOT_LOADED
+        return saved.blank(path, self._stateful.state_dict())
+
+    def put(self, loaded: Any) -> None:
+        """Through load_state_dict."""
+        self._stateful.load_state_dict(loaded)
+
+
+def _is_flattened(state: Any) -> bool:
+    """A fresh object may lack parts of a saved one, so one leaf is the rule. Weights are the
+    exception: they are sharded, or too large for every rank to read all of them.
+    """
+    if not isinstance(state, Mapping):
+        return False
+    leaves = list(_values(state))
+    if any(_torch.is_dtensor(v) or _torch.is_sharded_tensor(v) for v in leaves):
+        return True
+    weights = any(isinstance(v, torch.Tensor) and v.dim() and v.is_floating_point() for v in leaves)
+    return weights and _has_text_keys(state)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _values(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _values(inner)
+    else:
+        yield value
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Flattening writes keys as text: {0: ...} would come back as {"0": ...}."""
+    if isinstance(value, Mapping):
+        return all(isinstance(k, str) and _has_text_keys(v) for k, v in value.items())
+    return not isinstance(value, list) or all(map(_has_text_keys, value))
+
+
+def plain_state(value: Any) -> Any:
+    """Nested plain values such that DCP's flattening loses nothing: it drops empty dicts."""
+    if isinstance(value, Mapping):
+        return {k: plain_state(v) for k, v in value.items()} if value else Leaf(value)
+    if isinstance(value, list):
+        return [plain_state(v) for v in value] if is_traversed(value) else Leaf(value)
+    return value
+
+
+def is_traversed(value: list[Any]) -> bool:
+    """Whether DCP flattens this list: it does where a tensor or a filled dict is among its items."""
+    return any(
+        isinstance(v, torch.Tensor)
+        or (isinstance(v, Mapping) and bool(v))
+        or (isinstance(v, list) and is_traversed(v))
+        for v in value
+    )

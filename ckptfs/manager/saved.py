@@ -1,0 +1,172 @@
+"""What a checkpoint holds below a path, and blanks of the same shape to load it into. Local.
+
+    saved = Saved(metadata)
+    saved.below(("optim", "state"))     -> (("w", "exp_avg"), "optim.state.w.exp_avg"), ...
+    saved.blank(("sched",), like)       -> nested dicts and lists of tensors and empty leaves
+
+An object that was just made seldom has the structure that was saved: a fresh optimizer has no state,
+a scheduler of another version other fields. So the checkpoint says what is loaded, and the object
+judges it when it gets it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ckptfs._torch import is_sharded_tensor
+
+__all__ = ["NOT_LOADED", "Path", "Saved", "get_at", "is_loaded", "key_of", "put_at"]
+
+Path = tuple[str | int, ...]
+
+# Any leaf will do to ask for an object; a text is one that torch hands through as it is.
+NOT_LOADED: str = str.__new__(type("_NotLoaded", (str,), {}), "not loaded yet")
+
+
+def key_of(path: Path) -> str:
+    """The flattened key of a path, as DCP writes it."""
+    return ".".join(map(str, path))
+
+
+def is_loaded(value: object) -> bool:
+    """Whether something came from the checkpoint into this place."""
+    return value is not NOT_LOADED
+
+
+class Saved:
+    """The keys of one checkpoint, found by path. Cheap to make, even of 100,000 keys."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._entries = metadata.state_dict_metadata
+        self._paths: Mapping[str, Path] = metadata.planner_data or {}
+        self._keys = sorted(self._entries)
+        self._order = {key: n for n, key in enumerate(self._paths or self._entries)}
+
+    def has(self, path: Path) -> bool:
+        """Whether one object or tensor was saved under exactly this path."""
+        return key_of(path) in self._entries
+
+    def is_object(self, path: Path) -> bool:
+        """Whether it is there and no tensor."""
+        entry = self._entries.get(key_of(path))
+        return entry is not None and not isinstance(entry, TensorStorageMetadata)
+
+    def below(self, path: Path) -> list[tuple[Path, str]]:
+        """The keys below a path, in the order in which they were saved, each with the rest of its own
+        path.
+        """
+        first, prefix = self._first_below(path)
+        keys = itertools.takewhile(lambda k: k.startswith(prefix), self._keys[first:])
+        found = sorted(keys, key=lambda k: self._order.get(k, 0))
+        return [(self._rest(key, prefix, path), key) for key in found]
+
+    def _first_below(self, path: Path) -> tuple[int, str]:
+        prefix = f"{key_of(path)}."
+        return bisect_left(self._keys, prefix), prefix
+
+    def _rest(self, key: str, prefix: str, path: Path) -> Path:
+        whole = self._paths.get(key)
+        # Stock checkpoints of flat state dicts have no paths: the key's text must do.
+        return tuple(key[len(prefix) :].split(".")) if whole is None else whole[len(path) :]
+
+    def roots(self) -> list[str]:
+        """The first components of all keys."""
+        firsts = (
+            str(self._paths[k][0]) if k in self._paths else k.split(".")[0] for k in self._keys
+        )
+        return sorted(set(firsts))
+
+    def is_there(self, path: Path) -> bool:
+        """Whether anything was saved at or below a path."""
+        first, prefix = self._first_below(path)
+        below = first < len(self._keys) and self._keys[first].startswith(prefix)
+        return self.has(path) or below
+
+    def tensor(self, key: str) -> TensorStorageMetadata | None:
+        """What is known of a tensor, None for an object."""
+        entry = self._entries[key]
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def blank(self, path: Path, like: Any = None) -> Any:
+        """What was saved at or below a path, with tensors of memory and leaves without values.
+
+        like: where it has a tensor of that size and dtype, that one is loaded into, sharded as it is.
+        """
+        if self.has(path):
+            return self.blank_of(key_of(path), like)
+        root: dict[Any, Any] = {}
+        for rest, key in self.below(path):
+            put_at(root, rest, self.blank_of(key, get_at(like, rest)), like)
+        return root
+
+    def blank_of(self, key: str, like: Any = None) -> Any:
+        """The same for one key."""
+        saved = self.tensor(key)
+        if saved is None:
+            return NOT_LOADED
+        if _fits(like, saved):
+            return like
+        return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _fits(like: Any, saved: TensorStorageMetadata) -> bool:
+    return (
+        isinstance(like, torch.Tensor)
+        # A sharded tensor without a shard here cannot be asked.
+        and (is_sharded_tensor(like) or not like.is_meta)
+        and like.size() == saved.size
+        and like.dtype == saved.properties.dtype
+    )
+
+
+def get_at(root: Any, path: Path) -> Any:
+    """What lies at a path of nested dicts and lists, None where nothing does."""
+    for part in path:
+        if isinstance(root, Mapping):
+            root = root.get(_name_in(root, part))
+        elif isinstance(root, (list, tuple)) and isinstance(part, int) and part < len(root):
+            root = root[part]
+        else:
+            return None
+    return root
+
+
+def _name_in(mapping: Any, part: str | int) -> Any:
+    """A part of a path as the mapping spells it: flattening writes every key as text."""
+    if not isinstance(mapping, Mapping) or part in mapping:
+        return part
+    return next((key for key in mapping if str(key) == part), part)
+
+
+def put_at(root: Any, path: Path, value: Any, like: Any = None) -> None:
+    """Put a value at a path of nested dicts and lists, making them; an int is a place in a list."""
+    for part, following in itertools.pairwise(path):
+        fresh: Any = [] if isinstance(following, int) else {}
+        root = _enter(root, _name_in(like, part), fresh)
+        like = get_at(like, (part,))
+    _assign(root, _name_in(like, path[-1]), value)
+
+
+def _enter(container: Any, part: Any, fresh: Any) -> Any:
+    if isinstance(container, list):
+        _grow(container, part)
+        if container[part] is None:
+            container[part] = fresh
+        return container[part]
+    return container.setdefault(part, fresh)
+
+
+def _assign(container: Any, part: Any, value: Any) -> None:
+    if isinstance(container, list):
+        _grow(container, part)
+    container[part] = value
+
+
+def _grow(container: list[Any], index: int) -> None:
+    container.extend([None] * (index + 1 - len(container)))

@@ -1,0 +1,257 @@
+"""Waiting for checkpoints of a run that others write: for evaluation jobs and inference servers.
+
+    seen = None
+    while True:
+        seen = ckptfs.wait_for_new(run_uri, after=seen, timeout_s=3600)
+        evaluate(seen.uri)
+
+    with ckptfs.Watcher(run_uri) as watcher:      the same with its place in the log remembered
+        for checkpoint in watcher: ...            until watcher.stop(), from any thread
+
+Local and read-only: no rank is talked to, nothing is appended or listed, read permission is enough.
+A poll asks for the one log entry after the last that was seen:
+
+    nothing yet    0.5 s, then longer and longer, up to 10 s, each with jitter        one request
+    an entry       folded; the newest live commit is compared with what the caller has
+
+Which is newer is told by commit order and never by the number of the step: a run that was restored
+at 50 and trained to 70 again is announced to whoever has seen 100.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log
+from ckptfs.commit.catalog import Checkpoint, logged, read_domain
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Live, Views, catalog, commits
+from ckptfs.errors import (
+    AnswerLostError,
+    CommitInDoubtError,
+    DeadlineError,
+    StateError,
+    TransientError,
+)
+from ckptfs.storage.base import Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["Pace", "Watcher", "newer_than", "wait_for_new"]
+
+logger = logging.getLogger(__name__)
+
+After = int | Checkpoint | None
+Kinds = Literal["checkpoint", "weights"]
+
+_LOOK_ROUND_EVERY = 8  # idle polls: whether this is still the run that was watched
+_READ_S = 5.0  # how long one poll repeats a read that the storage fails; the next poll goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long to rest between polls, in seconds: first_s, then ``growth`` times as long each time
+    up to longest_s. Each is varied by a quarter: a thousand servers must not ask at one moment.
+    """
+
+    first_s: float = 0.5
+    longest_s: float = 10.0
+    growth: float = 1.5
+
+    def rest_s(self, idle: int) -> float:
+        """The rest before poll number ``idle`` that follows the last news; first_s to longest_s."""
+        # The power is bounded, or a week of waiting would overflow it.
+        grown = min(self.longest_s, self.first_s * self.growth ** min(idle, 64))
+        return min(self.longest_s, max(self.first_s, grown * random.uniform(0.75, 1.25)))  # noqa: S311
+
+
+def wait_for_new(
+    run_uri: Any,
+    after: After = None,
+    kind: Kinds = "checkpoint",
+    timeout_s: float | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Wait until a run has a checkpoint that the caller has not seen; the newest there is. Local.
+
+    after: what the caller has seen last: the Checkpoint that this function returned, or its step, or
+    None for nothing. A step stands for the last commit of it; one that the run never committed stands
+    for nothing. kind: "checkpoint" or "weights", each with a newest of its own; saves of a failing
+    run are not announced. timeout_s: DeadlineError (a TimeoutError) after so many seconds, with one
+    last look; 0 looks once, None waits for as long as it takes. The run need not exist yet.
+
+    The checkpoint is committed and whole. It stays whole for the manager's ``delete_grace_s`` after
+    it was deleted, so an inference server has that long to read it. On node-local disks this node's
+    log answers. Checkpoints without a log (copied, or of stock torch) are not announced.
+
+    Read permission is enough. AccessError, CredentialsError, UriError, ManifestError at once; other
+    failures of the storage are waited out. Ctrl-C ends it at any time.
+    """
+    with Watcher(run_uri, kind, storage_options=storage_options) as watcher:
+        found = watcher.wait(after, timeout_s)
+    if found is None:
+        raise AssertionError("nobody else can stop this watcher")
+    return found
+
+
+class Watcher:
+    """A place in a run's log. One thread waits at a time; any thread may ``stop`` it.
+
+    Iterating yields the newest checkpoint each time there is a newer one, the one that is there
+    already first, until stopped. run_uri, kind, storage_options: as for ``wait_for_new``; pace: the
+    rests between polls. rest: waits so many seconds and tells whether to stop; for tests.
+    """
+
+    def __init__(
+        self,
+        run_uri: Any,
+        kind: Kinds = "checkpoint",
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        pace: Pace | None = None,
+        storage: Storage | None = None,
+        rest: Callable[[float], bool] | None = None,
+    ) -> None:
+        self.root = Uri.parse(run_uri)
+        if kind not in ("checkpoint", "weights"):
+            raise StateError(f'kind is "checkpoint" or "weights", not {kind!r}', uri=self.root)
+        self._kind = Kind(kind)
+        options = {**options_of(run_uri), **(storage_options or {})}
+        self._plain = storage or open_storage(self.root, options)
+        self._pace = pace or Pace()
+        self._stopped = threading.Event()
+        self._rest = rest or self._stopped.wait
+        self._end = _End(self._plain)
+        self._last: Checkpoint | None = None
+
+    def wait(self, after: After = None, timeout_s: float | None = None) -> Checkpoint | None:
+        """As ``wait_for_new``; None once it was stopped."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        idle, trouble = 0, ""
+        judged: Views | None = None
+        while not self._stopped.is_set():
+            try:
+                views = self._end.poll(idle)
+                trouble = ""
+            except (TransientError, AnswerLostError, CommitInDoubtError) as error:
+                if not trouble:
+                    logger.warning("waiting for %s goes on: %s", self.root, error)
+                trouble, views = str(error), judged
+            if views is not None and views is not judged:
+                judged, found = views, newer_than(after, self._kind, views)
+                if found is not None:
+                    mine = found.seal.save_id
+                    return next(c for c in logged(views, self.root) if c.save_id == mine)
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise self._too_late(timeout_s or 0.0, trouble)
+            rest_s = self._pace.rest_s(idle)
+            if self._rest(rest_s if left is None else min(rest_s, left)):
+                return None
+            idle += 1
+        return None
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        while (found := self.wait(self._last)) is not None:
+            self._last = found
+            yield found
+
+    def stop(self) -> None:
+        """End the wait that is under way, and all later ones. Any thread, a signal handler too."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, and release the storage. Harmless twice."""
+        self.stop()
+        self._plain.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _too_late(self, timeout_s: float, trouble: str) -> DeadlineError:
+        return DeadlineError(
+            f"no new {self._kind.value} within {timeout_s:g} s"
+            + (f"; the storage failed last: {trouble}" if trouble else ""),
+            uri=self.root,
+            hint="nobody committed one, or the run lies elsewhere",
+        )
+
+
+def newer_than(after: After, kind: Kind, views: Views) -> Live | None:
+    """The newest live commit of a kind, if it came after the one that the caller has seen. Pure."""
+    lives = [x for x in catalog(views) if x.seal.artifact is kind and not x.seal.failure]
+    if not lives:
+        return None
+    # Deleted and replaced ones too: what was seen may be gone by now, its place in the order is not.
+    seen = [live.key for live in commits(views) if _is(live, after, kind)]
+    return lives[-1] if not seen or lives[-1].key > seen[-1] else None
+
+
+def _is(live: Live, after: After, kind: Kind) -> bool:
+    if isinstance(after, Checkpoint):
+        return live.seal.save_id == after.save_id
+    return after is not None and live.seal.artifact is kind and live.seal.step == after
+
+
+class _End:
+    """The end of one log, and what was folded up to there."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._log: Storage | None = None
+        self._domain: str | None = None
+        self._state: LogState | None = None
+        self._views: Views | None = None
+
+    def poll(self, idle: int) -> Views | None:
+        """The log as it is now, the same object where nothing came; None where there is no run yet.
+
+        TransientError, AnswerLostError, CommitInDoubtError: ask again.
+        """
+        if self._domain is None or (idle and idle % _LOOK_ROUND_EVERY == 0):
+            self._look_round()
+        if self._domain is None or not self._find_log():
+            return None
+        # Without exclusive creates an entry may slip in below what was folded.
+        known = None if isinstance(self._log, AdvisoryLog) else self._state
+        state = drive(catch_up(known), self._log or self._storage, deadline_s=_READ_S)
+        if self._views is None or state is not self._state:
+            self._state, self._views = state, {self._domain: state}
+        return self._views
+
+    def _look_round(self) -> None:
+        """Read the domain's id: somebody may have removed the run and begun it anew."""
+        domain = drive(read_domain(), self._storage, deadline_s=_READ_S)
+        if domain != self._domain:
+            self._domain, self._log, self._state, self._views = domain, None, None, None
+
+    def _find_log(self) -> bool:
+        """Whether the run has an entry, and of which kind its log is."""
+        if self._log is None:
+            match kind_of_log(self._storage):
+                case LogKind.NONE:
+                    return False
+                case LogKind.EXCLUSIVE:
+                    self._log = self._storage
+                case LogKind.ADVISORY:
+                    self._log = AdvisoryLog(self._storage)
+        return True

@@ -1,0 +1,191 @@
+"""The cast of a checkpoint of parts: a driver and two groups, each at its own place.
+
+    with Cast(base, NODES) as cast:      driver on "head", groups on "a" and "b"; or one disk for all
+        cast.play("step_2", "two")       begin, save the parts, commit, publish
+
+No torch here: a part is one file that says whose it is. All storages share one plan, so that an
+operation's number tells the moment in the whole play.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptfs.commit.catalog import list_live, read_view
+from ckptfs.commit.layout import ATTEMPTS, TRASH
+from ckptfs.commit.locate import locate
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ops import drive
+from ckptfs.commit.parts import PartAttempt, spread
+from ckptfs.commit.pieces import part_name
+from ckptfs.commit.run import Run, claim
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import SaveSpec, WrittenPart
+from ckptfs.commit.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts
+from ckptfs.errors import IncompleteCheckpointError, NotFoundError
+from ckptfs.events import Counters, SaveResult
+from ckptfs.storage.base import Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.testing.faults import FaultyStorage, Plan
+from ckptfs.testing.readonly import ReadOnlyStorage
+from ckptfs.topology.control import SoloControl
+from ckptfs.topology.world import World
+from ckptfs.uri import Uri
+
+__all__ = ["PARTS", "Cast", "contents"]
+
+ROOT = Uri.parse("/simulated/run")
+PARTS = {"actor": "a", "critic": "b", "driver": "head"}  # who saves where
+HOME = "head"
+NAME_OF = {"one": "step_1", "two": "step_2", "three": "step_3"}
+
+
+def contents(label: str, part: str) -> bytes:
+    """The bytes of one part of one checkpoint."""
+    return (f"{label} of {part}\n" * 40).encode()
+
+
+@dataclass
+class Cast:
+    """Everybody who takes part. shared: all places are one disk. plan: faults of all of them."""
+
+    base: str
+    shared: bool
+    plan: Plan | None = None
+
+    def directory(self, node: str) -> str:
+        """Where the run lies for a node."""
+        return f"{self.base}/run" if self.shared else f"{self.base}/{node}/run"
+
+    @contextlib.contextmanager
+    def seat(self, node: str, *, write: bool = True) -> Iterator[Seat]:
+        """One process of its own on a node."""
+        here = World.solo()
+        world = replace(here, node=f"{here.node}/{node}", job_id="job:cast")
+        storage: Storage = LocalStorage(ROOT, directory=self.directory(node))
+        if self.plan is not None:
+            storage = FaultyStorage(storage, self.plan)
+        if not write:
+            storage = ReadOnlyStorage(storage)
+        try:
+            yield sit_down(SoloControl(world), storage, Place(), write=write)
+        finally:
+            storage.close()
+
+    # -- the play --------------------------------------------------------------------------
+
+    def play(self, label: str, *, publish: bool = True) -> Decision:
+        """A driver claims the run and lets everybody save one checkpoint."""
+        with self.seat(HOME) as seat, claim(seat) as run:
+            return self.act(run, label, publish=publish)
+
+    def act(self, run: Run, label: str, *, publish: bool = True) -> Decision:
+        """One checkpoint of a driver that holds the run."""
+        ticket = begin_parts(run, NAME_OF[label], None, list(PARTS))
+        sealed = [self.save(ticket, part, label) for part in PARTS]
+        decision = ticket.commit(sealed)
+        if publish:
+            self.publish(decision)
+        return decision
+
+    def save(self, ticket: Ticket, part: str, label: str) -> SealedPart:
+        """One group saves its part."""
+        with self.seat(PARTS[part]) as seat:
+            return save_part(seat, ticket.part(part), contents(label, part))
+
+    def publish(self, decision: Decision) -> None:
+        """The groups make the decision known where they are."""
+        for node in ("a", "b"):
+            with self.seat(node) as seat:
+                spread(seat, decision.word)
+
+    # -- looking ---------------------------------------------------------------------------
+
+    def look(self, label: str, part: str, *, at: str | None = None) -> str:
+        """What a reader on a node is told of a part: "whole", "none" or "in doubt"."""
+        node = at or PARTS[part]
+        with self.seat(node, write=False) as seat:
+            try:
+                found = locate(seat, part_name(NAME_OF[label], part))
+            except NotFoundError:
+                return "none"
+            except IncompleteCheckpointError as error:
+                return "in doubt" if "in doubt" in error.message else f"lost: {error}"
+            assert found.manifest is not None
+            files = [f for f in found.manifest.files if f.path.endswith(".distcp")]
+            data = next(f for f in files if f.domain == seat.placement.mine.id)
+            assert seat.storage.read(f"{found.home}/{data.path}") == contents(label, part)
+            said = json.loads(seat.storage.read(found.metadata))
+            assert said == {"label": label, "part": part, "files": [f.path for f in files]}
+            return "whole"
+
+    def stock(self, label: str, part: str) -> bool:
+        """Whether a reader that knows only step_N/<part> and its .metadata sees a whole part."""
+        where = f"{self.directory(PARTS[part])}/{NAME_OF[label]}/{part}"
+        if not os.path.exists(f"{where}/.metadata"):
+            return False
+        files = [f for _, _, names in os.walk(where) for f in names if f.endswith(".distcp")]
+        assert len(files) == 1, f"a dangling .metadata in {where}"
+        return True
+
+    def listed(self, node: str) -> list[str]:
+        """The committed names that a node's own log tells."""
+        with self.seat(node, write=False) as seat:
+            view = drive(read_view(), seat.storage)
+            return [] if view is None else [seal.name for seal in list_live(dict([view]))]
+
+    def debris(self) -> list[str]:
+        """What unfinished saves left anywhere."""
+        left = []
+        for node in ("head",) if self.shared else ("head", "a", "b"):
+            for place in (ATTEMPTS, TRASH):
+                where = f"{self.directory(node)}/{place}"
+                for root, _, names in os.walk(where):
+                    left += [f"{root}/{name}" for name in names]
+        return left
+
+    def copy(self, to: str) -> Cast:
+        """The same disks at another place."""
+        shutil.copytree(self.base, to)
+        return Cast(to, self.shared)
+
+
+def save_part(seat: Seat, ticket: TicketPart, data: bytes) -> SealedPart:
+    """As ``ckptfs.save`` does it, with one file of bytes."""
+    plan = ticket.plan
+    name = part_name(plan.name, plan.part)
+    attempt = PartAttempt(seat, plan, SaveSpec(name, plan.step, run=plan.word.generation))
+    label = data.split()[0].decode()
+
+    def write() -> WrittenPart:
+        rank = seat.control.rank
+        with seat.storage.open_write(f"{attempt.prefix}__{rank}_0.distcp") as writer:
+            writer.write(data)
+        path = f"{attempt.save_id}/__{rank}_0.distcp"
+        return WrittenPart((FileRecord(path, len(data), seat.placement.mine.id),))
+
+    def finish(parts: list[WrittenPart]) -> dict[str, bytes]:
+        paths = [file.path for one in parts for file in one.files]
+        said = {"label": label, "part": plan.part, "files": paths}
+        return {".metadata": json.dumps(said).encode()}
+
+    try:
+        attempt.begin()
+        done = attempt.commit(write, finish)
+    except BaseException:
+        attempt.abandon()
+        raise
+    result = SaveResult(name, plan.step, done.save_id, Counters(), Counters(), (), 0.0)
+    return SealedPart(plan.part, plan.of, attempt.ref, result)
+
+
+def value_of(end: Any) -> Any:
+    """The value of a simulated rank's end."""
+    return end.get()

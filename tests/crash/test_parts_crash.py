@@ -1,0 +1,154 @@
+"""A checkpoint of parts dies at every storage operation of everybody who takes part.
+
+After each death: every part is there, bit by bit, or none is; where a part lies on a disk that has
+not heard from home it is in doubt and kept; the next driver settles what it reaches, and its next
+ticket what its groups reach; nothing of the dead is left behind.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.run import claim
+from ckptfs.errors import FencedError
+from ckptfs.storage.local import LocalStorage
+from ckptfs.testing.faults import Plan
+from ckptfs.testing.world import SimulatedDeath, simulate
+from ckptfs.topology.control import Control
+from tests.crash.cast import HOME, NAME_OF, PARTS, ROOT, Cast
+from tests.crash.rig import HALVES, Mortal
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def moments(plan: Mortal) -> Iterator[tuple[int, str]]:
+    """Every operation of a play, and half of those that can be done by half."""
+    for nth, (op, _) in enumerate(plan.names, 1):
+        yield nth, "before"
+        if op in HALVES:
+            yield nth, "half"
+        if op == "create":
+            yield nth, "after"
+
+
+def die(cast: Cast, plan: Plan) -> bool:
+    """Play until everybody dies; whether they told of a commit before."""
+    cast.plan = plan
+    told = False
+    try:
+        with cast.seat(HOME) as seat, claim(seat) as run:
+            decision = cast.act(run, "two", publish=False)
+            told = True
+            cast.publish(decision)
+    except SimulatedDeath:
+        pass
+    cast.plan = None
+    return told
+
+
+def judge(cast: Cast, *, told: bool) -> str:
+    """Look, let the next driver come, look again; what became of step_2."""
+    before = {part: cast.look("two", part) for part in PARTS}
+    committed = before["driver"] == "whole"
+    assert committed or not told, f"told of a commit, and home knows none: {before}"
+    for part, seen in before.items():
+        allowed = {"whole", "in doubt"} if committed else {"none", "in doubt"}
+        at_home = cast.shared or PARTS[part] == HOME
+        assert seen in (allowed - {"in doubt"} if at_home else allowed), before
+        if not committed:
+            assert not cast.stock("two", part)
+    for part in PARTS:
+        assert cast.look("one", part) == "whole"
+    decision = cast.play("three")
+    assert set(decision.parts) == set(PARTS)
+    after = {part: cast.look("two", part) for part in PARTS}
+    wanted = "whole" if committed else "none"
+    assert after == dict.fromkeys(PARTS, wanted), f"{before} became {after}"
+    for part in PARTS:
+        assert cast.look("one", part) == cast.look("three", part) == "whole"
+        assert cast.stock("three", part)
+        assert cast.stock("two", part) == committed
+    for node in {*PARTS.values()}:
+        listed = ["step_1", *(["step_2"] if committed else []), "step_3"]
+        assert cast.listed(node) == listed, node
+    assert not cast.debris()
+    if not committed:
+        assert not any(os.path.exists(f"{cast.directory(n)}/step_2") for n in PARTS.values())
+    return "new" if committed else "old"
+
+
+def prepared(base: Path, *, shared: bool) -> Cast:
+    """Everybody's disks with one checkpoint on them."""
+    cast = Cast(f"{base}/before", shared)
+    cast.play("one")
+    return cast
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "nodes"])
+@pytest.mark.parametrize(
+    "stride", [pytest.param(9, id="sample"), pytest.param(1, id="all", marks=pytest.mark.campaign)]
+)
+def test_killed_at_every_operation_leaves_all_parts_or_none(
+    memory_path: Path, shared: bool, stride: int
+) -> None:
+    """Driver and groups die at operation k and half-way through writes: all parts, or none."""
+    before = prepared(memory_path, shared=shared)
+    trial = Mortal(None, "before", alone=True)
+    die(before.copy(f"{memory_path}/trial"), trial)
+    ends: collections.Counter[str] = collections.Counter()
+    for nth, when in list(moments(trial))[::stride]:
+        cast = before.copy(f"{memory_path}/case")
+        try:
+            ends[judge(cast, told=die(cast, Mortal(nth, when, alone=True)))] += 1
+        except AssertionError as error:
+            raise AssertionError(
+                f"{when} operation {nth} {trial.names[nth - 1]}: {error}"
+            ) from error
+        shutil.rmtree(cast.base)
+    assert set(ends) == {"old", "new"}, ends
+
+
+def test_a_lost_home_keeps_every_promise(memory_path: Path) -> None:
+    """Home dies with its disk after all parts are sealed: a new owner of a group's disk deletes
+    nothing and says which home decides; where the decision was told before, it is committed.
+    """
+    cast = prepared(memory_path, shared=False)
+    cast.play("two", publish=False)
+    shutil.rmtree(cast.directory(HOME))
+    with cast.seat("a") as seat, claim(seat) as run:
+        assert run.in_doubt == (f"{NAME_OF['two']}/actor",)
+    assert cast.look("two", "actor") == "in doubt"
+    assert cast.look("one", "actor") == "whole"
+    kept = [path for path in cast.debris() if "/a/" in path and path.endswith(".distcp")]
+    assert len(kept) == 1
+
+
+def test_after_a_lost_home_one_claim_over_all_disks_lets_the_next_tickets_in(
+    memory_path: Path,
+) -> None:
+    """The new home's generations begin again and are refused as old, until all disks were claimed
+    together; what was in doubt still is.
+    """
+    cast = prepared(memory_path, shared=False)
+    cast.play("two", publish=False)
+    shutil.rmtree(cast.directory(HOME))
+    with pytest.raises(FencedError, match="older than what this disk knows"):
+        cast.play("three")
+
+    def together(control: Control) -> None:
+        where = cast.directory((HOME, "a", "b")[control.rank])
+        seat = sit_down(control, LocalStorage(ROOT, directory=where), Place(), write=True)
+        claim(seat).release()
+
+    for end in simulate(3, together, nodes=(HOME, "a", "b"), job_id="job:cast"):
+        end.get()
+    cast.play("three")
+    assert cast.look("three", "actor") == "whole"
+    assert cast.look("two", "actor") == "in doubt"

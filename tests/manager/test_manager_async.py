@@ -1,0 +1,205 @@
+"""The manager's asynchronous mode on one process: what waits, what is skipped, who hears of failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptfs
+from ckptfs.commit.opening import Place
+from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveSkipped
+from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.manager import CheckpointManager
+from ckptfs.storage.registry import open_storage
+from ckptfs.testing.faults import FaultyStorage
+from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from ckptfs.topology.control import SoloControl
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((64,), float(value))}
+
+
+def _manager(run: Path, plan: Plan, **options: Any) -> CheckpointManager:
+    storage = FaultyStorage(open_storage(str(run)), plan)
+    ground = Ground(Where(str(run), Place()), control=SoloControl(), storage=storage)
+    return CheckpointManager(run, mode="async", ground=ground, **options)
+
+
+def _value(run: Path, step: int) -> float:
+    state = _state(-1.0)
+    ckptfs.load(state, run / f"step_{step}")
+    return float(state["weight"][0])
+
+
+@pytest.fixture
+def held() -> Iterator[Hold]:
+    """A storage operation that waits; it is let go at the end whatever happened."""
+    hold = Hold()
+    yield hold
+    hold.release.set()
+
+
+def _no_space(data_file: int) -> Fault:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return Fault("write", "*.distcp", data_file, Fail(full))
+
+
+def test_tensors_may_change_when_save_returns(tmp_path: Path, held: Hold) -> None:
+    """The checkpoint has what the tensors were at the call, though nothing is written yet."""
+    with _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)])) as manager:
+        state = _state(1.0)
+        pending = manager.save(1, state)
+        assert held.reached.wait(30)
+        state["weight"].fill_(9.0)
+        assert manager.poll() == 1
+        assert manager.latest is None
+        held.release.set()
+        manager.wait()
+        assert isinstance(pending, ckptfs.PendingSave)
+        assert pending.done()
+    assert _value(tmp_path, 1) == 1.0
+
+
+def test_a_save_is_skipped_while_the_one_before_is_on_its_way(tmp_path: Path, held: Hold) -> None:
+    """if_slow="skip" saves nothing, says so, and saves again when there is room."""
+    told: list[Event] = []
+    plan = Plan([Fault("write", "*.distcp", 1, held)])
+    with _manager(tmp_path, plan, if_slow="skip", listeners=[told.append]) as manager:
+        manager.save(1, _state(1.0))
+        assert held.reached.wait(30)
+        skipped = manager.save(2, _state(2.0))
+        assert skipped == SaveSkipped(f"file://{tmp_path}/step_2", 2, 1)
+        held.release.set()
+        manager.wait()
+        assert isinstance(manager.save(3, _state(3.0)), ckptfs.PendingSave)
+    assert CheckpointManager(tmp_path).steps == [1, 3]
+    assert skipped in told
+
+
+def test_with_room_for_two_the_third_waits_for_the_first(tmp_path: Path, held: Hold) -> None:
+    """max_in_flight bounds what is on its way; the call that is one too many returns when one ended."""
+    plan = Plan([Fault("write", "*.distcp", 1, held)])
+    with _manager(tmp_path, plan, max_in_flight=2) as manager:
+        manager.save(1, _state(1.0))
+        manager.save(2, _state(2.0))
+        assert held.reached.wait(30)
+        assert manager.poll() == 2
+        third = threading.Thread(target=manager.save, args=(3, _state(3.0)))
+        third.start()
+        assert CheckpointManager(tmp_path).steps == []
+        held.release.set()
+        third.join(30)
+        assert not third.is_alive()
+    assert CheckpointManager(tmp_path).steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("call", ["save", "wait", "close"])
+def test_a_failure_is_raised_at_the_next_call_and_once(tmp_path: Path, call: str) -> None:
+    """Nobody trains for days on saves that fail: the next save, wait or close raises it."""
+    told: list[Event] = []
+    manager = _manager(tmp_path, Plan([_no_space(2)]), listeners=[told.append])
+    manager.save(1, _state(1.0))
+    manager.save(2, _state(2.0))
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: manager.save(3, _state(3.0)),
+        "wait": manager.wait,
+        "close": manager.close,
+    }
+    with pytest.raises(ckptfs.CollectiveError) as caught:
+        calls[call]()
+    assert caught.value.all_are(ckptfs.NoSpaceError)
+    if call != "close":
+        assert manager.latest is not None
+        assert manager.latest.step == 1
+        manager.save(4, _state(4.0))
+        manager.close()
+        assert CheckpointManager(tmp_path).steps == [1, 4]
+    failures = [event for event in told if isinstance(event, SaveFailed)]
+    assert [failure.step for failure in failures] == [2]
+
+
+def test_a_poll_tells_too_and_leaves_it_for_the_next_call(tmp_path: Path) -> None:
+    """Ranks poll at different moments: the call that all make raises it once more."""
+    manager = _manager(tmp_path, Plan([_no_space(1)]))
+    pending = manager.save(1, _state(1.0))
+    assert isinstance(pending, ckptfs.PendingSave)
+    assert pending.committed.exception(30) is not None
+    with pytest.raises(ckptfs.CollectiveError):
+        manager.poll()
+    with pytest.raises(ckptfs.CollectiveError):
+        manager.save(2, _state(2.0))
+    manager.save(3, _state(3.0))
+    manager.close()
+
+
+def _fail_in_the_loop(manager: CheckpointManager) -> None:
+    with manager:
+        manager.save(1, _state(1.0))
+        raise ZeroDivisionError
+
+
+def test_an_exception_of_the_loop_is_not_hidden_and_the_save_is_finished(tmp_path: Path) -> None:
+    """Leaving the block by an exception commits what was staged before it."""
+    with pytest.raises(ZeroDivisionError):
+        _fail_in_the_loop(_manager(tmp_path, Plan([])))
+    assert CheckpointManager(tmp_path).steps == [1]
+
+
+def test_an_exception_of_the_loop_wins_over_one_of_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both are told: the loop's is raised, the save's is in the log."""
+    with pytest.raises(ZeroDivisionError):
+        _fail_in_the_loop(_manager(tmp_path, Plan([_no_space(1)])))
+    assert "a save failed too" in caplog.text
+
+
+def test_retention_has_had_its_turn_when_wait_returns(tmp_path: Path) -> None:
+    """After wait the catalog is what the policy says, not what it will say."""
+    with _manager(tmp_path, Plan([]), keep_latest=2) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, _state(step))
+        manager.wait()
+        assert manager.steps == [2, 3]
+
+
+def test_nothing_is_deleted_for_a_save_that_failed(tmp_path: Path) -> None:
+    """With keep_latest=1 the only good checkpoint outlives every failed successor."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    plan = Plan([Fault("write", "*.distcp", n, Fail(full)) for n in (2, 3)])
+    with _manager(tmp_path, plan, keep_latest=1) as manager:
+        manager.save(1, _state(1.0))
+        for step in (2, 3):
+            manager.save(step, _state(step))
+            with pytest.raises(ckptfs.CollectiveError):
+                manager.wait()
+            assert manager.steps == [1]
+            assert _value(tmp_path, 1) == 1.0
+        manager.save(4, _state(4.0))
+    assert CheckpointManager(tmp_path).steps == [4]
+
+
+def test_commits_are_told_once_and_in_order(tmp_path: Path) -> None:
+    """on_commit hears committed URIs only, each when it exists."""
+    seen: list[str] = []
+    told: list[Event] = []
+    with _manager(
+        tmp_path, Plan([_no_space(2)]), listeners=[told.append], on_commit=seen.append
+    ) as manager:
+        manager.save(1, _state(1.0))
+        manager.save(2, _state(2.0))
+        with pytest.raises(ckptfs.CollectiveError):
+            manager.save(3, _state(3.0))
+        manager.save(3, _state(3.0))
+    assert seen == [f"file://{tmp_path}/step_{step}" for step in (1, 3)]
+    commits = [event for event in told if isinstance(event, SaveCommitted)]
+    assert [commit.result.step for commit in commits] == [1, 3]
+    assert all(0 < commit.stall_s <= commit.result.wall_s for commit in commits)
