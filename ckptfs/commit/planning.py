@@ -55,7 +55,7 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     """The plan of a save that may begin, by what every domain's owner folded.
 
     FencedError: the run has a newer owner, or its log is not the one that was claimed.
-    CommitConflictError: the name is taken.
+    CommitConflictError: the name is taken, or a failing run would replace a healthy save.
     """
     where = seat.storage.uri(spec.name)
     base = _base(spec, views, where, seat.storage.root)
@@ -64,6 +64,14 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     taken = name_taken(spec.name, views)
     if taken is not None and spec.if_exists is IfExists.ERROR:
         raise _conflict(taken, views, where)
+    if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
+        # It is never the latest: in the place of a healthy one it would take the run back a step.
+        raise CommitConflictError(
+            f"{taken.name} is a healthy checkpoint (save {taken.save_id}): what a failing run saves "
+            "does not replace it",
+            uri=where,
+            hint="the step is saved already; save a later step, or go on without",
+        )
     seq = next_seq(base, views, fenced=spec.run is not None)
     fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
     save_id = fresh if spec.save_id is None else spec.save_id

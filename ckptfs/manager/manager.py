@@ -369,8 +369,8 @@ class CheckpointManager:
 
     def _pin(self, step: int, *, pinned: bool) -> None:
         self._settle(1)
-        control = self._ground.control
-        save_id = control.step("pin", lambda: None, lambda _: self._view.save_id_of(step))
+        with self._ground.reading() as seat:
+            save_id = self._view.save_id_of(step, seat)
         # Retention has its turn when the run is claimed: it must not come before the pin.
         self._needed |= {save_id}
         self._hired().pin(save_id, pinned=pinned)

@@ -11,7 +11,7 @@ and parameter groups do not collide.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -207,7 +207,7 @@ class OptimizerObject:
         """Through load_state_dict, with this optimizer's own parameters in its groups."""
         numbers, current = self._numbers, self._optimizer.state_dict()["param_groups"]
         state = {numbers.get(name, name): v for name, v in loaded.get("state", {}).items()}
-        saved = loaded.get("param_groups") or [{}] * len(current)
+        saved = self._as_ours(loaded.get("param_groups") or [{}] * len(current))
         groups = [
             {**now, **{k: v for k, v in then.items() if is_loaded(v)}, _PARAMS: now[_PARAMS]}
             for now, then in zip(current, saved, strict=True)
@@ -215,6 +215,24 @@ class OptimizerObject:
         rest = {k: v for k, v in loaded.items() if k not in _OWN}
         self._optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
         self._keep_dtypes(state)
+
+    def _as_ours(self, saved: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Saved groups in the order of ours, by their parameters' names: state goes by name, and the
+        weight decay of another group would be wrong without a word. As saved where names do not tell.
+        """
+        names = iter(self._names)
+        ours = [
+            {name for _, name in zip(g[_PARAMS], names)}  # noqa: B905 - each takes its share
+            for g in self._optimizer.param_groups
+        ]
+        theirs = [
+            set(told) if isinstance(told := group.get(_PARAMS), list) else set() for group in saved
+        ]
+        order = [
+            max(range(len(saved)), key=lambda at: (len(mine & theirs[at]), at == n))
+            for n, mine in enumerate(ours)
+        ]
+        return [saved[at] for at in order] if len(set(order)) == len(saved) else saved
 
     def _keep_dtypes(self, state: Mapping[Any, Any]) -> None:
         """torch casts state to the parameter's dtype: single precision moments would lose bits."""

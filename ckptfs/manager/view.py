@@ -1,13 +1,17 @@
-"""What a manager's run holds, seen from one process: read-only, any time, no other rank asked."""
+"""What a manager's run holds: read-only, any time; but for ``save_id_of`` no other rank is asked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog import Checkpoint, logged
+from ckptfs.commit.catalog import Checkpoint, list_live, logged, read_view
 from ckptfs.commit.entries import Kind
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.looking import looking_at
+from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import catalog
+from ckptfs.commit.seat import Seat
 from ckptfs.errors import NotFoundError
 from ckptfs.manager.ground import Where
 from ckptfs.manager.options import Names
@@ -45,14 +49,25 @@ class View:
         found = (template.step_of(c.uri.name) for c in self.live(kind, failures=True))
         return [step for step in found if step is not None]
 
-    def save_id_of(self, step: int) -> str:
-        """The checkpoint of a step. NotFoundError: there is none."""
+    def save_id_of(self, step: int, seat: Seat) -> str:
+        """Collective: the checkpoint of a step, by the logs of all domains; one alone may not know yet
+        what became of it. NotFoundError: there is none.
+        """
         name = self.names.checkpoint.name(step)
-        for found in self.live(Kind.CHECKPOINT, failures=True):
-            if found.uri.name == name and found.save_id is not None:
-                return found.save_id
-        raise NotFoundError(
-            f"there is no checkpoint of step {step}",
-            uri=self.where.uri,
-            hint=f"there are steps {self.steps(Kind.CHECKPOINT)}",
-        )
+
+        def look() -> tuple[str, LogState] | None:
+            return drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+
+        def decide(found: Sequence[tuple[str, LogState] | None]) -> str:
+            lives = list_live(dict(one for one in found if one is not None))
+            seals = [s for s in lives if s.artifact is Kind.CHECKPOINT]
+            for seal in seals:
+                if seal.name == name:
+                    return seal.save_id
+            raise NotFoundError(
+                f"there is no checkpoint of step {step}",
+                uri=seat.storage.root,
+                hint=f"there are {', '.join(seal.name for seal in seals) or 'none'}",
+            )
+
+        return seat.control.step("find the step", look, decide)

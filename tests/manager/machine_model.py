@@ -9,7 +9,7 @@ The last are gone or there, as the next look finds them; all else has to be as i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 
@@ -74,9 +74,9 @@ class Model:
         if surely_retained:
             self.saves = [s for s in self.saves if s.label not in going]
 
-    def claimed(self, restored: int | None, *, surely_retained: bool) -> None:
+    def claimed(self, needed: Collection[int], *, surely_retained: bool) -> None:
         """A job took the run: what a dead one was about to let go goes now, but for what it needs."""
-        going = self.going() - {restored}
+        going = self.going() - set(needed)
         self.may_be_gone |= going
         if surely_retained:
             self.saves = [s for s in self.saves if s.label not in going]

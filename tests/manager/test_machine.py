@@ -95,7 +95,7 @@ class Lives(RuleBasedStateMachine):
         self.foreign: dict[str, str] = {}
         self.unsettled = False  # something failed since the last commit without a fault
         self.debris = 0  # attempts that nobody could remove since the last claim
-        self.restored: int | None = None
+        self.needed: set[int] = set()  # restored from or pinned before the first save
         self.fresh = True  # this job has not claimed the run yet
         self._start(size)
 
@@ -253,7 +253,7 @@ class Lives(RuleBasedStateMachine):
         else:
             self._same_outcome(ends, struck=struck)
         if claimed:
-            self.model.claimed(self.restored, surely_retained=not struck)
+            self.model.claimed(self.needed, surely_retained=not struck)
         labels = [s.label for s in look(self.site)]
         there = saved.label in labels
         if any(end.error is None for end in ends):
@@ -289,9 +289,8 @@ class Lives(RuleBasedStateMachine):
         if saved.label in self.model.pin_follows:
             return  # it has the pin of its predecessor, or will have
         if self.fresh:
-            if saved.label in self.model.going():
-                return  # the claim lets it go
-            self.model.claimed(self.restored, surely_retained=True)
+            self.needed.add(saved.label)
+            self.model.claimed(self.needed, surely_retained=True)
         ends = self._crew.each(lambda m: m.manager.pin(step) if pin else m.manager.unpin(step))
         for end in ends:
             end.get()
@@ -317,7 +316,8 @@ class Lives(RuleBasedStateMachine):
             assert restored.uri.endswith(f"/{wanted.name}")
             assert label_in(states[end.rank], ranks[end.rank]) == wanted.label
         if wanted is not None:
-            self.step, self.restored = wanted.step, wanted.label
+            self.step = wanted.step
+            self.needed = {wanted.label}
 
     def _something_else_lies_there(self) -> bool:
         """Whether beginning at step 0 would pass over something that looks like a checkpoint."""

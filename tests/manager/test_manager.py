@@ -14,10 +14,13 @@ import ckptfs
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place
 from ckptfs.commit.protocol import catalog
+from ckptfs.commit.run import Takeover
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.world import simulate
+from ckptfs.testing.faults import FaultyStorage
+from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.world import SimulatedDeath, simulate
 from ckptfs.topology.control import Control
 
 
@@ -64,6 +67,22 @@ def test_a_missing_run_has_nothing_and_gets_nothing(tmp_path: Path) -> None:
     assert manager.steps == []
     manager.close()
     assert not (tmp_path / "run").exists()
+
+
+def test_a_failing_run_does_not_replace_a_healthy_step(tmp_path: Path) -> None:
+    """What failed right after a save, at the same step, leaves the step and the latest as they are."""
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, _state(1.0))
+        manager.save(2, _state(2.0))
+        with pytest.raises(ckptfs.CommitConflictError, match="step_2 is a healthy checkpoint"):
+            manager.save(2, _state(float("nan")), failure=True)
+        manager.save(3, _state(3.0), failure=True)
+        manager.save(3, _state(4.0), failure=True)
+        state = _state(0.0)
+        restored = manager.restore(state)
+        assert restored is not None
+        assert restored.step == 2
+        assert torch.equal(state["weight"], torch.full((8,), 2.0))
 
 
 def test_a_second_owner_is_told_who_holds_the_run(tmp_path: Path) -> None:
@@ -180,6 +199,30 @@ def test_a_pin_comes_before_retention(tmp_path: Path) -> None:
         assert second.steps == [1, 4]
 
 
+def test_a_step_is_pinned_that_one_log_alone_is_in_doubt_of(tmp_path: Path) -> None:
+    """A job died between its seals and the record of what they came to: both logs together tell."""
+    disks = [tmp_path / "disk0", tmp_path / "disk1"]
+
+    def save(control: Control) -> None:
+        # A fence, a seal, and then the record that both disks have it.
+        death = Fault("create", ".ckptfs/log/*", 3, Fail(SimulatedDeath()))
+        storage = FaultyStorage(open_storage(str(disks[control.rank])), Plan([death]))
+        where = Where(str(tmp_path), Place(scope="node"))
+        ground = Ground(where, control=control, storage=storage)
+        CheckpointManager(tmp_path, ground=ground).save(1, _state(1.0))
+
+    for end in simulate(2, save, nodes=["a", "b"]):
+        assert end.died
+
+    def pin(control: Control) -> list[int]:
+        disk = disks[control.rank]
+        with _on(tmp_path, control, disk=disk, scope="node", takeover=Takeover.FORCE) as manager:
+            manager.pin(1)
+        return [c.step or 0 for c in ckptfs.list_checkpoints(disk) if c.pinned]
+
+    assert [end.get() for end in simulate(2, pin, nodes=["a", "b"])] == [[1], [1]]
+
+
 class _Broken:
     def state_dict(self) -> dict[str, object]:
         raise ZeroDivisionError("no state today")
@@ -238,7 +281,8 @@ def _on(
     *,
     disk: Path | None = None,
     scope: Literal["auto", "node"] = "auto",
+    takeover: Takeover = Takeover.AUTO,
 ) -> CheckpointManager:
-    where = Where(str(run), Place(scope=scope))
+    where = Where(str(run), Place(scope=scope), takeover=takeover)
     storage = open_storage(str(disk or run))
     return CheckpointManager(run, ground=Ground(where, control=control, storage=storage))

@@ -311,6 +311,23 @@ def test_an_optimizer_with_other_groups_is_refused(tmp_path: Path) -> None:
         roundtrip(tmp_path, {"net": net, "opt": two}, {"net": net, "opt": one})
 
 
+def test_groups_in_another_order_keep_their_own_options(tmp_path: Path) -> None:
+    """Options of a group go to the group that has its parameters, as their state does."""
+
+    def build(order: int) -> dict[str, Any]:
+        net = torch.nn.Linear(2, 2)
+        decay = {"params": [net.weight], "weight_decay": 0.1, "lr": 0.1}
+        plain = {"params": [net.bias], "weight_decay": 0.0, "lr": 0.01}
+        return {"net": net, "opt": torch.optim.AdamW([decay, plain][::order], lr=1.0)}
+
+    saved, fresh = build(1), build(-1)
+    roundtrip(tmp_path, saved, fresh)
+    assert [(g["weight_decay"], g["lr"]) for g in fresh["opt"].param_groups] == [
+        (0.0, 0.01),
+        (0.1, 0.1),
+    ]
+
+
 def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:
     """On the meta device a restore would vanish."""
     with torch.device("meta"):
