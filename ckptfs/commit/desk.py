@@ -82,6 +82,7 @@ class Desk:
         stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
         self._means = Means(self._home.id, seat.caps, fresh_ids(), stamp)
         self.save_id = ""
+        self._seq = 0  # its place in commit order; the coordinator's
         # Once a seal was tried it may lie in the log: another one would belie its manifest.
         self._tried: Seal | None = None
 
@@ -131,6 +132,9 @@ class Desk:
                 uri=self._where,
                 hint='choose another name, or if_exists="replace"',
             )
+        # Taken now: a ticket that is committed late must not take the run back behind later saves.
+        seq = next_seq(generation, {self._home.id: state}, fenced=True)
+        self._seq = seat.known.seq = max(seq, seat.known.seq + 1)
         self.save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
         drive(begin(self._keys, generation), seat.storage)
         return self.save_id, word_of(self._home.id, self._host, state)
@@ -171,16 +175,14 @@ class Desk:
         if seal is None and state.generation > self._run.generation:
             raise self._fenced(state.fence)
         if seal is None:
-            seal = self._tried or self._seal_of(refs, state, metrics)
+            seal = self._tried or self._seal_of(refs, metrics)
             self._tried = seal
             state = self._append(seal, state)
             seal = state.save(self.save_id).seal or seal  # the one that stands
         state = self._finish(seal, state)
         return seal, word_of(self._home.id, self._host, state)
 
-    def _seal_of(
-        self, refs: Mapping[str, PartRef], state: LogState, metrics: Mapping[str, float]
-    ) -> Seal:
+    def _seal_of(self, refs: Mapping[str, PartRef], metrics: Mapping[str, float]) -> Seal:
         """Store the manifest of the whole, durably; the seal over it."""
         parts = tuple(refs[name] for name in self._parts)
         base = self._run.generation
@@ -207,7 +209,7 @@ class Desk:
         return Seal(
             save_id=self.save_id,
             base=base,
-            seq=next_seq(base, {self._home.id: state}, fenced=True),
+            seq=self._seq,
             fenced=True,
             name=self._name,
             step=self._step,
@@ -239,7 +241,9 @@ class Desk:
                 raise CommitConflictError(
                     f"{self._name} was committed meanwhile",
                     uri=self._where,
-                    hint='choose another name, or if_exists="replace"',
+                    hint="by a save that began after this ticket: begin another one"
+                    if self._replace
+                    else 'choose another name, or if_exists="replace"',
                 )
 
     def _fenced(self, fence: Fence) -> FencedError:

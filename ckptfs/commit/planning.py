@@ -73,6 +73,8 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
             hint="the step is saved already; save a later step, or go on without",
         )
     seq = next_seq(base, views, fenced=spec.run is not None)
+    if spec.run is not None:
+        seq = max(seq, seat.known.seq + 1)  # a ticket that is not committed yet began before this
     fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
     save_id = fresh if spec.save_id is None else spec.save_id
     domains = tuple(d.id for d in seat.placement.domains)

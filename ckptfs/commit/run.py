@@ -112,6 +112,7 @@ class Run:
     aside: Any = field(default=None, repr=False)
     _keeper: Keeper | None = field(default=None, repr=False)
     _released: bool = field(default=False, repr=False)
+    _pid: int = field(default_factory=os.getpid, repr=False)
 
     def check(self, target: Uri) -> None:
         """StateError unless ``target`` lies directly in this run and the run is still held."""
@@ -129,8 +130,8 @@ class Run:
 
         Without it, after a crash, the next owner waits for the lease to stand still.
         """
-        if self._released:
-            return
+        if self._released or os.getpid() != self._pid:
+            return  # in the child of a fork: it is the parent's, who goes on
         if self.aside is not None:
             self.aside.close()
         self._released = True
@@ -159,7 +160,7 @@ class Run:
         exc: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        if exc_type is not None and self.aside is not None:
+        if exc_type is not None and self.aside is not None and os.getpid() == self._pid:
             # A storage that hangs must not keep the exception from its reader.
             aside, self.aside = self.aside, None
             aside.leave()

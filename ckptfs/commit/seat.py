@@ -21,10 +21,12 @@ _TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_la
 @dataclass(slots=True)
 class Known:
     """The newest fold that this process made of a log it holds: entries never change, so the next
-    call goes on from here. An old one is as right as a new one, only longer to go on from.
+    call goes on from here. An old one is as right as a new one, only longer to go on from. seq: the
+    last place in commit order that a ticket of this process took; what begins later comes later.
     """
 
     state: LogState | None = None
+    seq: int = 0
 
     def learn(self, state: LogState | None) -> None:
         """Keep ``state`` if it is longer."""

@@ -207,8 +207,9 @@ def begin_aside(
 
     try:
         future = aside.worker.submit(f"saving {pending.uri}", job)
-    except BaseException:
+    except BaseException as error:
         staged.close()
+        pending.fail(error)
         raise
     # A save that never begins, because the interpreter ends, has no job that could tell.
     future.add_done_callback(lambda ended: _settle(pending, staged, ended))

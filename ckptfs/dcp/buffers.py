@@ -122,15 +122,15 @@ class HostBuffers:
         pinned: page-locked for an accelerator, where that can be had. StateError for more than the
         bound; OSError (ENOMEM) where the system gives no memory.
         """
-        if size_bytes > self.bound_bytes:
-            raise StateError(f"{size_bytes} bytes asked for, the bound is {self.bound_bytes}")
         with self._changed:
+            self._check_size(size_bytes)
             self._forget_after_fork()
             while (slab := self._take(size_bytes)) is None:
                 if self._make_room(size_bytes):
                     slab = _Slab(size_bytes, pinned=pinned)
                     break
                 self._changed.wait()
+                self._check_size(size_bytes)  # resized meanwhile: it would wait for ever
             self._leased.append(slab)
             self._peak = max(self._peak, self._held())
         return Lease(slab.memory, slab.size_bytes, slab.is_pinned, lambda: self._give_back(slab))
@@ -140,6 +140,10 @@ class HostBuffers:
         with self._changed:
             self._closed = True
             self._idle.clear()
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self.bound_bytes:
+            raise StateError(f"{size_bytes} bytes asked for, the bound is {self.bound_bytes}")
 
     def _take(self, size_bytes: int) -> _Slab | None:
         """The smallest idle piece that is large enough."""

@@ -37,6 +37,7 @@ __all__ = [
     "RestoreRequest",
     "ahead",
     "choose",
+    "is_forked",
     "is_passed",
 ]
 
@@ -185,6 +186,22 @@ def is_passed(mine: Choice, other: Choice) -> bool:
         return False
     here, there = (origin_of(c.candidates[0].seal.save_id) for c in (mine, other))
     return here != there and here in other.known and there not in mine.known
+
+
+def is_forked(mine: Choice, other: Choice) -> bool:
+    """Whether both places went on by themselves from what they have in common, the other one further.
+
+    A disk of an earlier allocation whose newest save was never copied looks like that: its job died,
+    and the next one went on elsewhere. By steps, because no log knows both.
+    """
+    if not mine.candidates or not other.candidates or not mine.known & other.known:
+        return False
+    here, there = mine.candidates[0], other.candidates[0]
+    apart = (
+        origin_of(here.seal.save_id) not in other.known
+        and origin_of(there.seal.save_id) not in mine.known
+    )
+    return apart and there.step > here.step
 
 
 def ahead(choices: Sequence[Choice]) -> int | None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptfs.commit.entries import Kind
@@ -30,6 +31,7 @@ from ckptfs.dcp.buffers import HostBuffers
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.worker import SaveWorker
+from ckptfs.errors import DeadlineError
 from ckptfs.events import Counters, Event, SaveResult
 from ckptfs.manager.copies import Copier
 from ckptfs.manager.ground import Ground
@@ -52,12 +54,17 @@ class Crew:
         self._settings = settings
         self._tell = tell
         self._aside: Aside | None = None
+        self._hurried = False
         self._stack = contextlib.ExitStack()
         self.retirer = Retirer(
             run, settings.keep, settings.names.is_ours, grace_s=settings.delete_grace_s, tell=tell
         )
         self._stack.callback(self.retirer.close)
-        self._copier = self._hire_copier() if settings.copies else None
+        try:
+            self._copier = self._hire_copier() if settings.copies else None
+        except BaseException:
+            self._stack.close()
+            raise
         self.saver = Saver(tell, self._before, (self._retain,))
         self._told_needs = False
 
@@ -74,7 +81,11 @@ class Crew:
         needed: save_ids that stay until the next commit: what this job was restored from.
         """
         run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
-        crew = cls(run, settings, tell)
+        try:
+            crew = cls(run, settings, tell)
+        except BaseException:
+            run.release()  # or the next try finds the run held, by this very process
+            raise
         ground.before_release(crew.close)
         # A job that died between a commit and its deletes left one more than fits beside the next.
         crew.retirer.after_commit(run.seat, crew._roots() | needed)
@@ -95,6 +106,7 @@ class Crew:
 
     def hurry(self) -> None:
         """Local. The block was left by an exception: saves under way get a bounded time."""
+        self._hurried = True  # close would wait for them again, and for ever
         if self._aside is not None:
             self._aside.leave()
 
@@ -112,10 +124,14 @@ class Crew:
         )
         return result
 
-    def save_aside(self, job: Job) -> PendingSave:
-        """Collective. Returns when the tensors may be changed; the rest is the worker's."""
+    def save_aside(self, job: Job, begun: Callable[[PendingSave], None]) -> PendingSave:
+        """Collective. Returns when the tensors may be changed; the rest is the worker's.
+
+        begun: gets what is returned, also where Ctrl-C is raised instead: the others wait for it.
+        """
         aside, seat = self._aside_opened()
         pending = PendingSave(str(job.target), job.spec.step)
+        state, job = job.state, replace(job, state={})  # the worker must not keep tensors alive
 
         def save(staged: Share, watch: Watch) -> SaveResult:
             result = self.saver.run(replace(job, state=staged), seat, watch)
@@ -124,9 +140,12 @@ class Crew:
             self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
             return result
 
-        assert isinstance(job.state, Mapping)  # noqa: S101 - staged below, never twice
+        assert isinstance(state, Mapping)  # noqa: S101 - staged below, never twice
         compare = seat.control.size > 1
-        return begin_aside(job.state, pending, save, aside, compare_ranks=compare, tell=self._tell)
+        try:
+            return begin_aside(state, pending, save, aside, compare_ranks=compare, tell=self._tell)
+        finally:
+            begun(pending)
 
     def begin(
         self,
@@ -169,13 +188,20 @@ class Crew:
             wall_s=wall_s,
         )
 
-    def wait_for_copies(self, timeout_s: float | None) -> None:
+    def wait_for_copies(self, timeout_s: float | None, *, alike: bool = False) -> None:
         """Collective, with nothing on its way. Copy what was committed so far, or try it once more;
-        then let go what waited for that.
+        then let go what waited for that. alike: DeadlineError on all ranks if on one, for those who
+        go on; without it a rank leaves alone.
         """
-        if self._copier is not None:
-            self._copier.wait(timeout_s)
-            self.retirer.after_commit(self.run.seat, self._roots())
+        copier = self._copier
+        if copier is None:
+            return
+        if alike:
+            late = partial(_late, copier, timeout_s)
+            self.run.seat.control.step("wait for copies", late, _raise_first)
+        else:
+            copier.wait(timeout_s)
+        self.retirer.after_commit(self.run.seat, self._roots())
 
     def pin(self, save_id: str, *, pinned: bool) -> None:
         """Collective, with nothing on its way."""
@@ -190,9 +216,13 @@ class Crew:
                 self._settings.host_memory_bytes, local_ranks=control.world.local_size
             )
             self._aside = Aside(SaveWorker("ckptfs-manager"), buffers, seat)
-            self._stack.callback(self._aside.close)
+            self._stack.callback(self._close_aside)
         assert self._aside.seat is not None  # noqa: S101 - made with one
         return self._aside, self._aside.seat
+
+    def _close_aside(self) -> None:
+        if self._aside is not None and not self._hurried:
+            self._aside.close()
 
     # -- around each save ---------------------------------------------------------------
 
@@ -212,3 +242,17 @@ class Crew:
     def _roots(self) -> frozenset[str]:
         """What a copy waits for stays."""
         return frozenset() if self._copier is None else self._copier.waiting()
+
+
+def _late(copier: Copier, timeout_s: float | None) -> DeadlineError | None:
+    try:
+        copier.wait(timeout_s)
+    except DeadlineError as error:
+        return error
+    return None
+
+
+def _raise_first(late: Sequence[DeadlineError | None]) -> None:
+    for error in late:
+        if error is not None:
+            raise error

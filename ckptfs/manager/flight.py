@@ -10,6 +10,7 @@ others waiting in a collective call that it never makes.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -54,6 +55,15 @@ class Flight:
     def is_done(self) -> bool:
         """Whether this rank knows the outcome of all of them."""
         return all(save.done() for save in self._saves)
+
+    def wait_done(self, timeout_s: float | None) -> bool:
+        """Wait until all have ended, for up to ``timeout_s``; whether they have. Settles nothing."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        for save in self._saves:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            with contextlib.suppress(Exception):  # the save's own failure: settle raises it
+                save.result(left)
+        return self.is_done()
 
     def settle(self, limit: int, timeout_s: float | None = None) -> SaveResult | None:
         """Wait until fewer than ``limit`` are on their way; the result of the last that was waited for.

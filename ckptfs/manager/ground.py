@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,7 @@ class Ground:
         self._root: Uri | None = None
         self._rally: Rally | None = None
         self._closed = False
+        self._pid = os.getpid()
 
     @property
     def control(self) -> Control:
@@ -122,17 +124,17 @@ class Ground:
 
     @property
     def is_closed(self) -> bool:
-        """Whether close() was called."""
-        return self._closed
+        """Whether close() was called, or this is the child of a fork: the run is the parent's."""
+        return self._closed or os.getpid() != self._pid
 
     def check_open(self) -> None:
         """StateError once it is closed."""
-        if self._closed:
+        if self.is_closed:
             raise StateError("the manager is closed", uri=self._root, hint="make another one")
 
     def close(self) -> None:
         """Local: release the run and leave the control plane. Harmless twice."""
-        if not self._closed:
+        if not self.is_closed:
             self._closed = True
             with self._stack:
                 self._guests.close()

@@ -29,7 +29,7 @@ from ckptfs.commit.tickets import Ticket
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions
-from ckptfs.errors import CkptfsError
+from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Event, Restored, SaveBegan, SaveResult, SaveSkipped
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.candidates import Fallback, PerRankPolicy, RestoreRequest
@@ -186,7 +186,8 @@ class CheckpointManager:
         latest. A step that exists is replaced: the old one stays until the new one is committed.
 
         failure: a save by a run that is failing: it is made only if every rank calls within
-        ``reach_s`` seconds, and is never ``latest``.
+        ``reach_s`` seconds, and is never ``latest``; CommitConflictError where the step is saved
+        healthily, which it does not replace.
 
         Returns the SaveResult, in async mode a PendingSave, or SaveSkipped (if_slow="skip") when the
         save before it is still on its way on some rank. What an earlier asynchronous save failed of
@@ -223,15 +224,13 @@ class CheckpointManager:
             self._schedule.took(result.wall_s)
             self._saved(artifact, step)
             return result
-        pending = crew.save_aside(job)
-        self._flight.add(pending)
-        self._saved(artifact, step)
-        return pending
+        self._saved(artifact, step)  # also where Ctrl-C cuts it short: the other ranks go on
+        return crew.save_aside(job, self._flight.add)
 
     def _taken(self, state: Any) -> Saveable:
         try:
             return saveable(state)
-        except Exception as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it
+        except BaseException as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it
             return Saveable(Untold(error), ())
 
     def _saved(self, kind: Kind, step: int) -> None:
@@ -276,8 +275,8 @@ class CheckpointManager:
         self._settle(limit)
         return None
 
-    def _settle(self, limit: int, timeout_s: float | None = None) -> None:
-        last = self._flight.settle(limit, timeout_s)
+    def _settle(self, limit: int) -> None:
+        last = self._flight.settle(limit)
         if last is not None:
             self._schedule.took(last.wall_s)
 
@@ -286,13 +285,22 @@ class CheckpointManager:
         copies are made or were tried once more.
 
         Raises what a save failed of, on all ranks; a copy that fails is told to the listeners.
-        DeadlineError after timeout_s: this rank has waited long enough; saves and copies go on.
+        DeadlineError after timeout_s, on all ranks if on one; saves and copies go on.
         """
         began = time.monotonic()
-        self._settle(1, timeout_s)
+        if len(self._flight):
+            # All ranks or none: one that gave up alone would have other saves in flight than they.
+            control = self._ground.control
+            try:
+                control.step("wait", lambda: self._flight.wait_done(timeout_s), _need_all)
+            except CkptfsError as error:
+                # It is the waiting that failed: what was waited for may be committed.
+                error.outcome = "unknown"
+                raise
+        self._settle(1)
         if self._crew is not None:
             left = None if timeout_s is None else max(0.0, timeout_s - time.monotonic() + began)
-            self._crew.wait_for_copies(left)
+            self._crew.wait_for_copies(left, alike=True)
 
     def poll(self) -> int:
         """Local. How many saves are on their way. Raises what one failed of, if this rank knows; the
@@ -404,6 +412,10 @@ class CheckpointManager:
             if not self._ground.is_closed:
                 self._settle(1)
                 self._finish_copies(copies_s)
+        except (KeyboardInterrupt, SystemExit):
+            if self._crew is not None:
+                self._crew.hurry()  # or leaving begins the wait anew
+            raise
         finally:
             self._leave()
 
@@ -436,7 +448,7 @@ class CheckpointManager:
             self.close()
             return
         try:
-            if self._crew is not None:
+            if self._crew is not None and not self._ground.is_closed:
                 self._crew.hurry()
             if self._flight.is_done():
                 self._settle(1)
@@ -449,6 +461,7 @@ class CheckpointManager:
 
     def _hired(self) -> Crew:
         if self._crew is None:
+            self._hang_bell()  # before there are threads that tell: each would make its own
             self._crew = Crew.hire(self._ground, self._settings, self._tell, self._needed)
             # The job before may have needed longer than this one will be given.
             seat = self._crew.run.seat
@@ -457,7 +470,19 @@ class CheckpointManager:
         return self._crew
 
     def _tell(self, event: Event) -> None:
+        self._hang_bell().tell(event)
+
+    def _hang_bell(self) -> Bell:
         if self._bell is None:
             settings, rank = self._settings, self._ground.control.rank
             self._bell = Bell(settings.listeners, on_commit=settings.on_commit, rank=rank)
-        self._bell.tell(event)
+        return self._bell
+
+
+def _need_all(done: Sequence[bool]) -> None:
+    late = [rank for rank, is_done in enumerate(done) if not is_done]
+    if late:
+        raise DeadlineError(
+            f"waited long enough, and saves are on their way on ranks {late[:4]}",
+            hint="they go on; wait again, or give it more time",
+        )

@@ -25,6 +25,7 @@ from ckptfs.manager.candidates import (
     RestoreRequest,
     ahead,
     choose,
+    is_forked,
     is_passed,
 )
 from ckptfs.manager.damage import listed
@@ -128,6 +129,23 @@ class Places:
         """
         mine = self.survey(0).choice
         return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.seats)))
+
+    def refuse_fork(self) -> None:
+        """Collective. StateError where a copy has a later step that this run never heard of, and this
+        run's newest was never copied: which of the two is the run is somebody's decision.
+        """
+        mine = self.survey(0).choice
+        for n in range(1, len(self.seats)):
+            other = self.survey(n).choice
+            if self._request.step is None and is_forked(mine, other):
+                here, there = mine.candidates[0].seal.name, other.candidates[0].seal.name
+                raise StateError(
+                    f"the run and its copy {self.uri(n)} went on apart: {here} is not in the copy, "
+                    f"and the run does not know {there}",
+                    uri=self.uri(0),
+                    hint="this is what an earlier allocation left, or the copy is another job's: "
+                    "restore one by its step=, or move the one aside that is not to be gone on with",
+                )
 
     def furthest_copy(self) -> int | None:
         """The copy to go on from where the primary has nothing."""

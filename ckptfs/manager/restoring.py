@@ -113,6 +113,8 @@ class _Restore:
         elif places.is_passed():
             home = places.furthest_copy()
             logger.warning("%s is what the run left here: it went on elsewhere", places.uri(0))
+        else:
+            places.refuse_fork()
         if home is None:
             places.check_nothing()
             return None

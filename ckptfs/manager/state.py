@@ -79,7 +79,7 @@ class Untold(dict[str, Any]):
     A rank that raised by itself would leave the others waiting in the save that it never begins.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
 

@@ -406,3 +406,22 @@ def test_a_failure_frees_a_caller_that_is_held(tmp_path: Path) -> None:
             assert error.all_are(NoSpaceError)
         assert saves.aside.buffers.held_bytes == 0
         assert saves.save(_state(2.0), "step_2").result(WAIT_S).uri.endswith("step_2")
+
+
+def test_a_pool_that_shrinks_tells_whoever_waits_for_more() -> None:
+    """Another save of the process may lower the bound: what no longer fits is told, not waited for."""
+    buffers = HostBuffers(2 * MIB)
+    first = buffers.lease(2 * MIB)
+    told: list[BaseException] = []
+
+    def wait() -> None:
+        with pytest.raises(StateError, match="the bound is"):
+            buffers.lease(2 * MIB)
+        told.append(StateError("told"))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    buffers.resize(MIB)
+    first.release()
+    waiting.join(10)
+    assert told

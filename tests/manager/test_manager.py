@@ -286,3 +286,29 @@ def _on(
     where = Where(str(run), Place(scope=scope), takeover=takeover)
     storage = open_storage(str(disk or run))
     return CheckpointManager(run, ground=Ground(where, control=control, storage=storage))
+
+
+def test_a_child_of_a_fork_does_not_release_its_parents_run(tmp_path: Path) -> None:
+    """A worker that runs its parent's finally blocks changes nothing: the parent goes on saving."""
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, _state(1.0))
+        with ckptfs.prepare_run(tmp_path / "other") as run:
+            before = _tree(tmp_path / "other")
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    run.release()
+                    manager.close()
+                    manager.__exit__(ValueError, ValueError(), None)
+                    code = 0
+                finally:
+                    os._exit(code)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            log = {k: v for k, v in _tree(tmp_path / "other").items() if "/log/" in k}
+            assert log == {k: v for k, v in before.items() if "/log/" in k}
+        second = CheckpointManager(tmp_path / "run", takeover="never")
+        with pytest.raises(ckptfs.RunBusyError):
+            second.save(2, _state(2.0))
+        second.close()
+        manager.save(2, _state(2.0))

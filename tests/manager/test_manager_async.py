@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
+import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,8 @@ from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fail, Fault, Hold, Plan
-from ckptfs.topology.control import SoloControl
+from ckptfs.testing.world import simulate
+from ckptfs.topology.control import Control, SoloControl
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
@@ -203,3 +208,139 @@ def test_commits_are_told_once_and_in_order(tmp_path: Path) -> None:
     commits = [event for event in told if isinstance(event, SaveCommitted)]
     assert [commit.result.step for commit in commits] == [1, 3]
     assert all(0 < commit.stall_s <= commit.result.wall_s for commit in commits)
+
+
+def test_a_block_left_by_an_exception_is_not_kept_by_a_storage_that_hangs(
+    tmp_path: Path, held: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save under way gets CKPTFS_EXIT_S seconds, once: then the exception reaches its reader."""
+    monkeypatch.setenv("CKPTFS_EXIT_S", "0.1")
+
+    def train() -> None:
+        with _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)])) as manager:
+            manager.save(1, _state(1.0))
+            assert held.reached.wait(30)
+            raise ValueError("training failed")
+
+    ends: list[str] = []
+
+    def run() -> None:
+        with pytest.raises(ValueError, match="training failed"):
+            train()
+        ends.append("left")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert ends == ["left"]
+
+
+def test_ctrl_c_while_closing_does_not_begin_to_wait_again(
+    tmp_path: Path, held: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who interrupts a close that waits for a storage that hangs gets out of it, at the first time."""
+    monkeypatch.setenv("CKPTFS_EXIT_S", "0.1")
+    manager = _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)]))
+    manager.save(1, _state(1.0))
+    assert held.reached.wait(30)
+    main = threading.main_thread().ident
+    assert main is not None
+    press = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    let_go = threading.Timer(20, held.release.set)  # with the claim broken this test ends, too
+    let_go.start()
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    let_go.cancel()
+    assert not held.release.is_set()
+
+
+def test_a_save_under_way_does_not_keep_the_callers_tensors(tmp_path: Path, held: Hold) -> None:
+    """Memory is that of the copy alone: tensors that the caller replaced go when he lets them go."""
+    with _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)])) as manager:
+        state = _state(1.0)
+        tensor = weakref.ref(state["weight"])
+        manager.save(1, state)
+        assert held.reached.wait(30)
+        del state
+        gc.collect()
+        is_kept = tensor() is not None
+        held.release.set()
+        assert not is_kept
+
+
+class _Interrupted:
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ctrl_c_on_one_rank_costs_one_save(tmp_path: Path, mode: Any) -> None:
+    """It is raised where it happens, the save fails on the other rank, and both go on in step."""
+
+    def train(control: Control) -> list[str]:
+        ground = Ground(Where(str(tmp_path), Place()), control=control, storage=storage)
+        ends = []
+        with CheckpointManager(tmp_path, mode=mode, ground=ground) as manager:
+            for step in range(1, 6):
+                state: dict[str, Any] = dict(_state(step))
+                if (control.rank, step) == (1, 2):
+                    state["scheduler"] = _Interrupted()
+                try:
+                    manager.save(step, state)
+                    ends.append("saved")
+                except (KeyboardInterrupt, ckptfs.CkptfsError) as error:
+                    ends.append(type(error).__name__)
+        return ends
+
+    storage = open_storage(str(tmp_path))
+    first, second = (end.get() for end in simulate(2, train, timeout_s=10))
+    if mode == "sync":
+        assert first == ["saved", "CollectiveError", "saved", "saved", "saved"]
+        assert second == ["saved", "KeyboardInterrupt", "saved", "saved", "saved"]
+    else:  # what a save in the background failed of is raised at the next, which is not made
+        assert first == ["saved", "saved", "CollectiveError", "saved", "saved"]
+        assert second == ["saved", "KeyboardInterrupt", "CollectiveError", "saved", "saved"]
+    made = [1, 3, 4, 5] if mode == "sync" else [1, 4, 5]
+    assert CheckpointManager(tmp_path).steps == made
+
+
+def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hold) -> None:
+    """Where one has waited long enough all are told so: what is in flight stays the same on all."""
+    plan = Plan([Fault("write", "*.distcp", 1, held)])
+
+    def train(control: Control) -> list[str]:
+        storage = FaultyStorage(open_storage(str(tmp_path)), plan)
+        ground = Ground(Where(str(tmp_path), Place()), control=control, storage=storage)
+        with CheckpointManager(tmp_path, mode="async", if_slow="skip", ground=ground) as manager:
+            manager.save(1, _state(1.0))
+            assert held.reached.wait(30)
+            with pytest.raises(ckptfs.DeadlineError):
+                manager.wait(0.0 if control.rank == 0 else 0.5)
+            held.release.set()
+            told = [type(manager.save(step, _state(step))).__name__ for step in (2, 3)]
+            manager.wait()
+        return told
+
+    first, second = (end.get() for end in simulate(2, train, timeout_s=10))
+    assert first == second
+
+
+def test_a_manager_that_could_not_begin_may_try_again(tmp_path: Path) -> None:
+    """What fails between the claim and the first save gives the run back: nobody else holds it."""
+    refused = Fail(PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    for read in (7,):  # the first of the copies, when the run is claimed
+        run = tmp_path / f"run_{read}"
+        plan = Plan([Fault("read", "*", read, refused)])
+        copies = [tmp_path / f"copy_{read}"]
+        with _manager(run, plan, takeover="never", copies=copies) as manager:
+            with contextlib.suppress(ckptfs.CollectiveError):
+                manager.save(1, _state(1.0))
+                manager.wait()
+            manager.save(2, _state(2.0))
+        latest = CheckpointManager(run).latest
+        assert latest is not None
+        assert latest.step == 2

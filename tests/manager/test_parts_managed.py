@@ -46,6 +46,21 @@ def test_retention_deletes_a_checkpoint_of_parts_as_one(tmp_path: Path) -> None:
     assert all(result.total.payload_bytes >= 2 * 9 * 8 for result in committed)
 
 
+def test_a_ticket_that_is_committed_late_does_not_take_the_run_back(tmp_path: Path) -> None:
+    """What began after it stays the latest, and retention keeps that, not the late one."""
+    run = str(tmp_path / "run")
+    with ckptfs.CheckpointManager(run, keep_latest=1) as manager:
+        late, later = manager.begin(1, PARTS), manager.begin(2, PARTS)
+        for ticket in (later, late):
+            ticket.commit([ckptfs.save({"w": torch.ones(9)}, ticket.part(p)) for p in PARTS])
+        assert manager.steps == [2]
+        late = manager.begin(3, PARTS)
+        parts = [ckptfs.save({"w": torch.full((9,), 3)}, late.part(p)) for p in PARTS]
+        manager.save(4, {"w": torch.full((9,), 4)})
+        late.commit(parts)
+        assert manager.steps == [4]
+
+
 def test_a_groups_disk_follows_with_its_next_ticket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -426,6 +426,25 @@ def test_disks_that_the_run_left_before_it_went_on_elsewhere(tmp_path: Path) -> 
     assert (outcome.restored.step, outcome.source) == (4, 1)
 
 
+def test_disks_that_went_on_apart_from_their_copy_are_not_taken_for_the_run(tmp_path: Path) -> None:
+    """The newest here was never copied, and the run went further from the copy elsewhere: an error,
+    not three steps back; either is there by its step, and a copy that is only behind is no reason.
+    """
+    site = Site(tmp_path)
+    copy_of(site, 4, site.save(4, state(4)).save_id)
+    site.save(5, state(5))
+    copy_of(site, 5, "elsewhere")
+    assert site.restore(blank, runs=("run", "copy")) is not None
+    copy_of(site, 8, "further")
+    error = site.refused(blank, runs=("run", "copy"), fallback=Fallback.OLDER)
+    assert isinstance(error, StateError)
+    assert "step_5 is not in the copy, and the run does not know step_8" in str(error)
+    for step, source in ((5, 0), (8, 1)):
+        outcome = site.restore(blank, runs=("run", "copy"), step=step)
+        assert outcome is not None
+        assert (outcome.source, value_of(site)) == (source, float(step))
+
+
 # -- doubt, and places that cannot be read -----------------------------------------------------
 
 
