@@ -114,8 +114,9 @@ def test_two_ranks_of_torchrun_and_2_gb(store: str, request: pytest.FixtureReque
 # -- a dead server -------------------------------------------------------------------------------
 
 RETRY_S = 0.5
-# The request that fails, then what cleans up: the upload (5 s), the attempt (another request and 5 s).
-DEADLINE_S = 3 * RETRY_S + 20
+# The request that fails, then what cleans up: parts under way (10 s at most), their upload (5 s), the
+# attempt (another request, 5 s and a last pause of 2 s); and what starting threads takes.
+DEADLINE_S = 3 * RETRY_S + 25
 
 
 def save_to_the_dead(rank: Rank) -> Any:
