@@ -10,7 +10,7 @@ from enum import Enum
 
 from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.events import Counters
+from ckptfs.events import Counters, SaveResult
 
 __all__ = [
     "Committed",
@@ -74,6 +74,22 @@ class Committed:
     counters: tuple[Counters, ...]
     commit_s: float
     warnings: tuple[str, ...] = ()
+
+    def result(
+        self, uri: str, step: int | None, rank: int, wall_s: float, warned: tuple[str, ...] = ()
+    ) -> SaveResult:
+        """What rank ``rank`` returns of it. warned: what was to be said before the commit."""
+        per_rank = tuple(c.plus(Counters(commit_s=self.commit_s)) for c in self.counters)
+        return SaveResult(
+            uri=uri,
+            step=step,
+            save_id=self.save_id,
+            mine=per_rank[rank],
+            total=Counters.together(per_rank),
+            per_rank=per_rank,
+            wall_s=wall_s,
+            warnings=(*warned, *self.warnings),
+        )
 
 
 def fresh_ids() -> Iterator[str]:

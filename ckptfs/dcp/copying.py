@@ -41,7 +41,7 @@ from ckptfs.dcp.copies import Place, places_for
 from ckptfs.dcp.metadata import decode_metadata, describe, encode_metadata
 from ckptfs.dcp.opened import read_metadata
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StateError
-from ckptfs.events import Counters, SaveResult
+from ckptfs.events import SaveResult
 
 __all__ = ["copy_checkpoint"]
 
@@ -112,17 +112,8 @@ def copy_checkpoint(
     except BaseException:
         attempt.abandon()
         raise
-    per_rank = tuple(c.plus(Counters(commit_s=committed.commit_s)) for c in committed.counters)
-    return SaveResult(
-        uri=str(target.storage.uri(spec.name)),
-        step=spec.step,
-        save_id=committed.save_id,
-        mine=per_rank[control.rank],
-        total=Counters.together(per_rank),
-        per_rank=per_rank,
-        wall_s=time.perf_counter() - started,
-        warnings=committed.warnings,
-    )
+    uri, wall_s = str(target.storage.uri(spec.name)), time.perf_counter() - started
+    return committed.result(uri, spec.step, control.rank, wall_s)
 
 
 def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:

@@ -22,7 +22,7 @@ from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.slots import writer_slot
 from ckptfs.dcp.space import check_space
-from ckptfs.events import Counters, Event, SaveResult, Written
+from ckptfs.events import Event, SaveResult, Written
 from ckptfs.uri import Uri
 
 __all__ = ["Tell", "WriteOptions", "save_at", "tell_nobody"]
@@ -110,17 +110,8 @@ def save_at(
     except BaseException:
         attempt.abandon()
         raise
-    per_rank = tuple(c.plus(Counters(commit_s=committed.commit_s)) for c in committed.counters)
-    return SaveResult(
-        uri=str(target),
-        step=spec.step,
-        save_id=committed.save_id,
-        mine=per_rank[control.rank],
-        total=Counters.together(per_rank),
-        per_rank=per_rank,
-        wall_s=time.perf_counter() - started,
-        warnings=(*warnings, *committed.warnings),
-    )
+    wall_s = time.perf_counter() - started
+    return committed.result(str(target), spec.step, control.rank, wall_s, warnings)
 
 
 def _write(

@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol
 
-from ckptfs.errors import DeadlineError
 from ckptfs.events import SaveResult
 
 __all__ = ["Flight", "Pending"]
@@ -39,7 +37,6 @@ class Flight:
 
     def __init__(self) -> None:
         self._saves: deque[Pending] = deque()
-        self._failed: BaseException | None = None  # of a save that ended; to be raised
 
     def __len__(self) -> int:
         return len(self._saves)
@@ -65,31 +62,19 @@ class Flight:
                 save.result(left)
         return self.is_done()
 
-    def settle(self, limit: int, timeout_s: float | None = None) -> SaveResult | None:
+    def settle(self, limit: int) -> SaveResult | None:
         """Wait until fewer than ``limit`` are on their way; the result of the last that was waited for.
 
         Raises the first failure after all that had to be waited for have ended; it is raised once.
-        DeadlineError after timeout_s: the rest is still on its way.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         last: SaveResult | None = None
+        failed: BaseException | None = None
         while len(self._saves) >= max(1, limit):
-            oldest = self._saves[0]
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                last = oldest.result(left)
-            except FutureTimeoutError as error:
-                if not oldest.done():
-                    raise DeadlineError(
-                        f"waited {timeout_s:g} s and {len(self._saves)} saves are on their way",
-                        uri=oldest.uri,
-                        hint="they go on; wait again, or give it more time",
-                    ) from error
-                self._failed = self._failed or error  # the save itself met a deadline
+                last = self._saves[0].result()
             except Exception as error:  # noqa: BLE001 - raised below, after the others
-                self._failed = self._failed or error
+                failed = failed or error
             self._saves.popleft()
-        failed, self._failed = self._failed, None
         if failed is not None:
             raise failed
         return last
@@ -98,8 +83,6 @@ class Flight:
         """Raise the failure of a save that has ended, if there is one. It is raised again by the next
         ``settle``: ranks do not poll at the same moment.
         """
-        if self._failed is not None:
-            raise self._failed
         for save in self._saves:
             if save.done():
                 save.result(0)

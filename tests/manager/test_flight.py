@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ckptfs.errors import DeadlineError, NoSpaceError
+from ckptfs.errors import NoSpaceError
 from ckptfs.events import Counters, SaveResult
 from ckptfs.manager.flight import Flight
 
@@ -66,19 +66,3 @@ def test_a_poll_raises_and_leaves_it_for_the_call_of_all_ranks() -> None:
     with pytest.raises(NoSpaceError):
         flight.settle(1)
     flight.poll()
-
-
-def test_a_deadline_keeps_what_failed_before_it() -> None:
-    """A wait that gives up loses neither the save on its way nor the failure of an earlier one."""
-    flight, saves = Flight(), [_Save("a"), _Save("b")]
-    for save in saves:
-        flight.add(save)
-    saves[0].future.set_exception(NoSpaceError("full"))
-    with pytest.raises(DeadlineError, match="1 saves are on their way"):
-        flight.settle(1, 0.0)
-    with pytest.raises(NoSpaceError):
-        flight.poll()
-    saves[1].end()
-    with pytest.raises(NoSpaceError):
-        flight.settle(1)
-    assert len(flight) == 0
