@@ -173,15 +173,12 @@ def begin_aside(
     *,
     compare_ranks: bool,
     tell: Tell = tell_nobody,
-    then: Callable[[SaveResult], None] | None = None,
 ) -> PendingSave:
     """Stage a state and have ``save`` called with it in the background; back when it is staged.
 
     save: ``save_at`` with a seat of the thread's own (a clone), or more around it; collective, so all
     ranks start the same saves in the same order. compare_ranks: whether other ranks take part. tell:
-    gets ``Staged``, on this thread. then: called in the background after the commit and before the
-    next save; ``committed`` does not wait for it, and what it raises is logged. Returns ``pending``,
-    whose futures get every error but Ctrl-C.
+    gets ``Staged``, on this thread. Returns ``pending``, whose futures get every error but Ctrl-C.
     """
     interrupted: BaseException | None = None
     try:
@@ -201,8 +198,6 @@ def begin_aside(
             # Only now: until here a writer may have read what was staged.
             staged.close()
         pending.succeed(result)
-        if then is not None:
-            _afterwards(then, result)
         return result
 
     try:
@@ -220,14 +215,6 @@ def begin_aside(
     if staged.cut_short is None:
         tell(StagedEvent(pending.uri, pending.step, staged.size_bytes, pending.stall_s))
     return pending
-
-
-def _afterwards(then: Callable[[SaveResult], None], result: SaveResult) -> None:
-    try:
-        then(result)
-    except Exception:
-        # It is committed: what comes after it must not make it look failed.
-        logger.exception("after the commit of %s", result.uri)
 
 
 def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> None:

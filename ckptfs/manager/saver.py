@@ -94,3 +94,6 @@ class Saver:
             except CkptfsError as error:
                 # What could not be done now is done after the next commit.
                 logger.warning("after the commit of %s: %s", result.uri, error)
+            except Exception:
+                # It is committed: a fault in what comes after must not make it look failed.
+                logger.exception("after the commit of %s", result.uri)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.entries import Kind
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place
 from ckptfs.commit.protocol import catalog
 from ckptfs.commit.run import Takeover
+from ckptfs.events import Counters
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.saver import Saver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fail, Fault, Plan
@@ -221,6 +224,23 @@ def test_a_step_is_pinned_that_one_log_alone_is_in_doubt_of(tmp_path: Path) -> N
         return [c.step or 0 for c in ckptfs.list_checkpoints(disk) if c.pinned]
 
     assert [end.get() for end in simulate(2, pin, nodes=["a", "b"])] == [[1], [1]]
+
+
+@pytest.mark.parametrize("error", [ckptfs.NoSpaceError("full"), ZeroDivisionError("a bug")])
+def test_a_committed_save_does_not_fail_of_what_follows(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever retention or a copy raises is in the log; the checkpoint is there, and the next follows."""
+    called: list[str] = []
+
+    def bad(seat: object, result: object) -> None:
+        raise error
+
+    saver = Saver(lambda _: None, lambda: None, (bad, lambda *_: called.append("second")))
+    done = ckptfs.SaveResult("run/step_1", 1, "id", Counters(), Counters(), (), 0.0)
+    saver.follow(Kind.CHECKPOINT, cast("Any", None), done, 0.0)
+    assert called == ["second"]
+    assert "after the commit of run/step_1" in caplog.text
 
 
 class _Broken:
