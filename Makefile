@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FRAMEWORKS := .venv-frameworks
+INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
 
 export OMP_NUM_THREADS ?= 1
@@ -15,14 +15,15 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 .PHONY: help demo test test-hdfs check format compat formats campaign-crash campaign-model bench
 .PHONY: campaign-servers campaign-manager soak bench-objects bench-async
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
-.PHONY: lab-sink test-frameworks
+.PHONY: lab-sink test-integrations integrations-matrix
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make test            every test (under 15 minutes on 2 cores)"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
-	@echo "make test-frameworks the tests that need Ray, in a virtual environment of their own"
+	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
+	@echo "                     their own; make integrations-matrix: each one on every store"
 	@echo "make lab-install     the servers of tests/lab: from Debian (as root), npm and PyPI"
 	@echo "make lab-s3          Ceph's S3 in the foreground; so lab-moto, lab-azure, lab-gcs, lab-hdfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
@@ -53,15 +54,26 @@ test: $(STAMP)
 test-hdfs: $(STAMP)
 	$(BIN)/python -m pytest -m "hdfs and not campaign" tests/servers $(PYTEST_ARGS)
 
-# Frameworks bring half of the world along: apart from what the other tests run with.
-$(FRAMEWORKS)/.installed: pyproject.toml constraints-dev.txt
-	$(PYTHON) -m venv $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints-dev.txt "$$(grep -E '^torch==' constraints-dev.txt)" -e '.[test]' 'ray>=2.60'
+# Frameworks bring half of the world along: apart from what the other tests run with. torch comes
+# first and with what it needs; the rest is a list of exact versions, and nothing is resolved.
+# DeepSpeed builds no kernels: there is no device for them here.
+$(INTEGRATIONS)/.installed: pyproject.toml requirements-integrations.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c requirements-integrations.txt "$$(grep -E '^torch==' requirements-integrations.txt)"
+	DS_BUILD_OPS=0 $(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	    --no-deps -r requirements-integrations.txt -e .
 	@touch $@
 
-test-frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest -m ray tests/frameworks $(PYTEST_ARGS)
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m pytest -m integrations --durations=25 tests/integrations $(PYTEST_ARGS)
+
+# CKPTFS_NFS_DIR: a directory on NFS, for that column.
+integrations-matrix: $(INTEGRATIONS)/.installed
+	rm -f $(INTEGRATIONS)/cells.jsonl
+	CKPTFS_MATRIX=$(CURDIR)/$(INTEGRATIONS)/cells.jsonl $(INTEGRATIONS)/bin/python -m pytest \
+	    -m integrations --timeout=0 tests/integrations $(PYTEST_ARGS); \
+	    $(INTEGRATIONS)/bin/python -m tests.integrations.matrix $(INTEGRATIONS)/cells.jsonl
 
 lab-install: $(STAMP)
 	tests/lab/install.sh $(BIN)/python
@@ -115,4 +127,4 @@ bench-objects: $(STAMP)
 	$(BIN)/python -m benchmarks.object_store
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,6 +1,7 @@
 """ckptfs: sharded checkpoints by URI, committed whole on every rank and node, or not at all.
 
     CheckpointManager             when to save, what to keep, where to go on -> Restored
+    DirectoryManager              the same for directories that a framework writes
     save, async_save, load        a sharded state dict, from every rank -> PendingSave
     save_object, load_object      one picklable object, from any process
     checkpoint_dir, ensure_dir    a directory that all ranks may use, made once per domain
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from ckptfs.dcp.writer import StorageWriter
     from ckptfs.events import LoadResult, Restored, SaveResult, SaveSkipped
     from ckptfs.manager.copies import Copy
+    from ckptfs.manager.directories import DirectoryManager, OpenedDirectory
     from ckptfs.manager.gathering import gather
     from ckptfs.manager.listeners import EveryRank, LogListener, MetricsListener
     from ckptfs.manager.manager import CheckpointManager
@@ -102,6 +104,7 @@ __all__ = [
     "CredentialsError",
     "DeadlineError",
     "Decision",
+    "DirectoryManager",
     "EveryRank",
     "Failure",
     "FencedError",
@@ -115,6 +118,7 @@ __all__ = [
     "MissingDriverError",
     "NoSpaceError",
     "NotFoundError",
+    "OpenedDirectory",
     "PendingSave",
     "PerRank",
     "PrometheusTextfile",
@@ -178,6 +182,8 @@ _HOMES = {
     "SaveResult": "ckptfs.events",
     "SaveSkipped": "ckptfs.events",
     "Copy": "ckptfs.manager.copies",
+    "DirectoryManager": "ckptfs.manager.directories",
+    "OpenedDirectory": "ckptfs.manager.directories",
     "gather": "ckptfs.manager.gathering",
     "EveryRank": "ckptfs.manager.listeners",
     "LogListener": "ckptfs.manager.listeners",

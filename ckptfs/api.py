@@ -14,13 +14,16 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import os
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from typing import Any, Literal
 
-from ckptfs.commit.artifact import collected_files
-from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.artifact import writing_directory
 from ckptfs.commit.catalog import Checkpoint, list_unlogged, logged
 from ckptfs.commit.entries import Kind
+from ckptfs.commit.fetching import fetched
+from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
@@ -46,6 +49,12 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Scope = Literal["auto", "shared", "node"]
+
+
+class _DirMode(Enum):
+    WRITE = "write"
+    READ = "read"
+
 
 _TRIES = 8  # a directory that another process renames under us is found at the next look
 
@@ -130,18 +139,26 @@ def list_checkpoints(
         return [*loose, *logged(look.views, look.root)]
 
 
-def latest(run_uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Checkpoint | None:
+def latest(
+    run_uri: Any,
+    kind: Literal["checkpoint", "weights", "directory"] = "checkpoint",
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Checkpoint | None:
     """The last committed checkpoint, by commit order and never by the largest step. Local.
 
-    None when there is none. Saves of kind "checkpoint" only, not those of a failing run. Where no
-    log tells, the checkpoint with the largest step among those that have a manifest or `.metadata`.
+    None when there is none. kind: "directory" are those that a framework wrote as files. Saves of a
+    failing run are left out. Where no log tells, of those that have a manifest or `.metadata`, the one
+    with the largest step.
     """
+    wanted = Kind(kind)
     with looking_at(run_uri, storage_options) as look:
-        live = latest_live(look.views, Kind.CHECKPOINT)
+        live = latest_live(look.views, wanted)
         if live is not None:
             known = logged(look.views, look.root)
             return next(c for c in known if c.save_id == live.seal.save_id)
         loose = drive(list_unlogged(look.views, look.root), look.storage)
+    loose = [checkpoint for checkpoint in loose if checkpoint.kind is wanted]
     return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
 
 
@@ -213,24 +230,46 @@ def prepare_run(
 @contextlib.contextmanager
 def checkpoint_dir(
     uri: Any,
+    mode: Literal["write", "read"] = "write",
     *,
     step: int | None = None,
     run: Run | None = None,
+    into: str | os.PathLike[str] | None = None,
     process_group: Any = None,
     timeout_s: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> Iterator[str]:
-    """Collective. A local directory to write any files into, committed as one when all ranks leave.
+    """Collective. A local directory for tools that know nothing but ``open``.
 
-    Yields a path for plain ``open``: on a mounted filesystem the attempt's own directory, shared by
-    the ranks of a domain; elsewhere a directory of this rank whose files are uploaded on leaving.
-    An exception inside, on any rank, commits nothing and is raised on all ranks. A name that is
-    committed already is CommitConflictError: files with fixed names never overwrite a step. Nothing
-    may go on writing there after the block.
+    mode="write": a path to write any files into, committed as one when all ranks leave. On a mounted
+    filesystem the attempt's own directory, shared by the ranks of a domain; elsewhere a directory of
+    this rank whose files are uploaded on leaving. An exception inside, on any rank, commits nothing
+    and is raised on all ranks. A name that is committed already is CommitConflictError: files with
+    fixed names never overwrite a step. Nothing may go on writing there after the block.
+
+    mode="read": a path with the files of a committed checkpoint, of any kind, stock ones too; nobody
+    may write into it. On a mounted filesystem the checkpoint itself; elsewhere one directory for all
+    ranks of a node, downloaded by them together, each file compared with its digest, and removed when
+    the last of them has left. into: download there instead, whole or not at all, and keep it.
+    NotFoundError, IncompleteCheckpointError: there is no such checkpoint, or not all of it.
+    AlreadyExistsError: into has files. Damaged files are IntegrityErrors in a CollectiveError.
     """
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    if _DirMode(mode) is _DirMode.READ:
+        with (
+            control_for(process_group, timeout_s) as control,
+            contextlib.ExitStack() as stack,
+        ):
+            target = agree_uri(control, uri)
+            seat, name = stack.enter_context(reading_seat(target, control, place))
+            found = locate_directory(seat, name)
+            kept = None if into is None else os.fspath(into)
+            yield stack.enter_context(fetched(seat, found, into=kept))
+        return
+    if into is not None:
+        raise StateError(f"into is {into!r} and nothing is read", hint='it goes with mode="read"')
     with contextlib.ExitStack() as stack:
         if run is None:
             control = stack.enter_context(control_for(process_group, timeout_s))
@@ -246,33 +285,4 @@ def checkpoint_dir(
             artifact=Kind.DIRECTORY,
             run=None if run is None else run.generation,
         )
-        attempt = Attempt(seat, spec)
-        with _abandoning(attempt):
-            attempt.begin()
-            with collected_files(attempt) as collector:
-                try:
-                    yield collector.path
-                except BaseException as error:
-                    with contextlib.suppress(Exception):
-                        seat.control.step("leave", _raiser(error))
-                    raise
-                # Nobody digests before everybody has stopped writing.
-                seat.control.step("leave", lambda: None)
-                attempt.commit(collector.write, collector.finish)
-
-
-@contextlib.contextmanager
-def _abandoning(attempt: Attempt) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        attempt.abandon()
-        raise
-
-
-def _raiser(error: BaseException) -> Any:
-    def leave() -> Any:
-        # The others wait at the end of their blocks: this is how they hear of it.
-        raise StateError(f"left its checkpoint_dir by {type(error).__name__}: {error}") from error
-
-    return leave
+        yield stack.enter_context(writing_directory(seat, spec, []))

@@ -83,8 +83,14 @@ def test_private_torch_names_live_in_one_file() -> None:
 
 
 def test_nothing_is_built_on_the_stock_file_writer() -> None:
-    """No module imports FileSystemWriter, its relatives, or anything of theirs but one record."""
-    assert _breaches(_stock_writers, SOURCES) == []
+    """No module imports FileSystemWriter, its relatives, or anything of theirs but one record.
+
+    Megatron's loader wants DCP's files below a local path: there, and with one thread, whose errors
+    torch does not lose, the stock writer is what writes them.
+    """
+    megatron = next(path for path in SOURCES if path.name == "megatron.py")
+    assert _breaches(_stock_writers, [path for path in SOURCES if path != megatron]) == []
+    assert "FileSystemWriter(checkpoint_dir, thread_count=1)" in megatron.read_text()
 
 
 @pytest.mark.parametrize("name", ["StorageWriter", "StorageReader"])

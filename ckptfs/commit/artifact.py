@@ -14,28 +14,25 @@ import contextlib
 import os
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO, Protocol
 
 import xxhash
 
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.ops import drive
-from ckptfs.commit.plain import Mine, put_plain, still_free
-from ckptfs.commit.seat import Known
-from ckptfs.commit.spec import WrittenPart
+from ckptfs.commit.publishing import list_files
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.sending import Sender, walk
+from ckptfs.commit.spec import Committed, SaveSpec, WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters
+from ckptfs.topology.control import Control
 
-__all__ = ["Collector", "collected_files"]
+__all__ = ["Collector", "collected_files", "leaving_together", "writing_directory"]
 
 _CHUNK_BYTES = 4 << 20
-_SMALL_BYTES = 16 << 20  # files up to this are uploaded many at a time
 
 
 class Collector(Protocol):
@@ -65,33 +62,45 @@ def collected_files(attempt: Attempt) -> Iterator[Collector]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _walk(top: str, skip: str | None) -> Iterator[str]:
-    """Relative paths of the files below ``top``, sorted; links to directories are not followed."""
-    for folder, folders, names in os.walk(top):
-        folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
-        for name in sorted(names):
-            yield os.path.relpath(os.path.join(folder, name), top)
+@contextlib.contextmanager
+def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iterator[str]:
+    """Collective to enter and to leave. Yields a path to write into; committed when all have left.
+
+    done: gets the commit. An exception inside, on any rank, commits nothing and is raised on all.
+    """
+    attempt = Attempt(seat, spec)
+    try:
+        attempt.begin()
+        with contextlib.ExitStack() as stack:
+            # Also what fails while the directory is made: the others wait where they leave.
+            with leaving_together(seat.control):
+                collector = stack.enter_context(collected_files(attempt))
+                yield collector.path
+            # Nobody digests before everybody has stopped writing.
+            done.append(attempt.commit(collector.write, collector.finish))
+    except BaseException:
+        attempt.abandon()
+        raise
 
 
-class PlainNames:
-    """Puts plain names while they are this attempt's to put. Thread-safe."""
+@contextlib.contextmanager
+def leaving_together(control: Control) -> Iterator[None]:
+    """Collective to leave: nobody goes on before all have left, and what one raises all hear of."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            control.step("leave", _raiser(error))
+        raise
+    control.step("leave", lambda: None)
 
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
-        self._mine = Mine(attempt.keys, attempt.base, attempt.seat.caps)
-        self._seen = Known()
 
-    def check(self) -> None:
-        """FencedError, CommitConflictError: another's by now."""
-        self._seen.learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
+def _raiser(error: BaseException) -> Callable[[], None]:
+    def leave() -> None:
+        # The others wait at the end of their blocks: this is how they hear of it.
+        raise StateError(f"left its directory by {type(error).__name__}: {error}") from error
 
-    def put(self, key: str, data: bytes) -> None:
-        """One small file, conditionally where the store can."""
-        program = put_plain(self._mine, self._known(), key, data)
-        self._seen.learn(drive(program, self._attempt.storage))
-
-    def _known(self) -> LogState | None:
-        return self._seen.state if self._mine.caps.exclusive_create else None
+    return leave
 
 
 class _Mounted:
@@ -110,7 +119,7 @@ class _Mounted:
         ranks = seat.placement.mine.ranks
         share = ranks.index(seat.control.rank)
         records, size = [], 0
-        for at, name in enumerate(_walk(self.path, self._skip)):
+        for at, name in enumerate(walk(self.path, self._skip)):
             mine = at % len(ranks) == share
             if not (mine or seat.placement.is_node_lead):
                 continue
@@ -142,95 +151,14 @@ class _Mounted:
         return _checked(parts)
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: another upload has that
-    """Another file of this rank could not be uploaded."""
-
-
 class _Uploaded:
     def __init__(self, attempt: Attempt, path: str) -> None:
         self.path = path
-        self._attempt = attempt
-        self._stopped = threading.Event()
-        self._guard = PlainNames(attempt)
+        self._sender = Sender(attempt, path)
 
     def write(self) -> WrittenPart:
-        """Upload this rank's files under their plain names.
-
-        Small ones eight at a time, larger ones two at a time: one of these keeps a connection pool
-        busy by itself. In memory: a chunk for each, and what its writer holds (a small file whole).
-        """
-        started = time.perf_counter()
-        names = list(_walk(self.path, skip=None))
-        sizes = {name: os.path.getsize(os.path.join(self.path, name)) for name in names}
-        small = [name for name in names if sizes[name] <= _SMALL_BYTES]
-        large = [name for name in names if sizes[name] > _SMALL_BYTES]
-        self._guard.check()  # before the files too: a conflict costs no upload
-        found = {**self._upload_all(small, sizes, 8), **self._upload_all(large, sizes, 2)}
-        records = [found[name] for name in names]
-        size = sum(r.size_bytes for r in records)
-        counters = Counters(
-            size_bytes=size,
-            payload_bytes=size,
-            files=len(records),
-            items=len(records),
-            write_s=time.perf_counter() - started,
-        )
-        return WrittenPart(tuple(records), counters)
-
-    def _upload_all(
-        self, names: Sequence[str], sizes: Mapping[str, int], at_once: int
-    ) -> dict[str, FileRecord]:
-        """Some files, so many at a time. The first failure stops the others and is raised."""
-        failures: list[BaseException] = []
-
-        def upload(name: str) -> FileRecord:
-            try:
-                return self._upload(name, sizes[name])
-            except BaseException as error:
-                if not isinstance(error, _Stopped):
-                    failures.append(error)
-                self._stopped.set()
-                raise
-
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckptfs-upload") as pool:
-            going = {name: pool.submit(upload, name) for name in names}
-            try:
-                wait(going.values())
-            except BaseException:
-                # Ctrl-C: nobody may go on uploading below a name that is being cleaned up.
-                self._stopped.set()
-                raise
-        if failures:
-            raise failures[0]
-        return {name: done.result() for name, done in going.items()}
-
-    def _upload(self, name: str, size_hint_bytes: int) -> FileRecord:
-        storage, key = self._attempt.storage, f"{self._attempt.directory}/{name}"
-        self._go_on()
-        storage.make_dir(key.rsplit("/", 1)[0])
-        if size_hint_bytes <= _SMALL_BYTES:
-            with open(os.path.join(self.path, name), "rb") as whole:
-                data = whole.read()
-            self._guard.put(key, data)
-            return FileRecord(name, len(data), None, None, xxhash.xxh3_128_hexdigest(data))
-        digest, size = xxhash.xxh3_128(), 0
-        chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
-        # Read, not mapped: a file that somebody cuts short while it is mapped kills the process.
-        with (
-            open(os.path.join(self.path, name), "rb", buffering=0) as file,
-            storage.open_write(key, size_hint_bytes=size_hint_bytes) as writer,
-        ):
-            while count := file.readinto(chunk):
-                self._go_on()
-                digest.update(chunk[:count])
-                size += count
-                writer.write(chunk[:count])
-            self._guard.check()
-        return FileRecord(name, size, None, None, digest.hexdigest())
-
-    def _go_on(self) -> None:
-        if self._stopped.is_set():
-            raise _Stopped
+        """Send this rank's files under their plain names."""
+        return self._sender.send([file.path for file in list_files(self.path)])
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
         """Two ranks must not have written different files under one name."""

@@ -135,8 +135,7 @@ class Attempt:
     @property
     def directory(self) -> str:
         """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
-        keys = self._named
-        return keys.attempt if keys.shape is Shape.FILESYSTEM else keys.name
+        return self._named.directory
 
     @property
     def _planned(self) -> SavePlan:

@@ -37,7 +37,17 @@ from ckptfs.errors import (
 from ckptfs.events import Counters
 from ckptfs.storage.base import DataReader, Storage
 
-__all__ = ["CopyTask", "Readable", "Writable", "copy_share", "new_path", "share_out", "tasks_of"]
+__all__ = [
+    "CopyTask",
+    "ReadAhead",
+    "Readable",
+    "Writable",
+    "copy_share",
+    "new_path",
+    "share_out",
+    "tasks_of",
+    "windows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +144,7 @@ def copy_share(
     started = time.perf_counter()
     files: list[FileRecord] = []
     with contextlib.ExitStack() as stack:
-        share = _Share(source, target, source_id, _Pool(stack), stopped)
+        share = _Share(source, target, source_id, ReadAhead(stack), stopped)
         for task in tasks:
             files += share.copy(task)
     if files:
@@ -157,7 +167,7 @@ class _Share:
     source: Readable
     target: Writable
     source_id: str
-    pool: _Pool
+    pool: ReadAhead
     stopped: threading.Event | None
 
     def copy(self, task: CopyTask) -> list[FileRecord]:
@@ -191,7 +201,7 @@ class _Share:
             with self.target.storage.open_write(
                 self._key(path), size_hint_bytes=record.size_bytes
             ) as writer:
-                for data in _windows(reader, self.pool, lambda: _reading(source, record)):
+                for data in windows(reader, self.pool, lambda: _reading(source, record)):
                     self._go_on(record)
                     check.update(data)
                     writer.write(data)
@@ -215,7 +225,7 @@ class _Share:
 # -- one file -----------------------------------------------------------------------------------
 
 
-class _Pool:
+class ReadAhead:
     """Threads for reads ahead, made by the first reader that wants some."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
@@ -230,8 +240,8 @@ class _Pool:
         return self._threads.submit(read)
 
 
-def _windows(
-    reader: DataReader, pool: _Pool, reading: Callable[[], AbstractContextManager[None]]
+def windows(
+    reader: DataReader, pool: ReadAhead, reading: Callable[[], AbstractContextManager[None]]
 ) -> Iterator[memoryview]:
     """The file's bytes in order; each view is good until the next is asked for."""
     window = max(1, reader.window_bytes)

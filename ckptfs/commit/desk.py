@@ -15,19 +15,21 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
 from ckptfs._version import __version__
-from ckptfs.commit.entries import Fence, Kind, PartRef, Seal, Stamp
+from ckptfs.commit.entries import Fence, Generation, Kind, PartRef, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, AttemptKeys
 from ckptfs.commit.log import Refused, catch_up, catch_up_again
-from ckptfs.commit.manifest import DomainRecord, Manifest, digest_of, encode_manifest
+from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import HomeWord, spread, word_of
 from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.protocol import Refusal, name_taken, next_seq
+from ckptfs.commit.publishing import list_files
 from ckptfs.commit.reclaim import discard_own_attempt
 from ckptfs.commit.run import Run
 from ckptfs.commit.saving import (
@@ -40,6 +42,8 @@ from ckptfs.commit.saving import (
     to_clear,
     undo,
 )
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.sending import Sender
 from ckptfs.commit.spec import IfExists, fresh_ids, now_text
 from ckptfs.commit.turns import take_turns
 from ckptfs.errors import (
@@ -53,12 +57,27 @@ from ckptfs.errors import (
     StateError,
     StorageError,
 )
+from ckptfs.storage.base import Shape, Storage
 
 __all__ = ["Desk"]
 
 logger = logging.getLogger(__name__)
 
 Sealed = Sequence[tuple[str, PartRef]]  # the id of the whole, and what is said of the part
+
+
+@dataclass(frozen=True, slots=True)
+class _Beside:
+    """Where home's own files of a whole go: as an attempt tells it to ``Sender``."""
+
+    seat: Seat
+    storage: Storage
+    keys: AttemptKeys
+    base: Generation
+
+    @property
+    def directory(self) -> str:
+        return self.keys.directory
 
 
 class Desk:
@@ -70,10 +89,13 @@ class Desk:
         name: str,
         step: int | None,
         parts: tuple[str, ...],
+        *,
         if_exists: IfExists,
+        artifact: Kind,
     ) -> None:
         seat = run.seat
         self._run, self._name, self._step, self._parts = run, name, step, parts
+        self._artifact = artifact
         self._replace = if_exists is IfExists.REPLACE
         self._where = seat.storage.uri(name)
         self._home = next(d for d in seat.placement.domains if 0 in d.ranks)
@@ -94,12 +116,14 @@ class Desk:
         self.save_id, word = control.step("begin parts", lambda: None, lambda _: self._begin())
         return word
 
-    def commit(self, sealed: Sealed, metrics: Mapping[str, float]) -> tuple[Seal, HomeWord]:
+    def commit(
+        self, sealed: Sealed, metrics: Mapping[str, float], beside: str | None = None
+    ) -> tuple[Seal, HomeWord]:
         """Collective. Each rank gives the parts that it was sent. Errors as for Ticket.commit."""
 
         def decide(told: Sequence[Sealed]) -> tuple[Seal, HomeWord]:
             refs = self._one_of_each([part for parts in told for part in parts])
-            return self._decide(refs, metrics)
+            return self._decide(refs, metrics, beside)
 
         seat = self._run.seat
         seal, word = seat.control.step("commit parts", lambda: tuple(sealed), decide)
@@ -168,29 +192,33 @@ class Desk:
         return refs
 
     def _decide(
-        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float]
+        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
     ) -> tuple[Seal, HomeWord]:
         state = drive(catch_up(self._known), self._run.seat.storage)
         seal = state.save(self.save_id).seal
         if seal is None and state.generation > self._run.generation:
             raise self._fenced(state.fence)
         if seal is None:
-            seal = self._tried or self._seal_of(refs, metrics)
+            seal = self._tried or self._seal_of(refs, metrics, beside)
             self._tried = seal
             state = self._append(seal, state)
             seal = state.save(self.save_id).seal or seal  # the one that stands
         state = self._finish(seal, state)
         return seal, word_of(self._home.id, self._host, state)
 
-    def _seal_of(self, refs: Mapping[str, PartRef], metrics: Mapping[str, float]) -> Seal:
-        """Store the manifest of the whole, durably; the seal over it."""
+    def _seal_of(
+        self, refs: Mapping[str, PartRef], metrics: Mapping[str, float], beside: str | None
+    ) -> Seal:
+        """Store the manifest of the whole, and what lies beside the parts, durably; the seal over it."""
         parts = tuple(refs[name] for name in self._parts)
         base = self._run.generation
+        files = () if beside is None else self._send(beside)
         manifest = Manifest(
             save_id=self.save_id,
             name=self._name,
             step=self._step,
-            files=(),
+            artifact=self._artifact,
+            files=files,
             domains=(DomainRecord(self._home.id, self._home.ranks, (self._host,)),),
             base=base,
             world_size=self._run.seat.control.size,
@@ -213,12 +241,18 @@ class Desk:
             fenced=True,
             name=self._name,
             step=self._step,
-            artifact=Kind.CHECKPOINT,
+            artifact=self._artifact,
             domains=(self._home.id,),
             digest=digest_of(encoded),
             parts=parts,
             metrics=tuple(sorted((name, float(value)) for name, value in metrics.items())),
         )
+
+    def _send(self, path: str) -> tuple[FileRecord, ...]:
+        seat, keys, base = self._run.seat, self._keys, self._run.generation
+        target = _Beside(seat, seat.storage, keys, base)
+        domain = self._home.id if seat.caps.shape is Shape.FILESYSTEM else None
+        return Sender(target, path, domain).send([f.path for f in list_files(path)]).files
 
     def _append(self, seal: Seal, state: LogState) -> LogState:
         """The commit."""

@@ -85,6 +85,11 @@ class AttemptKeys:
         return f"{ATTEMPTS}/{self.save_id}"
 
     @property
+    def directory(self) -> str:
+        """What will be the step directory: plain names go there."""
+        return self.attempt if self.shape is Shape.FILESYSTEM else self.name
+
+    @property
     def data(self) -> str:
         """Where ranks write."""
         if self.shape is Shape.FILESYSTEM:

@@ -12,6 +12,7 @@ A part of a checkpoint lies one level deeper, ``run/step_100/actor``: its run is
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,11 +43,14 @@ from ckptfs.errors import (
     StorageError,
     UriError,
 )
+from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
-__all__ = ["locate", "reading_seat"]
+__all__ = ["locate", "locate_directory", "reading_seat"]
+
+logger = logging.getLogger(__name__)
 
 TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
 
@@ -165,6 +169,46 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def locate_directory(seat: Seat, name: str) -> Found:
+    """Collective, read-only. As ``locate``; also a directory of files that another tool wrote, which
+    nobody vouches for. IncompleteCheckpointError: on an object store, in a run, it may as well be what
+    an interrupted save of ours left: plain names lie there before the commit.
+    """
+    try:
+        return locate(seat, name)
+    except NotFoundError as error:
+        why = error  # the same on every rank
+
+    def look() -> str | None:
+        """Why it cannot be read, "" where it can; None from whom nobody asked."""
+        if not seat.placement.is_node_lead:
+            return None
+        view = drive(read_view(), seat.storage)
+        saves = () if view is None else view[1].saves.values()
+        known = {name, split_name(name)[0]}  # of a part, the step that it is of
+        if any(save.seal is not None and save.seal.name in known for save in saves):
+            return why.message
+        try:
+            if not seat.storage.list(name):
+                return why.message
+        except NotFoundError:
+            return why.message
+        if view is not None and seat.caps.shape is Shape.OBJECT:
+            return "its files were never committed, or not by ckptfs"
+        return ""
+
+    def judge(answers: Sequence[str | None]) -> None:
+        refused = next((text for text in answers if text), None)
+        if refused is None:
+            return
+        kind = NotFoundError if refused == why.message else IncompleteCheckpointError
+        raise kind(refused, uri=seat.storage.uri(name), hint=why.hint)
+
+    seat.control.step("look at the directory", look, judge)
+    logger.info("%s has no manifest: its files are read as they are", seat.storage.uri(name))
+    return Found(name, "", None, None)
 
 
 def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:

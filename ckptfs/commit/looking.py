@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.advisory import with_log
-from ckptfs.commit.catalog import read_view
+from ckptfs.commit.catalog import find, live_of, read_view
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import MANIFEST, METADATA
 from ckptfs.commit.ops import drive
+from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri, options_of
 
-__all__ = ["Look", "looking_at"]
+__all__ = ["Look", "looking_at", "unprojected"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +46,23 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
         yield Look(root, storage, {} if view is None else dict([view]))
     finally:
         plain.close()
+
+
+def unprojected(
+    checkpoint: Uri, path: str, storage_options: Mapping[str, Any] | None
+) -> Uri | None:
+    """Local. Where a file of a committed checkpoint lies whose committer died before the projection.
+
+    path: as in the step directory: ``.metadata``, ``ckptfs.json`` or a data path of the manifest. None:
+    the log knows no such checkpoint.
+    """
+    with looking_at(checkpoint.parent, storage_options) as look:
+        seal = live_of(checkpoint.name, look.views, checkpoint)
+        if seal is None or seal.parts:
+            return None
+        try:
+            found = drive(find(seal, look.storage.capabilities.shape, checkpoint), look.storage)
+        except NotFoundError:
+            return None
+    home = look.root / found.home
+    return home / (f"{seal.save_id}/{path}" if path in (METADATA, MANIFEST) else path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckptfs.commit.entries import Fence
 from ckptfs.topology.world import World
 
-__all__ = ["Owner", "alive_here", "describe", "who_am_i"]
+__all__ = ["Owner", "alive_here", "describe", "start_ticks", "who_am_i"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Owner:
 def who_am_i(world: World) -> Owner:
     """This process as an owner of a run."""
     return Owner(
-        world.hostname, os.getpid(), world.job_id, _place(world.node), _started(os.getpid())
+        world.hostname, os.getpid(), world.job_id, _place(world.node), start_ticks(os.getpid())
     )
 
 
@@ -37,7 +37,7 @@ def _place(node: str) -> str:
         return node
 
 
-def _started(pid: int) -> str:
+def start_ticks(pid: int) -> str:
     """The process's start time in clock ticks since boot: a reused pid has another one."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
@@ -49,7 +49,7 @@ def _started(pid: int) -> str:
 
 def alive_here(fence: Fence) -> bool:
     """Whether the fence's process, one of this node, still runs."""
-    return bool(fence.started) and _started(fence.pid) == fence.started
+    return bool(fence.started) and start_ticks(fence.pid) == fence.started
 
 
 def describe(fence: Fence) -> str:

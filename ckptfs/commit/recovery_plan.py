@@ -7,7 +7,7 @@ plan      abort these, record these, publish and release these; those are in dou
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,13 @@ def encode_record(
     return json.dumps(record).encode() + b"\n"
 
 
-def plan_recovery(reports: Mapping[str, Report], holder: Generation) -> Plan:
-    """What the holder of generation ``holder`` does with everything unsettled. Pure."""
+def plan_recovery(
+    reports: Mapping[str, Report], holder: Generation, keep: Collection[str] = ()
+) -> Plan:
+    """What the holder of generation ``holder`` does with everything unsettled. Pure.
+
+    keep: attempts that the holder itself goes on with.
+    """
     views = {domain: r.state for domain, r in reports.items()}
     records = _records(reports)
     ids = [*records, *(s for v in views.values() for s in v.saves if s not in records)]
@@ -97,6 +102,8 @@ def plan_recovery(reports: Mapping[str, Report], holder: Generation) -> Plan:
                 # Began under our own fence or a newer one: not ours to abort. A missing record
                 # says nothing about its base.
                 if known is None or known.base is None or not known.base < holder:
+                    continue
+                if seal is None and save_id in keep:
                     continue
                 abort[save_id] = known
                 decided.append((save_id, Outcome.ABORTED))

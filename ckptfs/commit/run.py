@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import TracebackType
@@ -185,6 +185,7 @@ def claim(
     times: LeaseTimes = LeaseTimes(),
     *,
     defer_deletes: bool = False,
+    keep: Collection[str] = (),
 ) -> Run:
     """Collective. Take the run; returns on every rank with the same generation.
 
@@ -193,16 +194,25 @@ def claim(
     After a crash in it the next claim does the same again.
 
     defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
-    they are in ``seat.spared``.
+    they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
+    before the fence is otherwise aborted.
     """
-    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes)
+    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
     return claimant.claim()
 
 
 class _Claimant:
     def __init__(
-        self, seat: Seat, mode: Mode, takeover: Takeover, times: LeaseTimes, *, defer_deletes: bool
+        self,
+        seat: Seat,
+        mode: Mode,
+        takeover: Takeover,
+        times: LeaseTimes,
+        *,
+        defer_deletes: bool,
+        keep: Collection[str],
     ) -> None:
+        self._keep = frozenset(keep)
         self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
         self._spared = seat.spared if defer_deletes else None
         self._owner = seat.placement.is_owner
@@ -320,7 +330,8 @@ class _Claimant:
             return found
 
         def decide(reports: Sequence[Report | None]) -> Plan:
-            plan = plan_recovery({r.domain: r for r in reports if r is not None}, generation)
+            known = {r.domain: r for r in reports if r is not None}
+            plan = plan_recovery(known, generation, self._keep)
             if any(view.generation > generation for view in plan.views.values()):
                 raise FencedError("a newer owner came while this one took the run")
             return plan

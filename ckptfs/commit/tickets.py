@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.desk import Desk
-from ckptfs.commit.entries import PartRef, Seal
+from ckptfs.commit.entries import Kind, PartRef, Seal
 from ckptfs.commit.layout import CONTROL, MANIFEST
 from ckptfs.commit.opening import Place, control_for, open_seat
 from ckptfs.commit.parts import HomeWord, PartPlan, spread
@@ -137,6 +137,7 @@ class Ticket:
         sealed: Sequence[SealedPart],
         *,
         metrics: Mapping[str, float] | None = None,
+        beside: str | None = None,
     ) -> Decision:
         """Commit the checkpoint: one seal in home, over all parts. In the process that began it.
 
@@ -145,9 +146,12 @@ class Ticket:
         missing; nothing is decided then, and commit may be called again. CommitInDoubtError: calling
         it again, or the next owner of the run, settles it. FencedError, CommitConflictError: nothing
         was committed, and never will be.
+
+        beside: a local directory of this process, whose files become part of it too, beside the parts;
+        for checkpoints of directories.
         """
         pairs = tuple((part.of, part.ref) for part in sealed)
-        seal, word = self._at_home.commit(pairs, metrics or {})
+        seal, word = self._at_home.commit(pairs, metrics or {}, beside)
         decision = Decision(self.uri, self.step, seal, word, self.storage_options)
         if self._then is not None:
             self._then(decision, sealed)
@@ -181,11 +185,13 @@ def begin_parts(
     parts: Sequence[str],
     *,
     if_exists: IfExists = IfExists.ERROR,
+    artifact: Kind = Kind.CHECKPOINT,
     storage_options: Mapping[str, Any] | None = None,
     then: Then | None = None,
 ) -> Ticket:
     """Collective over the run's ranks. Begin a checkpoint of parts; nothing is visible yet.
 
+    artifact: what all its parts are: state dicts (``ckptfs.save``), or directories (``part_dir``).
     storage_options: how the groups open the run, where they need other options than their own.
     then: called after the commit, on every rank of the run that made it.
     CommitConflictError: the name is taken. FencedError: the run has a newer owner. StateError: the
@@ -193,7 +199,7 @@ def begin_parts(
     """
     _check_names(name, parts, run.seat.storage.uri(name))
     run.check(run.uri / name)
-    desk = Desk(run, name, step, tuple(parts), if_exists)
+    desk = Desk(run, name, step, tuple(parts), if_exists=if_exists, artifact=artifact)
     word = desk.begin()
     return Ticket(
         run.uri / name,

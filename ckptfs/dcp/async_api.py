@@ -41,7 +41,7 @@ from ckptfs.topology.control import Control, control_opener
 from ckptfs.topology.world import World
 from ckptfs.uri import Uri, mask_credentials, options_of
 
-__all__ = ["Aside", "async_save", "begin_aside"]
+__all__ = ["Aside", "async_save", "begin_aside", "submit_pending"]
 
 logger = logging.getLogger(__name__)
 
@@ -223,6 +223,33 @@ def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> 
         staged.give_up(error)
         staged.close()
         pending.fail(error)
+
+
+def submit_pending(
+    worker: SaveWorker, pending: PendingSave, save: Callable[[], SaveResult]
+) -> None:
+    """Run a save that needs no staging on ``worker``; ``pending`` hears of its end, whatever it is."""
+
+    def job() -> SaveResult:
+        try:
+            result = save()
+        except BaseException as error:
+            pending.fail(error)
+            raise
+        pending.succeed(result)
+        return result
+
+    def settle(ended: Future[SaveResult]) -> None:
+        # One that never begins, because the interpreter ends, has no job that could tell.
+        error = ended.exception()
+        if error is not None and not pending.done():
+            pending.fail(error)
+
+    try:
+        worker.submit(f"saving {pending.uri}", job).add_done_callback(settle)
+    except BaseException as error:
+        pending.fail(error)
+        raise
 
 
 # -- where a save runs ---------------------------------------------------------------------------

@@ -53,7 +53,9 @@ class Source:
 
     home: key of the directory that data paths are relative to. sidecars: path of a data file ->
     path of its digests; empty for checkpoints that ckptfs did not write, which load unverified.
-    shared: paths that lie beside the step directories instead.
+    shared: paths that lie beside the step directories instead. layouts: path of a data file -> its
+    items by offset, where another format tells where payloads lie; digests, if there are any, lie in
+    the sidecar all the same.
     """
 
     storage: Storage
@@ -62,6 +64,7 @@ class Source:
     verify: Verify = Verify.READ
     rank: int | None = None
     shared: frozenset[str] = frozenset()
+    layouts: Mapping[str, Mapping[int, ItemDigests]] = field(default_factory=dict)
 
     def key(self, path: str) -> str:
         """The key of a path of the manifest."""
@@ -82,7 +85,8 @@ class DataFile:
     @property
     def verifies(self) -> bool:
         """Whether what is read is compared with digests."""
-        return self.source.verify is Verify.READ and self.digests is not None
+        known = self.digests is not None and self.digests is not self.source.layouts.get(self.path)
+        return known and self.source.verify is Verify.READ
 
     def item(self, offset: int, length: int, key: str) -> ItemDigests | None:
         """The digests of an item; IntegrityError when the sidecar is of another file."""
@@ -205,20 +209,20 @@ def open_data(source: Source, path: str) -> DataReader:
         ) from error
 
 
-def read_digests(source: Source, path: str) -> dict[int, ItemDigests] | None:
-    """The digests of a data file by item offset; None where it has none.
+def read_digests(source: Source, path: str) -> Mapping[int, ItemDigests] | None:
+    """The digests of a data file by item offset; where it has none its layout, or None.
 
     With verify="off" a damaged sidecar is no obstacle: it would only have told payload offsets.
     """
     sidecar = source.sidecars.get(path)
     if sidecar is None:
-        return None
+        return source.layouts.get(path)
     where = source.storage.uri(source.key(sidecar))
     try:
         return decode_digests(source.storage.read(source.key(sidecar)), where).by_offset()
     except (NotFoundError, ManifestError) as error:
         if source.verify is Verify.OFF:
-            return None
+            return source.layouts.get(path)
         if isinstance(error, ManifestError):
             raise
         raise IncompleteCheckpointError(

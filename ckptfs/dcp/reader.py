@@ -52,7 +52,7 @@ class _Open:
 
 
 class StorageReader(TorchStorageReader):
-    """Loads the checkpoint at ``uri``.
+    """Loads the checkpoint at ``uri``; None where every call has a checkpoint_id.
 
     storage_options, verify: as for ``ckptfs.load``. weights_only: objects are refused whose loading
     would execute code, whatever planner loads them; False trusts the checkpoint as you trust code.
@@ -64,7 +64,7 @@ class StorageReader(TorchStorageReader):
 
     def __init__(
         self,
-        uri: str | os.PathLike[str] | Uri,
+        uri: str | os.PathLike[str] | Uri | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
         verify: Literal["read", "off"] = "read",
@@ -96,6 +96,8 @@ class StorageReader(TorchStorageReader):
         self._close()
         self._rank = self._size_and_rank(None)[1]
         with crossing(self._rank), contextlib.ExitStack() as stack:
+            if self._uri is None:
+                raise StateError("no URI was told", hint="StorageReader(uri), or checkpoint_id=uri")
             target = Uri.parse(self._uri)
             control = SoloControl(World.solo())
             seat = stack.enter_context(open_seat(target.parent, control, self._place, write=False))
@@ -164,8 +166,8 @@ class StorageReader(TorchStorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URI, credentials masked."""
-        return str(Uri.parse(self._uri))
+        """The URI, credentials masked; "" where none was told yet."""
+        return "" if self._uri is None else str(Uri.parse(self._uri))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -8,7 +8,7 @@ thousand steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -53,12 +53,12 @@ class _Opening:
     path: str
     missing: int = 2
     reader: DataReader | None = None
-    digests: dict[int, ItemDigests] | None = None
+    digests: Mapping[int, ItemDigests] | None = None
 
     def has_reader(self, reader: DataReader) -> None:
         self.reader, self.missing = reader, self.missing - 1
 
-    def has_digests(self, digests: dict[int, ItemDigests] | None) -> None:
+    def has_digests(self, digests: Mapping[int, ItemDigests] | None) -> None:
         self.digests, self.missing = digests, self.missing - 1
 
 

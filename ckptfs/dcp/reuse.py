@@ -170,7 +170,7 @@ class Memory:
         return known
 
 
-def need_run(spec: SaveSpec, target: Uri) -> None:
+def need_run(spec: SaveSpec, target: Uri | str) -> None:
     """StateError unless the save holds its run: else anybody could delete what it builds on."""
     if spec.run is None:
         raise StateError(

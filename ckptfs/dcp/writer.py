@@ -1,6 +1,7 @@
 """StorageWriter: torch's own ``dcp.save`` and ``async_save`` through ckptfs' commit.
 
     dcp.save(state, storage_writer=ckptfs.StorageWriter("s3://bucket/run/step_100"))
+    dcp.save(state, storage_writer=writer, checkpoint_id="s3://bucket/run/step_200")
 
 On torch's abstract class, not on FileSystemWriter, whose thread errors are lost and whose rename
 leaves a window without a checkpoint. Hooks are thin: the collective work is the agent's
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import (
@@ -51,7 +53,7 @@ __all__ = ["StorageWriter"]
 class StorageWriter(TorchStorageWriter):
     """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
 
-    uri: run and name; the run is the parent. storage_options, run, per_rank, threads, if_exists,
+    uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run, per_rank, threads, if_exists,
     step, scope, domain, unchanged: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
     that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
@@ -63,7 +65,7 @@ class StorageWriter(TorchStorageWriter):
 
     def __init__(
         self,
-        uri: str | os.PathLike[str] | Uri,
+        uri: str | os.PathLike[str] | Uri | None = None,
         *,
         storage_options: Mapping[str, Any] | None = None,
         per_rank: Sequence[str] = (),
@@ -96,10 +98,11 @@ class StorageWriter(TorchStorageWriter):
         self._plan: SavePlan | None = None  # this rank's, before deduplication
         self._domains: dict[str, tuple[int, ...]] = {}
         self._rank = 0
+        self._run_uri = None if run is None else run.uri
         if self._unchanged is Unchanged.REFERENCE:
-            need_run(self._spec, Uri.parse(uri))
+            need_run(self._spec, self.checkpoint_id)
         if run is not None:
-            run.check(Uri.parse(uri))
+            run.check(run.uri / "any" if uri is None else Uri.parse(uri))
 
     # -- torch's hooks, in their order ---------------------------------------------------
 
@@ -123,8 +126,7 @@ class StorageWriter(TorchStorageWriter):
                     uri=self.checkpoint_id,
                     hint="without them DCP cannot tell the ranks that one of them failed",
                 )
-            Uri.parse(self._uri)
-            task = Task(self._uri, self._place, self._spec, self._timeout_s)
+            task = Task(self._checked_uri(), self._place, self._spec, self._timeout_s)
             self._desk = hire(task, self._rank, self._store(), coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -211,8 +213,8 @@ class StorageWriter(TorchStorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URI, credentials masked."""
-        return str(Uri.parse(self._uri))
+        """The URI, credentials masked; "" where none was told yet."""
+        return "" if self._uri is None else str(Uri.parse(self._uri))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -233,8 +235,9 @@ class StorageWriter(TorchStorageWriter):
         """Never raises: an error in the child's unpickling would hang every other rank's."""
         self.__dict__.update(state)
 
-    def __del__(self) -> None:
-        if getattr(self, "_desk", None) is not None:
+    def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's end modules are being taken apart, and the agent's thread has ended.
+        if getattr(self, "_desk", None) is not None and not is_ending():
             self._give_up("its writer was dropped")
 
     # -- the rest ------------------------------------------------------------------------
@@ -257,6 +260,22 @@ class StorageWriter(TorchStorageWriter):
         if is_coordinator or not _torch.has_default_group():
             return 0
         return _torch.rank_and_size(self._group)[0]
+
+    def _checked_uri(self) -> str | os.PathLike[str] | Uri:
+        if self._uri is None:
+            raise StateError(
+                "no URI was told",
+                hint="StorageWriter(uri), or dcp.save(..., checkpoint_id=uri, storage_writer=writer)",
+            )
+        target = Uri.parse(self._uri)
+        if self._run_uri is not None and target.parent != self._run_uri:
+            # A generation says nothing in another run's log: such a save would not be fenced.
+            raise StateError(
+                "the checkpoint is not directly in the run that was passed",
+                uri=target,
+                hint=f"the run is {self._run_uri}",
+            )
+        return self._uri
 
     def _store(self) -> Any:
         # no_dist, and no group at all, have one participant: it needs nobody's store.

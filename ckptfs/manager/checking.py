@@ -6,7 +6,7 @@ name what is missing    only when something is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -19,18 +19,21 @@ from ckptfs.dcp.opened import read_metadata
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError, StorageError
 from ckptfs.manager.damage import Contents, Damage, Flaw, Report, contents_of, describe, judge
 from ckptfs.manager.survey import missing, share_of
-from ckptfs.storage.base import Shape
+from ckptfs.storage.base import Shape, Storage
 
 __all__ = ["Opened", "check"]
 
 # A save that this rank found, and its metadata.
 Opened = tuple[Found, Metadata]
+ReadMetadata = Callable[[Storage, Found], Metadata]
 
 
-def check(seat: Seat, seal: Seal, held: list[Opened]) -> Damage | None:
+def check(
+    seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata = read_metadata
+) -> Damage | None:
     """Collective. None when every rank finds the save and every file is there with its size.
 
-    held: gets what this rank found, for the load that follows.
+    held: gets what this rank found, for the load that follows. read: directories have no metadata.
     """
     reports: list[Report] = []
 
@@ -38,7 +41,9 @@ def check(seat: Seat, seal: Seal, held: list[Opened]) -> Damage | None:
         reports.extend(answers)
         return judge(seal, answers)
 
-    flaw = seat.control.step("check the checkpoint", lambda: _report(seat, seal, held), decide)
+    flaw = seat.control.step(
+        "check the checkpoint", lambda: _report(seat, seal, held, read), decide
+    )
     if flaw is None:
         return None
 
@@ -53,12 +58,12 @@ def check(seat: Seat, seal: Seal, held: list[Opened]) -> Damage | None:
     return Damage(flaw, seat.control.step("name what is missing", contents, tell))
 
 
-def _report(seat: Seat, seal: Seal, held: list[Opened]) -> Report:
+def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
     """Local. What this rank finds of a save."""
     mine, storage, shape = seat.placement.mine, seat.storage, seat.caps.shape
     try:
         found = drive(find(seal, shape, storage.uri(seal.name)), storage)
-        held.append((found, read_metadata(storage, found)))
+        held.append((found, read(storage, found)))
         files = () if found.manifest is None else found.manifest.files
         # One listing on an object store; elsewhere the ranks of a domain share the looking.
         ranks = mine.ranks[:1] if shape is Shape.OBJECT else mine.ranks

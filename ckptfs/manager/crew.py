@@ -26,18 +26,19 @@ from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists
 from ckptfs.commit.tickets import Decision, SealedPart, Ticket, begin_parts
-from ckptfs.dcp.async_api import Aside, begin_aside
+from ckptfs.dcp.async_api import Aside, begin_aside, submit_pending
 from ckptfs.dcp.buffers import HostBuffers
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.worker import SaveWorker
-from ckptfs.errors import DeadlineError
+from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Counters, Event, SaveResult
 from ckptfs.manager.copies import Copier
 from ckptfs.manager.ground import Ground
 from ckptfs.manager.options import Settings
 from ckptfs.manager.retiring import Retirer
-from ckptfs.manager.saver import Job, Saver
+from ckptfs.manager.saver import Job, Saver, StateJob
+from ckptfs.uri import Uri
 
 __all__ = ["Crew"]
 
@@ -65,7 +66,7 @@ class Crew:
         except BaseException:
             self._stack.close()
             raise
-        self.saver = Saver(tell, self._before, (self._retain,))
+        self.saver = Saver(tell, self._before, (self._point, self._retain))
         self._told_needs = False
 
     @classmethod
@@ -87,6 +88,7 @@ class Crew:
             run.release()  # or the next try finds the run held, by this very process
             raise
         ground.before_release(crew.close)
+        crew._follow_pointer()
         # A job that died between a commit and its deletes left one more than fits beside the next.
         crew.retirer.after_commit(run.seat, crew._roots() | needed)
         return crew
@@ -131,6 +133,8 @@ class Crew:
         """
         aside, seat = self._aside_opened()
         pending = PendingSave(str(job.target), job.spec.step)
+        if not isinstance(job, StateJob):
+            return self._save_later(job, aside, seat, pending, begun)
         state, job = job.state, replace(job, state={})  # the worker must not keep tensors alive
 
         def save(staged: Share, watch: Watch) -> SaveResult:
@@ -147,27 +151,51 @@ class Crew:
         finally:
             begun(pending)
 
+    def _save_later(
+        self,
+        job: Job,
+        aside: Aside,
+        seat: Seat,
+        pending: PendingSave,
+        begun: Callable[[PendingSave], None],
+    ) -> PendingSave:
+        """Nothing is staged: what is saved stays as it is until it is committed."""
+
+        def save() -> SaveResult:
+            result = self.saver.run(job, seat, pending.watch())
+            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+            return result
+
+        pending.has_staged(None)
+        submit_pending(aside.worker, pending, save)
+        begun(pending)
+        return pending
+
     def begin(
         self,
         name: str,
         step: int,
         parts: Sequence[str],
         storage_options: Mapping[str, Any] | None,
+        artifact: Kind = Kind.CHECKPOINT,
     ) -> Ticket:
         """Collective, with nothing on its way. A checkpoint of parts; it is followed like a save."""
         began = time.perf_counter()
         self._before()
+        # Files with fixed names cannot be replaced.
+        if_exists = IfExists.ERROR if artifact is Kind.DIRECTORY else IfExists.REPLACE
 
         def then(decision: Decision, sealed: Sequence[SealedPart]) -> None:
             result = self._result_of(decision, sealed, time.perf_counter() - began)
-            self.saver.follow(Kind.CHECKPOINT, self.run.seat, result, 0.0)
+            self.saver.follow(artifact, self.run.seat, result, 0.0)
 
         return begin_parts(
             self.run,
             name,
             step,
             parts,
-            if_exists=IfExists.REPLACE,
+            if_exists=if_exists,
+            artifact=artifact,
             storage_options=storage_options,
             then=then,
         )
@@ -207,6 +235,25 @@ class Crew:
         """Collective, with nothing on its way."""
         self.retirer.pin(self.run.seat, save_id, pinned=pinned)
 
+    def delete(self, save_id: str) -> None:
+        """Collective, with nothing on its way."""
+        # Before the entry: the pointer never names what is deleted.
+        self._follow_pointer(save_id)
+        try:
+            self.retirer.delete(self.run.seat, save_id)
+        finally:
+            self._follow_pointer()  # back to it, where it may not go
+
+    def _follow_pointer(self, going: str | None = None) -> None:
+        """Collective. What fails is no reason not to save: it moves after the next commit."""
+        pointer, is_ours = self._settings.pointer, self._settings.names.is_ours
+        if pointer is None:
+            return
+        try:
+            pointer.follow(self.run.seat, lambda s: is_ours(s) and s.save_id != going)
+        except CkptfsError as error:
+            logger.warning("%s moves after the next commit: %s", pointer.file, error)
+
     def _aside_opened(self) -> tuple[Aside, Seat]:
         """The worker's thread, buffers and seat. Every rank comes here at the same save."""
         if self._aside is None or self._aside.seat is None:
@@ -229,6 +276,11 @@ class Crew:
     def _before(self) -> None:
         """What was let go makes room first: keep_latest + 1 checkpoints fit, more need not."""
         self.retirer.make_room()
+
+    def _point(self, seat: Seat, result: SaveResult) -> None:
+        # Before retention: the pointer never names what that takes.
+        if self._settings.pointer is not None:
+            self._settings.pointer.move(seat, Uri.parse(result.uri).name)
 
     def _retain(self, seat: Seat, result: SaveResult) -> None:
         # First the copier: from here on it needs this save, and retention asks it.

@@ -23,7 +23,16 @@ from ckptfs.errors import (
 from ckptfs.manager.survey import Missing
 from ckptfs.topology.world import World
 
-__all__ = ["Contents", "Damage", "Flaw", "Report", "contents_of", "damage_of", "judge"]
+__all__ = [
+    "Contents",
+    "Damage",
+    "Flaw",
+    "Report",
+    "contents_of",
+    "damage_of",
+    "doubt_of",
+    "judge",
+]
 
 _MOST = 8  # names in a message; the rest is counted
 _HINT = 'bring it back, restore another step by number, or allow an older one: fallback="older"'
@@ -173,3 +182,13 @@ def damage_of(error: CollectiveError, worlds: Sequence[World]) -> Damage | None:
         f"rank {rank} on {worlds[rank].place}: {f.message}" for rank, f in error.failures.items()
     ]
     return Damage(found[0], listed(told))
+
+
+def doubt_of(domains: Sequence[str], damage: Damage | None) -> Damage:
+    """A save that no reached domain knows the outcome of, and what is lost of it. domains: that do."""
+    why = f"; {damage.why}" if damage is not None else ""
+    return Damage(
+        Flaw.INCOMPLETE,
+        "whether it was committed is in doubt, because the log of domain "
+        f"{listed(domains)} is out of reach{why}",
+    )

@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from ckptfs.commit.catalog import Checkpoint
 from ckptfs.commit.entries import Kind
@@ -29,25 +28,21 @@ from ckptfs.commit.tickets import Ticket
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions
-from ckptfs.errors import CkptfsError, DeadlineError
-from ckptfs.events import Event, Restored, SaveBegan, SaveResult, SaveSkipped
+from ckptfs.events import Restored, SaveResult, SaveSkipped
+from ckptfs.manager.base import RunManager
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.candidates import Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.copies import copies_of, open_copies
-from ckptfs.manager.crew import Crew
-from ckptfs.manager.flight import Flight
 from ckptfs.manager.ground import Ground, Where
-from ckptfs.manager.lately import last_save_s
-from ckptfs.manager.listeners import Bell, Listener
+from ckptfs.manager.listeners import Listener
 from ckptfs.manager.naming import Template
 from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, metrics_of
-from ckptfs.manager.preemption import PreemptSignals, SignalName
+from ckptfs.manager.preemption import SignalName
 from ckptfs.manager.restoring import restore
 from ckptfs.manager.retention import Best, Keep
-from ckptfs.manager.saver import Job
-from ckptfs.manager.schedule import Rules, Schedule
+from ckptfs.manager.saver import StateJob
+from ckptfs.manager.schedule import Rules
 from ckptfs.manager.state import Saveable, Untold, saveable
-from ckptfs.manager.view import View
 from ckptfs.uri import options_of
 
 __all__ = ["CheckpointManager"]
@@ -57,7 +52,7 @@ logger = logging.getLogger(__name__)
 Kinds = Literal["checkpoint", "weights"]
 
 
-class CheckpointManager:
+class CheckpointManager(RunManager):
     """Saves, retains and restores the checkpoints of one run. Every rank makes one.
 
     uri: the run. mode: "async" returns from ``save`` when the state is staged, and commits in the
@@ -124,8 +119,8 @@ class CheckpointManager:
     ) -> None:
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         where = Where(uri, place, process_group, timeout_s, Takeover(takeover))
-        self._settings = Settings(
-            names=Names(Template(name), Template(weights_name)),
+        settings = Settings(
+            names=Names.of_states(Template(name), Template(weights_name)),
             keep=Keep(keep_latest, keep_every, keep_best),
             mode=SaveMode(mode),
             if_slow=IfSlow(if_slow),
@@ -141,32 +136,10 @@ class CheckpointManager:
             copies=copies_of(copies, uri),
             takeover=where.takeover,
         )
-        self._ground = ground or Ground(where)
-        self._view = View(where, self._settings.names)
-        self._flight = Flight()
-        self._crew: Crew | None = None
-        self._needed: frozenset[str] = frozenset()  # what this job was restored from
-        self._bell: Bell | None = None
         rules = Rules(every_steps, every_s, grace_s)
-        # The last that may fail: no handler outlives a manager that was never made.
-        signals = PreemptSignals(preempt_signals) if preempt_signals else None
-        self._schedule = Schedule(rules, lambda: self._ground.control, signals=signals)
-        self._ground.before_release(self._schedule.close)
+        super().__init__(ground or Ground(where), settings, rules, preempt_signals)
 
     # -- saving -------------------------------------------------------------------------
-
-    def should_save(self, step: int) -> bool:
-        """Collective. Whether to save now, by steps, time or preemption; the same on all ranks.
-
-        Costs nothing by steps; the other two are agreed in the background, one call late. Every rank
-        calls it equally often.
-        """
-        return self._schedule(step)
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the ranks agreed that the job is about to be stopped: save, then leave."""
-        return self._schedule.preempted
 
     def save(
         self,
@@ -216,27 +189,16 @@ class CheckpointManager:
             per_rank=(*self._settings.per_rank, *taken.per_rank),
             metrics=told,
         )
-        target = self._ground.root / name
-        self._tell(SaveBegan(str(target), step, kind, self._settings.mode.value))
-        job = Job(taken.state_dict, target, spec, self._settings.write, started)
-        if self._settings.mode is SaveMode.SYNC:
-            result = crew.save(job)
-            self._schedule.took(result.wall_s)
-            self._saved(artifact, step)
-            return result
-        self._saved(artifact, step)  # also where Ctrl-C cuts it short: the other ranks go on
-        return crew.save_aside(job, self._flight.add)
+        job = StateJob(
+            taken.state_dict, self._ground.root / name, spec, self._settings.write, started
+        )
+        return self._run_job(job)
 
     def _taken(self, state: Any) -> Saveable:
         try:
             return saveable(state)
         except BaseException as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it
             return Saveable(Untold(error), ())
-
-    def _saved(self, kind: Kind, step: int) -> None:
-        # Weights of a step are no reason to leave its full checkpoint out.
-        if kind is Kind.CHECKPOINT:
-            self._schedule.saved(step)
 
     def begin(
         self,
@@ -253,61 +215,12 @@ class CheckpointManager:
         does, and they travel with the ticket. Retention and listeners have their turn after the
         commit. Errors are as for ``save``.
         """
-        name = self._settings.names.checkpoint.name(step)
+        name = self._settings.names.of(Kind.CHECKPOINT).name(step)
         self._settle(1)
         crew = self._hired()
         given = self._ground.where.place.storage_options
         self._schedule.saved(step)
         return crew.begin(name, step, parts, given if storage_options is None else storage_options)
-
-    def _make_way(self, step: int, name: str) -> SaveSkipped | None:
-        """Raise what failed before; wait for a free place, or say that there is none."""
-        limit = self._settings.max_in_flight
-        may_skip = self._settings.if_slow is IfSlow.SKIP and not self.preempted
-        if may_skip and len(self._flight) >= limit:
-            # All ranks or none: this one may know the outcome before the others do.
-            done = self._ground.control.step("in flight", self._flight.oldest_is_done, all)
-            if not done:
-                uri = str(self._ground.root / name)
-                skipped = SaveSkipped(uri, step, len(self._flight))
-                self._tell(skipped)
-                return skipped
-        self._settle(limit)
-        return None
-
-    def _settle(self, limit: int) -> None:
-        last = self._flight.settle(limit)
-        if last is not None:
-            self._schedule.took(last.wall_s)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Collective. Return when every save so far is committed, retention has had its turn, and
-        copies are made or were tried once more.
-
-        Raises what a save failed of, on all ranks; a copy that fails is told to the listeners.
-        DeadlineError after timeout_s, on all ranks if on one; saves and copies go on.
-        """
-        began = time.monotonic()
-        if len(self._flight):
-            # All ranks or none: one that gave up alone would have other saves in flight than they.
-            control = self._ground.control
-            try:
-                control.step("wait", lambda: self._flight.wait_done(timeout_s), _need_all)
-            except CkptfsError as error:
-                # It is the waiting that failed: what was waited for may be committed.
-                error.outcome = "unknown"
-                raise
-        self._settle(1)
-        if self._crew is not None:
-            left = None if timeout_s is None else max(0.0, timeout_s - time.monotonic() + began)
-            self._crew.wait_for_copies(left, alike=True)
-
-    def poll(self) -> int:
-        """Local. How many saves are on their way. Raises what one failed of, if this rank knows; the
-        next collective call raises it again, on all ranks.
-        """
-        self._flight.poll()
-        return len(self._flight)
 
     # -- restoring ----------------------------------------------------------------------
 
@@ -362,127 +275,8 @@ class CheckpointManager:
         self._tell(outcome.restored)
         return outcome.restored
 
-    # -- keeping ------------------------------------------------------------------------
-
-    def pin(self, step: int) -> None:
-        """Collective. Retention leaves this step alone until ``unpin``, in later jobs too.
-
-        NotFoundError: there is no such checkpoint. RunBusyError as for ``save``.
-        """
-        self._pin(step, pinned=True)
-
-    def unpin(self, step: int) -> None:
-        """Collective. Retention may let the step go again."""
-        self._pin(step, pinned=False)
-
-    def _pin(self, step: int, *, pinned: bool) -> None:
-        self._settle(1)
-        with self._ground.reading() as seat:
-            save_id = self._view.save_id_of(step, seat)
-        # Retention has its turn when the run is claimed: it must not come before the pin.
-        self._needed |= {save_id}
-        self._hired().pin(save_id, pinned=pinned)
-
     # -- looking: local, read-only, any time ------------------------------------------------
-
-    @property
-    def latest(self) -> Checkpoint | None:
-        """The last committed checkpoint that a manager with this template made, None without one."""
-        return self.latest_of("checkpoint")
 
     def latest_of(self, kind: Kinds) -> Checkpoint | None:
         """The last committed save of a kind, by commit order; those of a failing run apart."""
-        live = self._view.live(Kind(kind), failures=False)
-        return live[-1] if live else None
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the committed checkpoints, oldest commit first."""
-        return self._view.steps(Kind.CHECKPOINT)
-
-    # -- the end ------------------------------------------------------------------------
-
-    def close(self, copies_s: float = 300.0) -> None:
-        """Collective. Finish what is on its way, copies too, and release the run. Harmless twice.
-
-        copies_s: how long copies are waited for; what is left, the next job copies. Raises what a
-        save failed of, after everything is closed.
-        """
-        try:
-            if not self._ground.is_closed:
-                self._settle(1)
-                self._finish_copies(copies_s)
-        except (KeyboardInterrupt, SystemExit):
-            if self._crew is not None:
-                self._crew.hurry()  # or leaving begins the wait anew
-            raise
-        finally:
-            self._leave()
-
-    def _finish_copies(self, timeout_s: float) -> None:
-        try:
-            if self._crew is not None:
-                self._crew.wait_for_copies(timeout_s)
-        except CkptfsError as error:
-            logger.warning("the run is left before its copies are made: %s", error)
-
-    def _leave(self) -> None:
-        """Local."""
-        self._ground.close()
-        if self._bell is not None:
-            self._bell.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        """As ``close``. After an exception of the block nothing is asked of other ranks, which may
-        train on: saves on their way are finished, and none of their failures hides the exception.
-        """
-        if exc is None:
-            self.close()
-            return
-        try:
-            if self._crew is not None and not self._ground.is_closed:
-                self._crew.hurry()
-            if self._flight.is_done():
-                self._settle(1)
-        except Exception:
-            logger.exception("a save failed too, while the block was left by an exception")
-        finally:
-            self._leave()
-
-    # -- small things ---------------------------------------------------------------------
-
-    def _hired(self) -> Crew:
-        if self._crew is None:
-            self._hang_bell()  # before there are threads that tell: each would make its own
-            self._crew = Crew.hire(self._ground, self._settings, self._tell, self._needed)
-            # The job before may have needed longer than this one will be given.
-            seat = self._crew.run.seat
-            if seat.known.state is not None:
-                self._schedule.took(last_save_s(seat.known.state, seat.storage))
-        return self._crew
-
-    def _tell(self, event: Event) -> None:
-        self._hang_bell().tell(event)
-
-    def _hang_bell(self) -> Bell:
-        if self._bell is None:
-            settings, rank = self._settings, self._ground.control.rank
-            self._bell = Bell(settings.listeners, on_commit=settings.on_commit, rank=rank)
-        return self._bell
-
-
-def _need_all(done: Sequence[bool]) -> None:
-    late = [rank for rank, is_done in enumerate(done) if not is_done]
-    if late:
-        raise DeadlineError(
-            f"waited long enough, and saves are on their way on ranks {late[:4]}",
-            hint="they go on; wait again, or give it more time",
-        )
+        return self._latest(Kind(kind))

@@ -17,6 +17,7 @@ from ckptfs.errors import StateError
 from ckptfs.manager.copies import Copy
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.naming import Template
+from ckptfs.manager.pointer import Pointer
 from ckptfs.manager.retention import Keep
 
 __all__ = ["IfSlow", "Names", "SaveMode", "Settings", "metrics_of"]
@@ -38,31 +39,37 @@ class IfSlow(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How steps are called: full checkpoints and weights beside them. The two never meet."""
+    """How saves are called, by kind. main: the kind of full checkpoints, whose steps count."""
 
-    checkpoint: Template
-    weights: Template
+    templates: Mapping[Kind, Template]
+    main: Kind
 
-    def __post_init__(self) -> None:
-        if any(self.checkpoint.name(n) == self.weights.name(n) for n in (1, 10**9)):
+    @classmethod
+    def of_states(cls, checkpoint: Template, weights: Template) -> Names:
+        """Full checkpoints and weights beside them. StateError where the two could meet."""
+        if any(checkpoint.name(n) == weights.name(n) for n in (1, 10**9)):
             raise StateError(
-                f"checkpoints and weights are both called {self.checkpoint.text!r}",
+                f"checkpoints and weights are both called {checkpoint.text!r}",
                 hint="give weights_name= another template",
             )
+        return cls({Kind.CHECKPOINT: checkpoint, Kind.WEIGHTS: weights}, Kind.CHECKPOINT)
+
+    @classmethod
+    def of_directories(cls, template: Template) -> Names:
+        """Directories that a framework wrote."""
+        return cls({Kind.DIRECTORY: template}, Kind.DIRECTORY)
 
     def of(self, kind: Kind) -> Template:
-        """The template of a kind. StateError for directories: they are named by whoever makes them."""
-        if kind is Kind.CHECKPOINT:
-            return self.checkpoint
-        if kind is Kind.WEIGHTS:
-            return self.weights
-        raise StateError(f"a manager saves checkpoints and weights, not {kind.value}")
+        """The template of a kind. StateError for one that this manager does not save."""
+        if kind not in self.templates:
+            kinds = " and ".join(f"{known.value} saves" for known in self.templates)
+            raise StateError(f"this manager makes {kinds}, not {kind.value}")
+        return self.templates[kind]
 
     def is_ours(self, seal: Seal) -> bool:
         """Whether a manager with these names made the save: others are never deleted."""
-        if seal.artifact not in (Kind.CHECKPOINT, Kind.WEIGHTS):
-            return False
-        return self.of(seal.artifact).step_of(seal.name) is not None
+        template = self.templates.get(seal.artifact)
+        return template is not None and template.step_of(seal.name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +89,7 @@ class Settings:
     on_commit: Callable[[str], None] | None = None
     copies: tuple[Copy, ...] = ()
     takeover: Takeover = Takeover.AUTO
+    pointer: Pointer | None = None
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:

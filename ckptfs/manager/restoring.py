@@ -31,7 +31,7 @@ from ckptfs.events import LoadResult, Restored
 from ckptfs.manager.blanks import Blank, Marks, Moving, Reshard, blank_of, moved_keys
 from ckptfs.manager.candidates import Candidate, Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.checking import Opened, check
-from ckptfs.manager.damage import Damage, Flaw, damage_of, listed
+from ckptfs.manager.damage import Damage, damage_of, doubt_of, listed
 from ckptfs.manager.places import Places
 from ckptfs.manager.saved import Saved
 
@@ -172,7 +172,7 @@ class _Restore:
         held: list[Opened] = []
         damage = check(seat, seal, held)
         if candidate.doubt:
-            damage = _doubt(candidate, damage)
+            damage = doubt_of(candidate.doubt, damage)
         if damage is None:
             try:
                 return self._load(source, candidate, seal, held[0])
@@ -277,16 +277,6 @@ class _Restore:
                 "restored step %d, and %d steps are lost: %s", taken.step, lost, "; ".join(told)
             )
         return told
-
-
-def _doubt(candidate: Candidate, damage: Damage | None) -> Damage:
-    """A save that no reached domain knows the outcome of, and what is lost of it."""
-    why = f"; {damage.why}" if damage is not None else ""
-    return Damage(
-        Flaw.INCOMPLETE,
-        "whether it was committed is in doubt, because the log of domain "
-        f"{listed(candidate.doubt)} is out of reach{why}",
-    )
 
 
 def _without(metadata: Metadata, hooks: Collection[str]) -> Metadata:

@@ -34,6 +34,7 @@ __all__ = [
     "needs_text",
     "plan_retention",
     "short_of",
+    "why_it_stays",
 ]
 
 _GIB = 1 << 30
@@ -179,6 +180,21 @@ def _needed(views: Views, candidates: dict[str, Seal], roots: Collection[str]) -
             # What stays has to stay whole: the references of a reference too.
             asked += seals[save_id].references if save_id in seals else ()
     return needed
+
+
+def why_it_stays(views: Views, save_id: str) -> str | None:
+    """Why a save cannot be deleted even by name: somebody pinned it, or what stays uses its files."""
+    if any(view.save(save_id).pinned for view in views.values()):
+        return "it is pinned"
+    users = [
+        save.seal.name
+        for view in views.values()
+        for save in view.saves.values()
+        if save.seal is not None
+        and save_id in save.seal.references
+        and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
+    ]
+    return f"{', '.join(sorted(set(users)))} uses its files" if users else None
 
 
 def inherited_pins(views: Views) -> list[tuple[str, str]]:

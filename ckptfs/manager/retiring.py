@@ -3,11 +3,12 @@
     after_commit    every owner folds its log, the coordinator decides once       (collective)
                     every owner of a listed domain appends the deletes            (collective)
                     the bytes follow, when ``grace_s`` is over                    (a thread per owner)
+    delete          the same for one save that somebody else let go; what fails is raised
 
-It is called after the successor's commit and never before. What fails is told (``DeleteFailed``, and
-once in the log), tried again after later commits, less and less often, and never raised: a checkpoint
-that cannot be deleted is no reason to stop training. What a process leaves undone, the next owner of
-the run does.
+``after_commit`` is called after the successor's commit and never before. What fails in it is told
+(``DeleteFailed``, and once in the log), tried again after later commits, less and less often, and never
+raised: a checkpoint that cannot be deleted is no reason to stop training. What a process leaves undone,
+the next owner of the run does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from ckptfs.commit.protocol import Refusal, Standing, Views, catalog, seal_of, s
 from ckptfs.commit.retire import pin, retire, waiting
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
-from ckptfs.errors import CkptfsError, CommitInDoubtError, FencedError, NotFoundError, StorageError
+from ckptfs.errors import (
+    CkptfsError,
+    CommitInDoubtError,
+    FencedError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
 from ckptfs.events import Counters, Retained
 from ckptfs.manager.erasing import Clock, Eraser, Rest, Tell, failure_of, known_of, means_of
 from ckptfs.manager.retention import (
@@ -35,6 +43,7 @@ from ckptfs.manager.retention import (
     needs_text,
     plan_retention,
     short_of,
+    why_it_stays,
 )
 
 __all__ = ["Retirer"]
@@ -65,7 +74,7 @@ class _Verdict:
 
 
 class Retirer:
-    """Retention of one held run, seen from one rank. ``after_commit`` and ``pin`` are collective.
+    """Retention of one held run, seen from one rank. ``after_commit``, ``pin``, ``delete`` are collective.
 
     keep: the policy. mine: whether a save is the manager's. grace_s: for how long a deleted save
     stays whole for readers that found it before. tell: hears Retained, Deleted and DeleteFailed, the
@@ -141,6 +150,46 @@ class Retirer:
                 raise _not_live(save_id, where)
 
         seat.control.step("pin.enter", enter, judge)
+
+    def delete(self, seat: Seat, save_id: str) -> None:
+        """Collective. Let one save go, whatever the policy says; its bytes follow as ever.
+
+        NotFoundError: it is not a live save of the run. StateError: it is pinned, or one that stays
+        uses its files. FencedError: a newer owner has the run. CollectiveError: an owner could not
+        write; deleted in one log is deleted, and the next commit or owner completes the others.
+        """
+        where = seat.storage.uri("")
+
+        def let_go(said: Sequence[_Said]) -> Going:
+            views = _views(said)
+            found = [live.seal for live in catalog(views) if live.seal.save_id == save_id]
+            if not found:
+                raise _not_live(save_id, where)
+            why = why_it_stays(views, save_id)
+            if why is not None:
+                raise StateError(f"{found[0].name} is not deleted: {why}", uri=where)
+            return Going(found[0], "deleted by name")
+
+        going = seat.control.step("delete", lambda: self._survey(seat, ()), let_go)
+
+        def enter() -> Refusal | None:
+            if not _holds(seat, save_id):
+                return None
+            self._unentered.setdefault(save_id, Rest())  # an answer may be lost: looked at again
+            done = self._append(seat, going, frozenset({save_id}))
+            self._unentered.pop(save_id)
+            gone = done.state.save(save_id).deleted
+            return None if gone or not isinstance(done, Refused) else done.reason
+
+        def judge(refusals: Sequence[Refusal | None]) -> None:
+            if Refusal.FENCED in refusals:
+                raise FencedError("a newer owner has the run", uri=where)
+            if any(refusals):
+                raise StateError(f"{going.seal.name} was pinned or used just now", uri=where)
+
+        seat.control.step("delete.enter", enter, judge)
+        if self._eraser is not None:
+            self._eraser.go_on()
 
     def make_room(self, timeout_s: float = 60.0) -> bool:
         """Local. Wait for the removals under way, so that keep_latest + 1 saves fit on the disk;
@@ -236,11 +285,28 @@ class Retirer:
             logger.warning("the pin of a replaced save is passed on later: %s", error)
 
     def _enter(self, seat: Seat, going: Going, together: frozenset[str]) -> bool:
-        """One entry; False once a newer owner has the run."""
+        """One entry of retention; False once a newer owner has the run."""
         seal, save_id = going.seal, going.seal.save_id
         rest = self._unentered.setdefault(save_id, Rest())
         if self._eraser is None or self._clock() < rest.until_s:
             return True
+        try:
+            done = self._append(seat, going, together, deadline_s=ENTRY_S)
+        except (StorageError, CommitInDoubtError) as error:
+            first = rest.failed(self._clock())
+            self._tell(failure_of(seat, seal, error, first=first))
+            return True
+        self._unentered.pop(save_id)
+        if isinstance(done, Refused) and done.reason is Refusal.FENCED:
+            logger.warning("nothing is deleted any more: a newer owner has %s", seat.storage.root)
+            return False
+        return True
+
+    def _append(
+        self, seat: Seat, going: Going, together: frozenset[str], *, deadline_s: float = 60.0
+    ) -> Appended | Refused[Refusal]:
+        """Owners: the delete in this domain's log; from there on its bytes are the eraser's."""
+        seal, save_id = going.seal, going.seal.save_id
         seat.spared.add(save_id)  # before the entry: clearing must not see it in between
         program = retire(
             seal,
@@ -250,23 +316,16 @@ class Retirer:
             reason=going.reason,
             going=together,
         )
-        try:
-            done = drive(program, seat.storage, deadline_s=ENTRY_S)
-        except (StorageError, CommitInDoubtError) as error:
-            first = rest.failed(self._clock())
-            self._tell(failure_of(seat, seal, error, first=first))
-            return True
-        self._unentered.pop(save_id)
+        done = drive(program, seat.storage, deadline_s=deadline_s)
         _learned(seat, done.state)
         if not done.state.save(save_id).deleted:
             seat.spared.discard(save_id)
-        if isinstance(done, Refused) and done.reason is Refusal.FENCED:
-            logger.warning("nothing is deleted any more: a newer owner has %s", seat.storage.root)
-            return False
         if isinstance(done, Appended):
             logger.info("%s is deleted (%s)", seat.storage.uri(seal.name), going.reason)
-        self._eraser.adopt([s for s in waiting(done.state) if s.save_id == save_id], going.reason)
-        return True
+        if self._eraser is not None:
+            mine = [s for s in waiting(done.state) if s.save_id == save_id]
+            self._eraser.adopt(mine, going.reason)
+        return done
 
     def _adopt_unsure(self, eraser: Eraser) -> None:
         """Deletes that seemed to fail and lie in the log after all: their answer was lost."""

@@ -53,14 +53,15 @@ class View:
         """Collective: the checkpoint of a step, by the logs of all domains; one alone may not know yet
         what became of it. NotFoundError: there is none.
         """
-        name = self.names.checkpoint.name(step)
+        main = self.names.main
+        name = self.names.of(main).name(step)
 
         def look() -> tuple[str, LogState] | None:
             return drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
 
         def decide(found: Sequence[tuple[str, LogState] | None]) -> str:
             lives = list_live(dict(one for one in found if one is not None))
-            seals = [s for s in lives if s.artifact is Kind.CHECKPOINT]
+            seals = [s for s in lives if s.artifact is main]
             for seal in seals:
                 if seal.name == name:
                     return seal.save_id

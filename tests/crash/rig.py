@@ -24,6 +24,7 @@ from ckptfs.commit.locate import locate
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
+from ckptfs.commit.publishing import Publication, list_files, share_files
 from ckptfs.commit.run import Mode, Run, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
@@ -126,6 +127,31 @@ def save_directory(seat: Seat, name: str, label: str) -> None:
                 file.write(contents(label, rank))
             seat.control.step("leave", lambda: None)
             attempt.commit(collector.write, collector.finish)
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+def publish(seat: Seat, name: str, label: str) -> None:
+    """A commit of a directory that lies beside the run, as DirectoryManager.save makes it."""
+    control, here = seat.control, seat.storage.local_path("")
+    assert here is not None
+    source = os.path.join(here, "..", "..", f"source-{control.world.node}")
+    os.makedirs(source, exist_ok=True)
+    with open(f"{source}/plain_{control.rank}_0.distcp", "wb") as file:
+        file.write(contents(label, control.rank))
+    control.step("written", lambda: None)
+    nodes = [world.node for world in control.worlds]
+    shares = control.step(
+        "list",
+        lambda: list_files(source) if seat.placement.is_node_lead else None,
+        lambda told: share_files(told, nodes, [d.ranks for d in seat.placement.domains]),
+    )
+    attempt = Attempt(seat, SaveSpec(name, None, artifact=Kind.DIRECTORY))
+    try:
+        attempt.begin()
+        part = Publication(attempt, seat, source, shares[control.rank])
+        attempt.commit(part.write, part.finish)
     except BaseException:
         attempt.abandon()
         raise
@@ -245,6 +271,10 @@ def _directory(seat: Seat) -> None:
     save_directory(seat, "step_2", "two")
 
 
+def _published(seat: Seat) -> None:
+    publish(seat, "step_2", "two")
+
+
 def _abandoned(seat: Seat) -> None:
     attempt = Attempt(seat, SaveSpec("step_2", None))
 
@@ -273,6 +303,7 @@ SCENARIOS = {
     "claim": Scenario(_nothing, _claim, {}, {}),
     "birth": Scenario(_nothing, _birth, {}, {"step_1": "one"}),
     "directory": Scenario(_one, _directory, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
+    "published": Scenario(_one, _published, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
     "fresh": Scenario(_one, _fresh, {"step_1": "one"}, {"step_1": "one", "step_2": "two"}),
     "fenced": Scenario(
         _one,

@@ -51,6 +51,7 @@ def test_killed_at_every_operation_leaves_the_old_or_the_new_state(
     [
         ("overwrite", "two"),
         ("directory", "one"),
+        ("published", "two"),
         ("fenced", "one"),
         ("fresh", "two-full"),
         ("abandoned", "two"),

@@ -24,10 +24,11 @@ from ckptfs.manager.retention import (
     needs_text,
     plan_retention,
     short_of,
+    why_it_stays,
 )
 from tests.commit.logs import G1, G2, fence, folded, seal
 
-NAMES = Names(Template("step_{N}"), Template("weights_{N}"))
+NAMES = Names.of_states(Template("step_{N}"), Template("weights_{N}"))
 GIB = 1 << 30
 
 
@@ -59,6 +60,16 @@ def going(found: Plan) -> list[str]:
 def kept(found: Plan) -> list[str]:
     """The ids that stay."""
     return [s.save_id for s in found.kept]
+
+
+def test_what_cannot_be_deleted_even_by_name() -> None:
+    """A pinned save, and one whose files another uses that is not deleted itself."""
+    saves = [save(1), save(2, references=("s1",)), save(3)]
+    log = {"A": in_order(*saves, Pin("s3", pinned=True))}
+    assert why_it_stays(log, "s1") == "step_2 uses its files"
+    assert why_it_stays(log, "s2") is None
+    assert why_it_stays(log, "s3") == "it is pinned"
+    assert why_it_stays({"A": in_order(*saves, Delete("s2", G1))}, "s1") is None
 
 
 def test_nothing_goes_unasked() -> None:

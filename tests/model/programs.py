@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
+from ckptfs.commit.deleting import make_trash, remove_save
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
@@ -295,6 +296,20 @@ def retirer(gen: Generation, name: str, caps: Capabilities) -> Steps:
     del views, found, outcome
     what, _ = yield from in_turns("A", retire.erase(save_id, means, gen, None))
     return str(what.value)
+
+
+def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
+    """Removes a save by name, fencing nobody; the run is free since ``gen``."""
+    means = saving.Means("A", caps, ids(who))
+    state = yield from on("A", catch_up())
+    yield from on("A", make_trash(gen, caps))
+    for save in list(state.saves.values()):
+        ours = save.seal is not None and save.seal.name == name
+        # One that is deleted already is its deleter's: whoever goes on with it fences first.
+        if ours and not (save.aborted or save.gone or save.deleted):
+            assert save.seal is not None
+            yield from on("A", remove_save(save.seal, means, gen, state))
+    return "done"
 
 
 def _give_up(what: What, domain: str, means: Means, base: Generation, *, sealed: bool) -> Steps:

@@ -39,6 +39,7 @@ from tests.model.programs import (
     ids,
     on,
     reader,
+    remover,
     retirer,
     saver,
 )
@@ -259,6 +260,25 @@ def delete_while_plain_save() -> Scenario:
             "P2": partial(holder, Holder(G2)),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+        lost=1,
+    )
+
+
+def delete_unfenced() -> Scenario:
+    """Two remove a by its name under a generation that nobody holds; a plain save takes the name as
+    soon as it is free; P2 recovers.
+    """
+    a, u = What("aaa", gen=G1), What("uuu")
+    return _one(
+        "delete-unfenced",
+        _saves(a, u),
+        {
+            "D": partial(remover, "D", G1, "s1", FILESYSTEM),
+            "E": partial(remover, "E", G1, "s1", FILESYSTEM),
+            "U": partial(saver, u, "A"),
+            "P2": partial(holder, Holder(G2)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,), trash=False),
         lost=1,
     )
 
@@ -899,6 +919,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         save_delete_save,
         delete_the_replacement,
         delete_while_plain_save,
+        delete_unfenced,
         delete_unprojected,
         plain,
         plain_first,

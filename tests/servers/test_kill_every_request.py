@@ -20,7 +20,7 @@ def check(verdicts: list[Verdict]) -> None:
     assert {v.end for v in verdicts} == {"old", "new"}
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("fresh", 9), ("replace", 17)])
+@pytest.mark.parametrize(("scenario", "stride"), [("fresh", 13), ("replace", 29)])
 def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int) -> None:
     """A sample of the deaths: before, within and after a request."""
     job = Job(scenario, dataclasses.asdict(radosgw), FAST, stride=stride, offset=5)

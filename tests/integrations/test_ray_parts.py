@@ -6,7 +6,6 @@ them travels as Ray arguments and results.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +13,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
-ray = pytest.importorskip("ray", reason="Ray is not installed: make test-frameworks")
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+ray = pytest.importorskip("ray", reason="Ray is not installed: make test-integrations")
 
 
 class Worker:
@@ -79,23 +76,17 @@ def _all(group: list[Any], method: str, *args: object) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """A local Ray, whose workers import this repository and run elsewhere."""
-    path = f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        configure_logging=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path}},
-    )
-    yield
-    ray.shutdown()
+def groups(ray_cluster: None) -> Iterator[dict[str, list[Any]]]:
+    """Two groups of two actors, each group on a node of its own."""
+    made = {"actor": _group(2, "a"), "critic": _group(2, "b")}
+    yield made
+    for worker in [worker for group in made.values() for worker in group]:
+        ray.kill(worker)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "nodes"])
 def test_two_worker_groups_and_a_driver(
-    cluster: None, shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: dict[str, list[Any]], shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two groups of Ray actors and a driver without a group save, commit, publish and load."""
     import ckptfs
@@ -103,7 +94,6 @@ def test_two_worker_groups_and_a_driver(
 
     uri = f"{tmp_path}/run" if shared else f"nodes+file://{tmp_path}/@node/run"
     monkeypatch.setenv("CKPTFS_NODE", "head")
-    groups = {"actor": _group(2, "a"), "critic": _group(2, "b")}
     with ckptfs.prepare_run(uri) as run:
         ticket = begin_parts(run, "global_step_20", 20, ["actor", "critic", "driver"])
         actor = _all(groups["actor"], "save", ticket.part("actor"), 1.0)
@@ -123,6 +113,3 @@ def test_two_worker_groups_and_a_driver(
     found = ckptfs.latest(uri)
     assert found is not None
     assert (found.step, found.parts) == (20, ("actor", "critic", "driver"))
-    for group in groups.values():
-        for worker in group:
-            ray.kill(worker)

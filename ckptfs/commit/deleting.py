@@ -1,0 +1,143 @@
+"""Deleting one committed checkpoint by its name, for people who have a path and no run in hand.
+
+    free run     the entry is appended under the generation that stands, and its trash is used
+    held run     the run is claimed for the call, as replacing does: RunBusyError while the owner lives
+
+A fence would abort every save that is on its way, and a program that removes its older checkpoints
+while the next one is being written (torchtitan's purge) would lose that one. Without it the log still
+decides: an entry under a generation that a newer fence has passed is refused, and that fence takes the
+trash away, so that a deleter that stalls moves nothing any more. See docs/design/0010-arriving.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckptfs.commit.entries import GENESIS, Generation, Seal, Stamp
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.log import Refused, catch_up
+from ckptfs.commit.looking import looking_at
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ops import MakeDir, Program, drive
+from ckptfs.commit.protocol import Refusal, Standing, standing
+from ckptfs.commit.reclaim import trash_of
+from ckptfs.commit.retire import Erasure, erase, retire
+from ckptfs.commit.run import claim
+from ckptfs.commit.saving import Means
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import fresh_ids, now_text
+from ckptfs.errors import FencedError, StateError, StorageError
+from ckptfs.storage.base import Capabilities, Shape, Storage
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
+
+__all__ = ["delete_checkpoint", "holds", "make_trash", "remove_save"]
+
+
+def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | None = None) -> bool:
+    """Local, read-only. Whether the log of its run knows a checkpoint whose bytes lie here, or that very
+    save of it: what an older one left in its directory is not the checkpoint.
+    """
+    with looking_at(checkpoint.parent, storage_options) as look:
+        found = [seal for view in look.views.values() for seal in _savers(checkpoint.name, view)]
+    return any(save_id in (None, seal.save_id) for seal in found)
+
+
+def _savers(name: str, state: LogState) -> list[Seal]:
+    """Saves of a name whose bytes lie here by the log, committed or half deleted; oldest first."""
+    return [
+        save.seal
+        for save in state.saves.values()
+        if save.seal is not None
+        and save.seal.name == name
+        and not (save.aborted or save.gone)
+        and standing(save.save_id, {"": state})
+        in (Standing.COMMITTED, Standing.DELETED, Standing.IN_DOUBT)
+    ]
+
+
+def delete_checkpoint(storage: Storage, name: str) -> bool:
+    """Local. Delete the checkpoint ``name`` of the run that ``storage`` is rooted at; its bytes are
+    gone when it returns. False: the log knows none, nothing was done.
+
+    Files of others in its directory stay. StateError: it is pinned, or others refer to its files.
+    RunBusyError: a living owner holds the run. After a crash it is deleted or not; the next call or
+    owner removes the rest of its bytes.
+    """
+    seat = sit_down(SoloControl(), storage, Place(), write=True)
+    state = drive(catch_up(), seat.storage)
+    if not _savers(name, state):
+        return False
+    with contextlib.ExitStack() as stack:
+        holder = state.generation
+        # One that somebody else has entered is theirs to move, name by name: two that do so under one
+        # generation would take a successor's plain names. A fence takes the other's trash away.
+        half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
+        if half or not (holder == GENESIS or state.released):
+            run = stack.enter_context(claim(seat))
+            seat, holder = run.seat, run.generation
+            state = drive(catch_up(), seat.storage)
+        else:
+            drive(make_trash(holder, seat.caps), seat.storage)
+        for seal in _savers(name, state):
+            state = _delete(seal, seat, holder, state)
+    return True
+
+
+def make_trash(holder: Generation, caps: Capabilities) -> Program[None]:
+    """The trash of a generation that nobody holds. Before the entry: a fence that comes after that
+    takes this directory away, and one that comes before refuses it.
+    """
+    if caps.shape is Shape.FILESYSTEM:
+        yield MakeDir(trash_of(holder))
+
+
+def remove_save(
+    seal: Seal, means: Means, holder: Generation, state: LogState
+) -> Program[tuple[Refusal | Erasure, LogState]]:
+    """Enter the delete of a save unless that was done, and remove its bytes. A Refusal: FENCED, or
+    NOTHING where it may not go; nothing was done then.
+    """
+    known = state if means.caps.exclusive_create else None
+    if not state.save(seal.save_id).deleted:
+        done = yield from retire(
+            seal, means, holder, known, reason="removed", going=(seal.save_id,)
+        )
+        state = done.state
+        if isinstance(done, Refused):
+            if not state.save(seal.save_id).deleted:
+                return done.reason, state
+            return Erasure.LATER, state  # another was first: its bytes are that one's to move
+        known = state if means.caps.exclusive_create else None
+    return (yield from erase(seal.save_id, means, holder, known, again=True))
+
+
+def _delete(seal: Seal, seat: Seat, holder: Generation, state: LogState) -> LogState:
+    world, where = seat.control.world, seat.storage.uri(seal.name)
+    stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
+    means = Means(seat.placement.mine.id, seat.caps, fresh_ids(), stamp)
+    what, state = drive(remove_save(seal, means, holder, state), seat.storage)
+    seat.touch_log_later()
+    match what:
+        case Refusal.FENCED | Erasure.FENCED:
+            raise FencedError(
+                f"the run has a new owner, {seal.name} is theirs to remove",
+                uri=where,
+                hint="look whether it is still there",
+            )
+        case Refusal():
+            raise StateError(
+                f"{seal.name} may not be deleted: it is pinned, or other checkpoints use its files",
+                uri=where,
+                hint="unpin it, or delete those first",
+            )
+        case Erasure.LATER:
+            raise StorageError(
+                f"{seal.name} is deleted, but its bytes could not be removed",
+                uri=where,
+                hint="remove it again, or prepare_run() the run",
+            )
+    return state

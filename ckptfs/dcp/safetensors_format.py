@@ -1,0 +1,227 @@
+"""The safetensors format, and the index of a checkpoint in several of its files. Pure.
+
+    model.safetensors              | 8 bytes: n | n bytes of JSON | tensors, one after another |
+    model.safetensors.index.json   {"metadata": {"total_size": N}, "weight_map": {key: file name}}
+
+JSON: key -> {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, and "__metadata__", text
+to text. ``encode_header`` puts wide dtypes first, so that every tensor is aligned, as the format's own
+library does. Decoders believe nothing: what lies outside the file, overlaps, leaves holes, or has
+another size than its shape says is a ManifestError before a byte of data is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from ckptfs.errors import IntegrityError, ManifestError
+
+__all__ = [
+    "INDEX",
+    "SUFFIX",
+    "Entry",
+    "Header",
+    "decode_header",
+    "decode_index",
+    "dtype_name",
+    "dtype_of",
+    "encode_header",
+    "encode_index",
+    "header_size",
+]
+
+INDEX = "model.safetensors.index.json"
+SUFFIX = ".safetensors"
+LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the format's own library
+_ALIGNMENT = 8
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file. start: of its bytes, counted from the beginning of the file."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says of itself. size_bytes: of length and JSON; the data begins there."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+    size_bytes: int
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """The format's name of a dtype, None where it has none."""
+    return _NAMES.get(dtype)
+
+
+def dtype_of(name: object) -> torch.dtype | None:
+    """The dtype of a name, None where torch has none."""
+    return _DTYPES.get(name) if isinstance(name, str) else None
+
+
+def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
+    """The first bytes of a file, and the entries in the order in which their data has to follow."""
+    described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
+    at = 0
+    for entry in ordered:
+        described[entry.key] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.size_bytes],
+        }
+        at += entry.size_bytes
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    size = LENGTH.size + len(text)
+    placed, at = [], size
+    for entry in ordered:
+        placed.append(Entry(entry.key, entry.dtype, entry.shape, at))
+        at += entry.size_bytes
+    return LENGTH.pack(len(text)) + text, Header(tuple(placed), dict(metadata), size)
+
+
+def header_size(head: bytes | bytearray, file_size: int, where: object) -> int:
+    """Bytes of length and JSON, from the first 8 bytes of a file. IntegrityError, ManifestError."""
+    if file_size < LENGTH.size or len(head) < LENGTH.size:
+        raise _short(where, f"it has {file_size} bytes")
+    [length] = LENGTH.unpack_from(head)
+    if length > _MAX_HEADER_BYTES:
+        raise _foreign(where, f"a header of {length} bytes")
+    if LENGTH.size + length > file_size:
+        raise _short(where, f"it has {file_size} bytes, its header alone {length}")
+    return LENGTH.size + int(length)
+
+
+def decode_header(raw: bytes, file_size: int, where: object) -> Header:
+    """What the file at ``where`` says of itself; raw: its first ``header_size`` bytes."""
+    size = header_size(raw, file_size, where)
+    if len(raw) != size:
+        raise _short(where, f"{len(raw)} bytes of a header of {size} were read")
+    described = _json(raw[LENGTH.size :], where)
+    metadata = described.pop("__metadata__", None) or {}
+    if not _is_text_map(metadata):
+        raise _foreign(where, "__metadata__ is no map of text to text")
+    entries = sorted(
+        (_entry(key, fields, size, where) for key, fields in described.items()),
+        key=lambda entry: (entry.start, entry.size_bytes),
+    )
+    at = size
+    for entry in entries:
+        if entry.start != at:
+            raise _foreign(where, f"{entry.key!r} begins at {entry.start} and not at {at}")
+        at += entry.size_bytes
+    if at > file_size:
+        raise _short(where, f"it has {file_size} bytes, its tensors end at {at}")
+    if at < file_size:
+        raise _foreign(where, f"{file_size - at} bytes behind its tensors")
+    return Header(tuple(entries), metadata, size)
+
+
+def encode_index(files: Mapping[str, str], total_size_bytes: int) -> bytes:
+    """The index of several files. files: key -> file name."""
+    index = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(files)}
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def decode_index(raw: bytes, where: object) -> dict[str, str]:
+    """key -> file name. ManifestError; also for a name that leads out of the directory."""
+    found = _json(raw, where).get("weight_map")
+    if not _is_text_map(found):
+        raise _foreign(where, "weight_map is no map of keys to file names")
+    for name in set(found.values()):
+        if not name.endswith(SUFFIX) or "/" in name or "\\" in name or "\0" in name:
+            raise _foreign(where, f"{name!r} is no file of this directory")
+    return dict(found)
+
+
+def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
+    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+        raise _foreign(where, f"{key!r} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = dtype_of(fields["dtype"]), fields["shape"], fields["data_offsets"]
+    if dtype is None:
+        raise _foreign(where, f"{key!r} has dtype {fields['dtype']!r}, which torch has not")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:  # noqa: PLR2004
+        raise _foreign(where, f"{key!r} has shape {shape!r} and data_offsets {offsets!r}")
+    entry = Entry(key, dtype, tuple(shape), data_start + offsets[0])
+    if offsets[1] - offsets[0] != entry.size_bytes:
+        raise _foreign(
+            where, f"{key!r}, {fields['dtype']} {shape}, does not fill its data_offsets {offsets}"
+        )
+    return entry
+
+
+def _json(raw: bytes, where: object) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The last of two would win, silently.
+        if len({key for key, _ in pairs}) < len(pairs):
+            raise ValueError("a key is there twice")
+        return dict(pairs)
+
+    try:
+        found = json.loads(raw.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(where, f"it is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise _foreign(where, "it is no JSON object")
+    return found
+
+
+def _is_text_map(value: Any) -> TypeGuard[dict[str, str]]:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _are_sizes(value: Any) -> bool:
+    # bool is an int, and true is no length
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _foreign(where: object, why: str) -> ManifestError:
+    return ManifestError(
+        f"not a safetensors checkpoint: {why}", uri=str(where), hint="nothing was read from it"
+    )
+
+
+def _short(where: object, why: str) -> IntegrityError:
+    return IntegrityError(
+        f"the file is cut short: {why}", uri=str(where), hint="copy or export it again"
+    )

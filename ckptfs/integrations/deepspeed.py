@@ -1,0 +1,350 @@
+"""DeepSpeed: its checkpoint directories, committed whole at a URI.
+
+    engine, *_ = deepspeed.initialize(...)
+    store = CkptfsEngine("/scratch/ckpt", "s3://bucket/run", keep_latest=3, mode="async").attach(engine)
+    engine.load_checkpoint("/scratch/ckpt")        the newest committed one, on an empty machine too
+    engine.save_checkpoint("/scratch/ckpt")        whole at s3://bucket/run/global_step100, or not at all
+    store.close()
+
+    save     DeepSpeed writes below root; what a rank fails of waits until all ranks stand in commit
+    commit   all ranks hear of it, or the directory is published; then `latest` moves, there and here
+    load     fetches to root first; every rank gets the same checkpoint
+
+Files and names are DeepSpeed's own: its engine and zero_to_fp32 read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
+    CheckpointCommitInfo,
+    CheckpointEngine,
+)
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+import ckptfs
+from ckptfs.commit.looking import looking_at
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.errors import CkptfsError, CommitConflictError, StateError
+from ckptfs.events import SaveSkipped
+from ckptfs.manager.local_root import LocalRoot, is_lead
+from ckptfs.manager.naming import Template
+from ckptfs.manager.pointer import Pointer
+from ckptfs.topology.control import Control, open_control
+from ckptfs.uri import Uri
+
+__all__ = ["CkptfsEngine"]
+
+logger = logging.getLogger(__name__)
+
+_Stock = Callable[..., Any]  # what DeepSpeed's engine would do
+_POINTER = Pointer("latest")
+_READING = {"process_group", "timeout_s", "storage_options", "scope", "domain"}
+
+
+@dataclass(slots=True)
+class _Save:
+    """What DeepSpeed writes on one rank. refusal: why it cannot be committed, by all ranks' word."""
+
+    tag: str
+    error: Exception | None = None
+    files: int = 0
+    refusal: CkptfsError | None = None
+
+    def outcome(self) -> int:
+        """The number of files, or the failure."""
+        if self.error is not None:
+            raise self.error
+        return self.files
+
+
+class CkptfsEngine(CheckpointEngine):
+    """A DeepSpeed checkpoint engine whose checkpoints are commits at ``uri``. Every rank makes one, and
+    attaches it after ``deepspeed.initialize``.
+
+    root: the directory that ``save_checkpoint`` and ``load_checkpoint`` are called with, on each
+    node's own disk or shared; it holds the newest checkpoint and those on their way. Others are
+    DeepSpeed's business. name: template of the tags. All other options: as for
+    ``ckptfs.DirectoryManager``. metrics: set it before a save that keep_best is to judge.
+
+    Errors are the same on all ranks: CollectiveError for what a rank could not write, StateError for a
+    tag that the template does not make, CommitConflictError for one that is committed. Asynchronous:
+    what failed is raised by the next save, ``wait`` or ``close``. After a crash at any time exactly the
+    committed checkpoints are there, and ``latest`` names one of them.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        uri: Any,
+        *,
+        name: str = "global_step{N}",
+        mode: Literal["sync", "async"] = "sync",
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.name = "CkptfsEngine"
+        self.uri = uri
+        self.manager = ckptfs.DirectoryManager(
+            uri, name=name, mode=mode, pointer=_POINTER, **options
+        )
+        self.metrics: Mapping[str, float] | None = None
+        self._root = LocalRoot(root, _POINTER.file)
+        self._names = Template(name)
+        self._options = options
+        self._files: CheckpointEngine = TorchCheckpointEngine()
+        self._is_universal: Callable[[], bool] = bool
+        self._control: Control | None = None
+        self._save: _Save | None = None
+        self._early: Exception | None = None
+        self._extra: dict[str, object] = {}
+        self._going: dict[str, PendingSave] = {}
+
+    def attach(self, engine: Any) -> Self:
+        """Local. Make an engine save and load through this one; returns self.
+
+        Setting ``engine.checkpoint_engine`` alone would do without three things: a load that fetches
+        first, an exception of one rank that comes to all, a local ``latest`` that is never empty.
+        """
+        if engine.checkpoint_engine.is_decoupled():
+            raise StateError(
+                "DeepSpeed's own decoupled writer is configured",
+                hint='remove it from the configuration: mode="async" here takes its place',
+            )
+        self._files = engine.checkpoint_engine
+        engine.checkpoint_engine = self
+        engine.save_checkpoint = functools.partial(self._save_checkpoint, engine.save_checkpoint)
+        engine.load_checkpoint = functools.partial(self._load_checkpoint, engine.load_checkpoint)
+        self._is_universal = engine.load_universal_checkpoint
+        return self
+
+    def save_object(self, name: str, obj: object) -> None:
+        """Local. Put an object beside DeepSpeed's files in the next checkpoint, by ``torch.save``; one
+        rank calls it. ``ckptfs.load_object(checkpoint.uri / name)`` reads it from any process.
+        """
+        self._extra[name] = obj
+
+    # -- DeepSpeed's calls ------------------------------------------------------------------
+
+    def create(self, info: CheckpointCommitInfo) -> None:
+        """Collective. A checkpoint begins: the same on all ranks, in a directory without old files."""
+        if not self._root.is_at(info.save_dir):
+            self._files.create(info)
+            return
+        save, self._early = _Save(str(info.tag), self._early), None
+
+        def told() -> str:
+            self._land()
+            save.outcome()
+            return save.tag
+
+        save.refusal = self._ranks.step("begin a checkpoint", told, self._refusal)
+        if save.refusal is None:
+            self._root.on_nodes(self._ranks, "make room", lambda: self._root.make_room(save.tag))
+        self._save = save
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002 - its own
+        """DeepSpeed logs what this raises and goes on, or raises on one rank before a barrier: here it
+        waits for the next step that all ranks take.
+        """
+        make = functools.partial(self._files.makedirs, path, exist_ok=exist_ok)
+        if self._save is not None or not self._root.is_at(path):
+            self._write(path, make)
+            return
+        try:
+            make()
+        except OSError as error:
+            self._early = error
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file. A failure is raised on all ranks, when they commit."""
+        self._write(path, lambda: self._files.save(state_dict, path), files=1)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Read one file. It is unpickled: load only what you wrote."""
+        return self._files.load(path, map_location=map_location)
+
+    def commit(self, info: CheckpointCommitInfo) -> bool:
+        """Collective. Every rank has written, or failed: publish the directory, or raise everywhere."""
+        save, extra = self._save, self._extra
+        if save is None:
+            return bool(self._files.commit(info))
+        for name, obj in extra.items():
+            path = os.path.join(self._root.folder(save.tag), name)
+            self._write(path, functools.partial(torch.save, obj, path), files=1)
+        self._save, self._extra = None, {}
+        self._end(save)
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """As the engine that writes the files."""
+        return bool(self._files.is_data_parallel_writer(dp_rank))
+
+    def preserves_storage_sharing(self) -> bool:
+        """As the engine that writes the files."""
+        return bool(self._files.preserves_storage_sharing())
+
+    def is_decoupled(self) -> bool:
+        """False: DeepSpeed calls ``commit`` when all files are written."""
+        return False
+
+    # -- saving -----------------------------------------------------------------------------
+
+    def _save_checkpoint(
+        self,
+        stock: _Stock,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,  # noqa: FBT001, FBT002 - DeepSpeed's signature
+        **options: Any,
+    ) -> Any:
+        if not self._root.is_at(save_dir):
+            logger.warning("%s is not %s: saved by DeepSpeed alone", save_dir, self._root.path)
+            return stock(save_dir, tag, client_state or {}, save_latest, **options)
+        try:
+            # DeepSpeed would truncate `latest` to write it: nobody but us moves it.
+            return stock(save_dir, tag, client_state or {}, save_latest=False, **options)
+        except Exception as error:
+            save, self._save = self._save, None
+            if save is not None:  # this rank did not come to its commit, where the others wait
+                save.error = save.error or error
+                self._end(save)
+            raise
+
+    def _refusal(self, tags: Sequence[str]) -> CkptfsError | None:
+        """Why this tag cannot be committed. A value: save_16bit_model has a tag and writes nothing to it."""
+        if len(set(tags)) > 1:
+            raise StateError(f"ranks save different tags: {', '.join(sorted(set(tags)))}")
+        step = self._names.step_of(tags[0])
+        if step is None:
+            return StateError(
+                f"tag {tags[0]!r} is not made by the template {self._names.text!r}",
+                hint='leave the tag to DeepSpeed, or make the engine with name="..."',
+            )
+        if tags[0] in self._going or step in self.manager.steps:
+            return CommitConflictError(
+                f"{tags[0]} is committed already, or on its way",
+                uri=Uri.parse(self.uri) / tags[0],
+                hint="files with fixed names never overwrite: go on in another run, or delete it",
+            )
+        return None
+
+    def _write(self, path: str, act: Callable[[], object], *, files: int = 0) -> None:
+        save = self._save
+        if save is None:
+            act()
+            return
+        below = self._root.holds(save.tag, path)
+        save.files += files if below else 0
+        if save.error is None and not (below and save.refusal):
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised on all ranks by commit
+                save.error = error
+
+    def _end(self, save: _Save) -> None:
+        """Collective. What a save comes to: nothing where no rank wrote, a failure, or a commit."""
+
+        def decide(files: Sequence[int]) -> bool:
+            if any(files) and save.refusal is not None:
+                raise save.refusal
+            return any(files)
+
+        wrote = self._ranks.step(f"end of {save.tag}", save.outcome, decide)
+        step = self._names.step_of(save.tag)
+        if not wrote or step is None:
+            return
+        metrics, self.metrics = self.metrics, None
+        saved = self.manager.save(step, self._root.folder(save.tag), metrics)
+        if isinstance(saved, PendingSave):
+            self._going[save.tag] = saved
+        elif not isinstance(saved, SaveSkipped):
+            self._root.on_nodes(self._ranks, "keep it", lambda: self._root.keep(save.tag))
+
+    def _land(self) -> None:
+        """Local. What is committed by now, as far as this rank knows, is the newest at root."""
+        done = [tag for tag, save in self._going.items() if save.done()]
+        whole = [tag for tag in done if self._going.pop(tag).committed.exception() is None]
+        if whole and is_lead(self._ranks):
+            self._root.keep(whole[-1], *self._going)
+
+    # -- loading ----------------------------------------------------------------------------
+
+    def _load_checkpoint(
+        self, stock: _Stock, load_dir: str, tag: str | None = None, *args: Any, **options: Any
+    ) -> Any:
+        if self._root.is_at(load_dir) and not self._is_universal():
+            tag = self.fetch(tag) or tag
+            if tag is None:  # DeepSpeed reads what `latest` at root names, of whatever run
+                self._root.on_nodes(self._ranks, "nothing yet", self._root.refuse_leftovers)
+        return stock(load_dir, tag, *args, **options)
+
+    def fetch(self, tag: str | None = None) -> str | None:
+        """Collective, read-only at the URI. Bring the newest committed checkpoint, or that of ``tag``, to
+        root on every node, digests verified; returns its tag; None: nothing was ever saved. What stock
+        wrote is found by its ``latest``. NotFoundError, IncompleteCheckpointError, IntegrityError.
+        """
+        self.wait()
+        step = None if tag is None else self._names.step_of(tag)
+
+        def look() -> tuple[list[int], str | None]:
+            if self._ranks.rank != 0:
+                return [], None
+            with looking_at(self.uri, self._options.get("storage_options")) as there:
+                return self.manager.steps, _POINTER.read(there.storage)
+
+        def open_there(stack: contextlib.ExitStack, into: str) -> str | None:
+            steps, pointed = self._ranks.step("look", look)[0]
+            stock = (None if steps else pointed) if tag is None else tag
+            if stock is None or step in steps:
+                opened = stack.enter_context(self.manager.reading(step, into=into))
+                return None if opened is None else opened.uri.name
+            asked = {name: self._options[name] for name in _READING & self._options.keys()}
+            target = Uri.parse(self.uri) / stock
+            stack.enter_context(ckptfs.checkpoint_dir(target, "read", into=into, **asked))
+            return stock
+
+        return self._root.bring(self._ranks, open_there, newest=tag is None)
+
+    # -- the end ----------------------------------------------------------------------------
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Collective. Return when every save so far is committed; raise what one failed of."""
+        self.manager.wait(timeout_s)
+        self._ranks.step("keep the newest", self._land)
+
+    def close(self) -> None:
+        """Collective. Finish what is on its way and release the run. Raises what failed, after that."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """As ``close``; after an exception of the block nothing is asked of other ranks."""
+        try:
+            if exc[1] is None and self._control is not None:
+                self.wait()
+        finally:
+            leave: Any = self.manager.__exit__
+            leave(*exc)
+            if self._control is not None:
+                self._control.close()
+                self._control = None
+
+    @property
+    def _ranks(self) -> Control:
+        """Collective at its first use."""
+        if self._control is None:
+            among, timeout_s = map(self._options.get, ("process_group", "timeout_s"))
+            self._control = open_control(None, among, timeout_s)
+        return self._control

@@ -1,0 +1,296 @@
+"""fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: whoever speaks fsspec gets our commit.
+
+    dcp.save(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     nothing to import
+    dcp.load(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     or bare s3://, or ckptfs.load
+
+    *.distcp  .metadata.tmp      arrive in an attempt, invisible, from every rank's own process
+    mv .metadata.tmp .metadata   the commit: all that it refers to is there, or nothing is visible
+    rm .metadata                 of a committed step: put off until that commit, which replaces it
+    rm step_100, recursive       deletes the checkpoint: entry first, bytes later
+    any other file               plain, whole or not at all when it is closed
+    .ckptfs/, attempts           never listed
+
+Entry points register the names, so a spawned process knows them too. Second choice, for programs that
+insist on a chain: ``ckptfs::s3://bucket/run/step_100``. The work is done by ``dcp.arrivals``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any
+
+from ckptfs.commit.arriving import on_the_way
+from ckptfs.commit.deleting import delete_checkpoint, holds
+from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX
+from ckptfs.commit.looking import unprojected
+from ckptfs.dcp.arrivals import SAVE_ID, Arrivals, arrives
+from ckptfs.errors import NotFoundError, UnsupportedError
+from ckptfs.storage.bare import options_for_storage, told
+from ckptfs.storage.base import DataWriter
+from ckptfs.storage.stream import DurableWriter, HeldWriter
+from ckptfs.storage.whole import WholeFileSystem
+from ckptfs.uri import Uri
+
+try:
+    from fsspec.implementations.chained import ChainedFileSystem
+except ImportError:  # fsspec < 2025.5 knows chains by their names
+    from fsspec import AbstractFileSystem as ChainedFileSystem
+
+_MAGIC = re.compile(r"[*?\[]")
+
+
+class CheckpointFileSystem(WholeFileSystem):
+    """One kind of place through ckptfs; a subclass for each protocol stands below."""
+
+    def _forked(self) -> None:
+        super()._forked()
+        self._arrivals_here = Arrivals(self._storage)
+
+    @property
+    def _arrivals(self) -> Arrivals:
+        self._check_fork()
+        return self._arrivals_here
+
+    # -- files that arrive, and plain ones ---------------------------------------------------
+
+    def _writing(self, path: str, uri: Uri) -> DataWriter:
+        if uri.name == METADATA:
+            return HeldWriter(lambda data: self._put_metadata(path, uri, data))
+        if arrives(uri):
+            return self._arrivals.open_write(uri.parent, uri.name)
+        return super()._writing(path, uri)
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        try:
+            return super()._open(path, mode, **kwargs)
+        except FileNotFoundError:
+            if mode != "rb":
+                raise
+            return super()._open(self._elsewhere(path), mode, **kwargs)
+
+    def cat_file(
+        self, path: Any, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        """Bytes of a file, or a part of them."""
+        try:
+            return super().cat_file(path, start, end, **kwargs)
+        except FileNotFoundError:
+            return super().cat_file(self._elsewhere(self._path(path)), start, end, **kwargs)
+
+    def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
+        """Download one file; of a directory, make it."""
+        try:
+            super().get_file(rpath, lpath, **kwargs)
+        except FileNotFoundError:
+            super().get_file(self._elsewhere(self._path(rpath)), lpath, **kwargs)
+
+    def _elsewhere(self, path: str) -> str:
+        """Where a file of a committed checkpoint lies that was not projected: its committer died. Then
+        it is in the attempt, as for ckptfs's own readers. NotFoundError: it is nowhere.
+        """
+        uri = self._uri(path)
+        deep = bool(SAVE_ID.fullmatch(uri.parent.name))
+        step = uri.parent.parent if deep else uri.parent
+        if step.name and (deep or uri.name in (METADATA, MANIFEST)) and self._is_run(step.parent):
+            options = options_for_storage(self._protocol, self._options)
+            inside = f"{uri.parent.name}/{uri.name}" if deep else uri.name
+            place = unprojected(step, inside, options)
+            if place is not None:
+                found: str = self._strip_protocol(place.full)
+                return found
+        raise NotFoundError("no such file", uri=uri)
+
+    def _is_run(self, uri: Uri) -> bool:
+        run: str = self._strip_protocol(uri.full)
+        return bool(self._bare.exists(f"{run.rstrip('/')}/{CONTROL}"))
+
+    def _put_metadata(self, path: str, uri: Uri, data: bytes) -> None:
+        if not self._arrivals.put_metadata(uri.parent, data):
+            with DurableWriter(*self._place(path)) as plain:
+                plain.write(data)
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
+        """As ``mkdir``, with its parents. A save by torch begins with it, on every rank."""
+        self._arrivals.begin()
+        super().makedirs(path, exist_ok)
+
+    def rm_file(self, path: Any) -> None:
+        """Remove one file; ``.metadata`` of a checkpoint stays until the next one is moved over it."""
+        path = self._path(path)
+        uri = self._uri(path)
+        if uri.name == METADATA and self.exists(path):
+            self._arrivals.replace(uri.parent)
+        elif arrives(uri) and not self._bare.exists(path):
+            self._arrivals.remove(uri.parent, uri.name)
+        else:
+            self._bare.rm_file(path)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT001, FBT002
+        """Remove files; recursive: directories too. A committed checkpoint is deleted as a whole."""
+        names = path if isinstance(path, list | tuple | set) else [path]
+        for one in [found for name in names for found in self._matching(self._path(name))]:
+            waits = arrives(self._uri(one))
+            if waits or self.info(one)["type"] != "directory":
+                self.rm_file(one)
+            elif not recursive:
+                raise IsADirectoryError(f"{one} is a directory: pass recursive=True")
+            elif maxdepth is not None:
+                super().rm(one, recursive=True, maxdepth=maxdepth)
+            else:
+                self._rm_dir(one)
+
+    def _matching(self, path: str) -> list[str]:
+        return list(self.glob(path)) if _MAGIC.search(path) and not self.exists(path) else [path]
+
+    def _rm_dir(self, path: str) -> None:
+        uri = self._uri(path)
+        todo: list[tuple[Uri, str | None]] = [(uri, None)]
+        if SAVE_ID.fullmatch(uri.name):
+            # A program that empties a step name by name: without its data nothing is left of it.
+            todo.append((uri.parent, uri.name))
+        for step, save_id in todo:
+            if self._is_committed(step, save_id):
+                with contextlib.closing(self._storage(step.parent)) as storage:
+                    delete_checkpoint(storage, step.name)
+        self._bare.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            self._bare.rm(path, recursive=True)
+
+    def _is_committed(self, step: Uri, save_id: str | None = None) -> bool:
+        """Whether the log of a run holds this name, as that save. Read-only."""
+        if not step.name or not self._is_run(step.parent):
+            return False
+        return holds(step, options_for_storage(self._protocol, self._options), save_id)
+
+    def mv(self, path1: Any, path2: Any, **kwargs: Any) -> None:
+        """Rename. Onto ``.metadata`` it is the commit of all files that arrived beside it."""
+        source, target = self._path(path1), self._path(path2)
+        uri = self._uri(source)
+        if arrives(uri) and not self._bare.exists(source):
+            if self._uri(target) != uri.parent / METADATA:
+                raise UnsupportedError("it waits for a commit and cannot be moved", uri=uri)
+            self._arrivals.commit(uri.parent, uri.name)
+            self._bare.invalidate_cache()
+        elif self._is_committed(uri):
+            raise UnsupportedError(
+                "a committed checkpoint keeps its name", uri=uri, hint="save it under the other one"
+            )
+        elif self._is_bucket:
+            self._bare.mv(source, target, **{"recursive": True, **kwargs})
+        else:
+            self._bare.mv(source, target)
+
+    # -- what is there ----------------------------------------------------------------------
+
+    def ls(self, path: Any, detail: bool = True, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
+        """What lies directly there, without what is ckptfs's own or not committed yet."""
+        path = self._path(path)
+        with told("list", self._uri(path)):
+            infos = self._bare.ls(path, detail=True, **kwargs)
+        named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in infos]
+        seen = [
+            (name, info)
+            for name, info in named
+            if name != CONTROL and not name.startswith(PARTIAL_PREFIX)
+        ]
+        if self._is_bucket:
+            is_run = any(name == CONTROL for name, _ in named)
+            seen = self._committed(path, seen, is_run=is_run)
+            if infos and not seen and not is_run:
+                raise NotFoundError("nothing is committed there", uri=self._uri(path))
+        return [info if detail else info["name"] for _, info in seen]
+
+    def _committed(
+        self, path: str, seen: list[tuple[str, Any]], *, is_run: bool
+    ) -> list[tuple[str, Any]]:
+        """Object stores: the data of an attempt have their final keys, in the step, from the start."""
+        waiting: set[str] = set()
+        if any(SAVE_ID.fullmatch(name) for name, _ in seen):
+            waiting = set(on_the_way(self._storage(self._uri(path).parent)))
+        elif is_run:
+            names = on_the_way(self._storage(self._uri(path))).values()
+            waiting = {name for name in names if not self.isdir(f"{path}/{name}")}
+        return [(name, info) for name, info in seen if name not in waiting]
+
+    def info(self, path: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of a file or directory that is there: committed, or plain."""
+        path = self._path(path)
+        with told("stat", self._uri(path)):
+            try:
+                found: dict[str, Any] = self._bare.info(path, **kwargs)
+            except FileNotFoundError:
+                found = {**self._bare.info(self._elsewhere(path), **kwargs), "name": path}
+        if self._is_bucket and found["type"] == "directory" and "/" in path:
+            self.ls(path)  # NotFoundError where only an attempt is there
+        return found
+
+
+class ChainedCheckpoints(CheckpointFileSystem, ChainedFileSystem):
+    """``ckptfs::s3://...``, and what fsspec makes of it."""
+
+    protocol = "ckptfs"
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The chained URL."""
+        return f"ckptfs::{self._protocol}://{self._path(name)}"
+
+
+class FileCheckpoints(CheckpointFileSystem):
+    """``ckptfs+file:///path``."""
+
+    protocol, target, root_marker = "ckptfs+file", "file", "/"
+
+
+class S3Checkpoints(CheckpointFileSystem):
+    """``ckptfs+s3://``."""
+
+    protocol, target = "ckptfs+s3", "s3"
+
+
+class GSCheckpoints(CheckpointFileSystem):
+    """``ckptfs+gs://``."""
+
+    protocol, target = "ckptfs+gs", "gs"
+
+
+class GCSCheckpoints(CheckpointFileSystem):
+    """``ckptfs+gcs://``."""
+
+    protocol, target = "ckptfs+gcs", "gcs"
+
+
+class AZCheckpoints(CheckpointFileSystem):
+    """``ckptfs+az://``."""
+
+    protocol, target = "ckptfs+az", "az"
+
+
+class ABFSCheckpoints(CheckpointFileSystem):
+    """``ckptfs+abfs://``."""
+
+    protocol, target = "ckptfs+abfs", "abfs"
+
+
+class ABFSSCheckpoints(CheckpointFileSystem):
+    """``ckptfs+abfss://``."""
+
+    protocol, target = "ckptfs+abfss", "abfss"
+
+
+class ADLCheckpoints(CheckpointFileSystem):
+    """``ckptfs+adl://``."""
+
+    protocol, target = "ckptfs+adl", "adl"
+
+
+class HDFSCheckpoints(CheckpointFileSystem):
+    """``ckptfs+hdfs://``."""
+
+    protocol, target = "ckptfs+hdfs", "hdfs"
+
+
+class MemoryCheckpoints(CheckpointFileSystem):
+    """``ckptfs+memory://name/path``: ckptfs's memory, which ``ckptfs.load("memory://...")`` reads."""
+
+    protocol, target = "ckptfs+memory", "memory"

@@ -1,0 +1,146 @@
+"""Lightning: checkpoints of one file at any URI, written whole or not at all.
+
+    Trainer(plugins=[CkptfsIO()], callbacks=[ModelCheckpoint("s3://bucket/run")])
+    Trainer(strategy=CkptfsDDPStrategy(checkpoint_io=CkptfsIO("async")))      errors on every rank
+
+    last_checkpoint("s3://bucket/run") -> ckpt_path, or None where nothing was ever saved
+
+Which files may be removed, and when, is decided by ``ckptfs.manager.object_files``. Strategies that
+shard the model (FSDP, ModelParallel) are in ``ckptfs.integrations.lightning_strategies``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+
+from ckptfs.api import latest
+from ckptfs.errors import NotFoundError, StateError
+from ckptfs.manager.object_files import ObjectFiles, written_before
+from ckptfs.storage.listings import forget_listing
+from ckptfs.storage.registry import open_storage
+from ckptfs.topology.relay import from_rank_zero
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["CkptfsDDPStrategy", "CkptfsIO", "last_checkpoint"]
+
+SaveMode = Literal["sync", "async"]
+Options = Mapping[str, Any] | None
+
+
+class CkptfsIO(CheckpointIO):
+    """Single-file checkpoints at any URI, each whole or not at all: ``Trainer(plugins=[CkptfsIO()])``.
+
+    mode: "async" returns when the checkpoint is pickled in host memory, and writes it in the
+    background; at most ``max_in_flight`` at once. What a save fails of is raised by the next save, or
+    at the end of ``fit``. A checkpoint is removed when the one that replaces it is committed, and only
+    if this run wrote it; what the run was resumed from stays. Fabric ends no plugin: call
+    ``teardown`` when the training is done. storage_options: as in fsspec.
+    """
+
+    def __init__(
+        self, mode: SaveMode = "sync", *, storage_options: Options = None, max_in_flight: int = 2
+    ) -> None:
+        self._files = ObjectFiles(
+            mode=mode,
+            max_in_flight=max_in_flight,
+            storage_options=storage_options,
+            changed=forget_listing,  # Lightning asks fsspec which names are free
+        )
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Options = None
+    ) -> None:
+        """Called on rank 0. Errors are the storage's; the old file stays then."""
+        self._files.save(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: Any = None
+    ) -> dict[str, Any]:
+        """Called on every rank. NotFoundError (a FileNotFoundError), IntegrityError."""
+        where = "cpu" if map_location is None else map_location
+        loaded: dict[str, Any] = self._files.load(
+            path, map_location=where, weights_only=weights_only
+        )
+        self._files.adopt(written_before(loaded))
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Called on rank 0. Not before the save that replaces it is committed."""
+        self._files.remove(path)
+
+    def teardown(self) -> None:
+        """Wait for what is on its way; raise what failed."""
+        self._files.close()
+
+
+def last_checkpoint(
+    dirpath: Any, name: str = "last", *, storage_options: Options = None
+) -> str | None:
+    """What to resume from in a ModelCheckpoint's directory: ``fit(ckpt_path=last_checkpoint(uri))``.
+
+    The last committed sharded checkpoint, else ``last.ckpt`` or its highest version. None only where
+    nothing was ever saved: ``ckpt_path="last"`` begins anew where the directory is remote. Local: every
+    rank may call it. NotFoundError: there are checkpoints, and none is called so. StateError: there are
+    both sharded ones and files.
+    """
+    root, options = Uri.parse(dirpath), {**options_of(dirpath), **(storage_options or {})}
+    sharded = latest(root, storage_options=options)
+    storage = open_storage(root, options)
+    try:
+        names = [entry.name for entry in storage.list("") if not entry.is_dir]
+    except NotFoundError:
+        return None
+    finally:
+        storage.close()
+    files = [file for file in names if file.endswith(".ckpt")]
+    if sharded is not None and files:
+        raise StateError(
+            f"there are sharded checkpoints, and {len(files)} of one file: which is the last is not told",
+            uri=root,
+            hint="pass one of them as ckpt_path",
+        )
+    if sharded is not None:
+        return _as_path(sharded.uri)
+    versions = {
+        int(found[1] or 0): file
+        for file in files
+        if (found := re.fullmatch(rf"{re.escape(name)}(?:-v(\d+))?\.ckpt", file))
+    }
+    if versions:
+        return _as_path(root / versions[max(versions)])
+    if files:
+        raise NotFoundError(
+            f"there are {len(files)} checkpoints, and no {name}.ckpt",
+            uri=root,
+            hint="ModelCheckpoint(save_last=True) writes one; or pass a file as ckpt_path",
+        )
+    return None
+
+
+def _as_path(uri: Uri) -> str:
+    """Lightning compares paths as ``Path``, which no ``file://`` survives."""
+    return uri.local_path if uri.is_local else uri.full
+
+
+class CkptfsDDPStrategy(DDPStrategy):
+    """DDP in which every rank raises what rank 0 could not save, instead of waiting for rank 0.
+
+    Arguments are DDPStrategy's; pass ``checkpoint_io=CkptfsIO(...)``.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Collective. The error of rank 0 as it is there, as a CollectiveError elsewhere."""
+
+        def act() -> None:
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
+            )
+
+        from_rank_zero(self.global_rank, self.broadcast, act)

@@ -1,0 +1,346 @@
+"""Ray Train (2.60, V2): checkpoints that are committed before Ray hears of them.
+
+    def train(config):                                             # on every worker
+        with RayCheckpoints(mode="async") as checkpoints:
+            restored = checkpoints.restore(state)                  # the newest that was committed
+            for step in range(0 if restored is None else restored.step, steps):
+                ...
+                checkpoints.report({"loss": loss}, state, step + 1)
+
+    TorchTrainer(train, run_config=RunConfig(**storage("s3://bucket/runs"), name="run"))
+
+    RayCheckpoints     a state: tensors, sharded or not, and whatever has a state_dict
+    RayDirectories     a directory that a framework wrote
+    storage            where Ray writes: every file of it whole or not there at all
+
+    Ray          restarts workers, names the experiment, decides what stays (``CheckpointConfig``)
+    ckptfs       writes from all workers into the experiment's directory, commits, deletes, restores
+
+A run is Ray's experiment directory. mode="sync" commits and then reports with NO_UPLOAD; "async" goes
+on training, and reports (ASYNC, by ``checkpoint_upload_fn``) what was committed in the background.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import fsspec
+import ray
+import ray.train
+from pyarrow.fs import FSSpecHandler, PyFileSystem
+from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
+from ray.train.collective import broadcast_from_rank_zero
+
+from ckptfs.commit.entries import GENESIS
+from ckptfs.commit.layout import MANIFEST
+from ckptfs.commit.looking import looking_at
+from ckptfs.commit.protocol import catalog
+from ckptfs.dcp.api import load
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.errors import NotFoundError, StateError
+from ckptfs.events import Restored, SaveResult, SaveSkipped
+from ckptfs.manager.directories import DirectoryManager, OpenedDirectory
+from ckptfs.manager.manager import CheckpointManager
+from ckptfs.manager.naming import Template
+from ckptfs.topology.relay import from_rank_zero
+from ckptfs.uri import Uri
+
+__all__ = ["RayCheckpoints", "RayDirectories", "experiment_uri", "storage"]
+
+logger = logging.getLogger(__name__)
+
+# What pyarrow calls its own filesystems, and their URIs.
+_SCHEMES = {"local": "file://", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
+_KEEPS = ("keep_latest", "keep_every", "keep_best")
+_HEARD_S = 30.0  # how long the end of a job waits for Ray to have heard of its last checkpoint
+
+T = TypeVar("T")
+ManagerT = TypeVar("ManagerT", CheckpointManager, DirectoryManager)
+
+
+def storage(uri: Any, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``RunConfig(**storage("s3://bucket/runs"))``: Ray's own files go through ckptfs too.
+
+    As storage_path="fsspec+ckptfs+s3://bucket/runs", with options for the client, and checkpoints
+    that Ray lets go are left to the workers, which hold the run and delete by its log.
+    """
+    text = f"ckptfs+{Uri.parse(uri).full}"
+    files, path = fsspec.core.url_to_fs(text, **(storage_options or {}))
+    return {"storage_path": path, "storage_filesystem": PyFileSystem(_LogFirst(files))}
+
+
+class _LogFirst(FSSpecHandler):
+    """Ray's deletes, by its controller: of a run that workers hold, only they remove checkpoints."""
+
+    def delete_dir(self, path: str) -> None:
+        if self.fs.exists(f"{path}/{MANIFEST}") and self._is_held(os.path.dirname(path)):
+            logger.debug("%s goes when its workers save again", path)
+            return
+        super().delete_dir(path)
+
+    def _is_held(self, run: str) -> bool:
+        with looking_at(self.fs.unstrip_protocol(run), self.fs.storage_options) as look:
+            return any(not (v.generation == GENESIS or v.released) for v in look.views.values())
+
+
+def experiment_uri() -> tuple[str, dict[str, Any]]:
+    """Ray's experiment directory as a URI, and its storage options. On a worker of Ray Train.
+
+    StateError: Ray writes to a filesystem whose URI is not known.
+    """
+    place = ray.train.get_context().get_storage()
+    files, path = place.storage_filesystem, place.experiment_fs_path
+    inner = getattr(getattr(files, "handler", None), "fs", None)
+    if inner is not None:  # an fsspec filesystem, handed to pyarrow
+        return inner.unstrip_protocol(path), dict(inner.storage_options)
+    if files.type_name not in _SCHEMES:
+        raise StateError(
+            f"which URI Ray's {files.type_name!r} filesystem has is not known",
+            hint="RunConfig(**ckptfs.integrations.ray.storage(uri)), or pass uri= here too",
+        )
+    return f"{_SCHEMES[files.type_name]}{path}", {}
+
+
+class _Reported(Generic[ManagerT]):
+    """What both kinds have in common: Ray hears of commits, and what Ray lets go is deleted."""
+
+    def __init__(
+        self,
+        make: type[ManagerT],
+        uri: str | None,
+        storage_options: Mapping[str, Any] | None,
+        options: dict[str, Any],
+    ) -> None:
+        for name in _KEEPS:
+            if options.get(name) is not None:
+                raise StateError(
+                    f"{name} is for Ray to say, which does not start again where a checkpoint that "
+                    "it lists is gone",
+                    hint="CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)",
+                )
+        where, known = experiment_uri() if uri is None else (uri, {})
+        self._uri, self._options = where, {**known, **(storage_options or {})}
+        _name_the_job()
+        self._template = Template(options.setdefault("name", "step_{N}"))
+        self.manager: ManagerT = make(where, storage_options=self._options, **options)
+
+    def _report(
+        self,
+        saved: SaveResult | PendingSave | SaveSkipped,
+        metrics: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Tell Ray, now or when it is committed."""
+        if isinstance(saved, SaveSkipped):
+            ray.train.report(dict(metrics))
+            return
+        checkpoint = _checkpoint(Uri.parse(saved.uri).name)
+        if isinstance(saved, SaveResult):
+            mode = CheckpointUploadMode.NO_UPLOAD
+            ray.train.report(dict(metrics), checkpoint, checkpoint_upload_mode=mode, **options)
+            return
+
+        def committed(given: Any, _name: str) -> Any:
+            saved.result()
+            return given
+
+        ray.train.report(
+            dict(metrics),
+            checkpoint,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=committed,
+            # Ray takes what it is given for a scratch copy, and this is the checkpoint itself.
+            delete_local_checkpoint_after_upload=False,
+            **options,
+        )
+
+    def _report_unheard(self, name: str) -> None:
+        """Collective. A worker died between the commit and its report: Ray hears of it now.
+
+        The same on all workers: the list is the controller's, and none has reported yet.
+        """
+        if name not in _listed(None):
+            logger.info("%s was committed and never reported: Ray hears of it now", name)
+            with looking_at(self._uri, self._options) as look:
+                seals = [live.seal for live in catalog(look.views)]
+            metrics = next((dict(seal.metrics) for seal in seals if seal.name == name), {})
+            mode = CheckpointUploadMode.NO_UPLOAD
+            ray.train.report(metrics, _checkpoint(name), checkpoint_upload_mode=mode)
+
+    def _follow(self, timeout_s: float) -> None:
+        """Collective. Delete what Ray let go, entry first."""
+
+        def going() -> list[int]:
+            steps = {self._template.step_of(name) for name in _listed(timeout_s)}
+            return let_go(self.manager.steps, steps)
+
+        for step in _from_rank_zero(going):
+            try:
+                self.manager.delete(step)
+            except (NotFoundError, StateError) as error:
+                # Gone already, or pinned by its user: no reason to stop training. Alike on all ranks.
+                logger.info("step %d is not deleted: %s", step, error)
+
+    def close(self) -> None:
+        """Collective. Finish what is on its way, let go what Ray lets go, release the run."""
+        try:
+            self.manager.wait()
+            self._follow(_HEARD_S)
+        finally:
+            self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.close()
+            return
+        self.manager.__exit__(exc_type, exc, tb)
+
+
+class RayCheckpoints(_Reported[CheckpointManager]):
+    """Saves, reports and restores the state of one experiment. Every worker makes one.
+
+    mode: "async" returns from ``report`` when the state is staged. uri, storage_options: how ckptfs
+    reaches the experiment's directory where Ray's filesystem does not tell. options: as for
+    ``CheckpointManager``, but for those that say what stays: that is Ray's ``CheckpointConfig``.
+
+    ``manager`` is the CheckpointManager: ``should_save``, listeners, weights and what else it has.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        uri: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(CheckpointManager, uri, storage_options, {**options, "mode": mode})
+
+    def report(self, metrics: Mapping[str, Any], state: Any, step: int, **options: Any) -> None:
+        """Collective. Save ``state`` as the checkpoint of ``step``, then ``ray.train.report`` it.
+
+        Ray hears of it once it is committed: what ``get_checkpoint`` names is whole. metrics: Ray's,
+        and its numbers go into ckptfs' log. options: for ``ray.train.report``, such as validation.
+        Errors are those of ``CheckpointManager.save``, on all workers, and nothing is reported then.
+        In async mode they also end the training function as Ray does it, before the next save.
+        """
+        self._follow(0.0)
+        self._report(self.manager.save(step, state, _numbers(metrics)), metrics, options)
+
+    def restore(self, state: Any, step: int | None = None, **options: Any) -> Restored | None:
+        """Collective. Restore the newest committed checkpoint, in place; None where there is none.
+
+        One that was committed and not reported, because its worker died in between, is the newest
+        all the same, and is reported now. step, options: as for ``CheckpointManager.restore``. Where
+        there is none by this manager's name=, the one that Ray names is loaded, if it is one of DCP.
+        """
+        named = None if step is not None else ray.train.get_checkpoint()
+        if named is not None and not self._has_steps():
+            uri = Uri.parse(self._uri) / os.path.basename(named.path)
+            result = load(state, uri, storage_options=self._options)
+            return Restored(str(uri), None, (), result.wall_s)  # a foreign name tells no step
+        restored = self.manager.restore(state, step, **options)
+        if restored is not None and step is None:
+            self._report_unheard(Uri.parse(restored.uri).name)
+        return restored
+
+    def _has_steps(self) -> bool:
+        """Collective. Whether anything was committed here that this manager would find."""
+        return _from_rank_zero(lambda: bool(self.manager.steps))
+
+
+class RayDirectories(_Reported[DirectoryManager]):
+    """The same for directories that a framework wrote. Every worker makes one.
+
+    options: as for ``DirectoryManager``, and as for ``RayCheckpoints``.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        uri: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(DirectoryManager, uri, storage_options, {**options, "mode": mode})
+
+    def report(
+        self,
+        metrics: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        step: int,
+        *,
+        consume: bool = True,
+        **options: Any,
+    ) -> None:
+        """Collective. Commit what all workers wrote below ``path``, then ``ray.train.report`` it.
+
+        path: local, on every worker, also where a worker wrote nothing into it. consume: it is removed
+        after the commit; until then it has to stay as it is. Else as ``RayCheckpoints.report``.
+        """
+        self._follow(0.0)
+        saved = self.manager.save(step, path, _numbers(metrics), consume=consume)
+        self._report(saved, metrics, options)
+
+    @contextlib.contextmanager
+    def restore(self, step: int | None = None) -> Iterator[OpenedDirectory | None]:
+        """Collective. A local path with the newest committed directory; None where there is none."""
+        with self.manager.reading(step) as opened:
+            if opened is not None and step is None:
+                self._report_unheard(opened.uri.name)
+            yield opened
+
+
+def let_go(committed: Sequence[int], listed: Collection[int | None]) -> list[int]:
+    """What Ray keeps no more: committed before the newest that it lists, and not listed.
+
+    committed: steps in commit order. What comes after that newest one, Ray has not heard of yet.
+    """
+    heard = [at for at, step in enumerate(committed) if step in listed]
+    older = committed[: heard[-1]] if heard else ()
+    return [step for step in older if step not in listed]
+
+
+def _from_rank_zero(act: Callable[[], T]) -> T:
+    """Collective. What rank 0 fails of, others do not wait for."""
+    rank = ray.train.get_context().get_world_rank()
+    return from_rank_zero(rank, broadcast_from_rank_zero, act)
+
+
+def _listed(timeout_s: float | None) -> list[str]:
+    """Names of the checkpoints that Ray keeps now; within the timeout, after all reports so far."""
+    mode = CheckpointConsistencyMode.COMMITTED
+    found = ray.train.get_all_reported_checkpoints(mode, timeout_s)
+    return [os.path.basename(one.checkpoint.path) for one in found]
+
+
+def _checkpoint(name: str) -> Any:
+    """Ray's value for a checkpoint of its experiment: on its own filesystem, or it refuses it."""
+    place = ray.train.get_context().get_storage()
+    path = f"{place.experiment_fs_path}/{name}"
+    return ray.train.Checkpoint(path, filesystem=place.storage_filesystem)
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {n: v for n, v in metrics.items() if isinstance(v, int | float)}
+
+
+def _name_the_job() -> None:
+    """Workers that Ray starts again are the same job, and need not wait for the lease of the dead."""
+    context = ray.get_runtime_context()
+    name = f"ray-{context.get_session_name()}-{context.get_job_id()}"
+    os.environ.setdefault("CKPTFS_JOB_ID", name)

@@ -1,0 +1,311 @@
+"""Transformers: the Trainer's own checkpoints, committed whole at a URI.
+
+    saves = CkptfsCallback("s3://bucket/run", keep_latest=3, mode="async")
+    trainer = Trainer(model, args, callbacks=[saves], ...)
+    trainer.train(resume_from_checkpoint=saves.resume(args))    the newest committed one, or None
+
+    save     the Trainer writes output_dir/checkpoint-N as ever, every node what it writes; then all
+             ranks publish it together, and the local directory goes
+    resume   a local path, the same checkpoint on all ranks, on a machine with an empty output_dir too
+    end      what is on its way is waited for, and what failed is raised
+
+Single calls of ``save_pretrained`` and ``from_pretrained`` need no callback, but a path:
+``with ckptfs.checkpoint_dir(uri) as path: model.save_pretrained(path)``.
+
+What to keep and how to commit is ``DirectoryManager``'s business, what lies in output_dir is
+``LocalRoot``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.errors import NotFoundError, StateError
+from ckptfs.events import SaveSkipped
+from ckptfs.manager.directories import DirectoryManager
+from ckptfs.manager.local_root import LocalRoot, is_lead
+from ckptfs.manager.retention import Best
+from ckptfs.topology.control import Control, open_control
+from ckptfs.uri import Uri
+
+__all__ = ["CkptfsCallback"]
+
+logger = logging.getLogger(__name__)
+
+
+class CkptfsCallback(TrainerCallback):
+    """Saves, retains and resumes a Trainer's checkpoints at ``uri``. Every rank makes one.
+
+    mode: "async" publishes in the background; local disks then hold max_in_flight + 1 checkpoints.
+    keep_latest, keep_every, keep_best, max_in_flight, if_slow, preempt_signals, every_s,
+    storage_options and all other options: as for ``ckptfs.DirectoryManager``. keep_best goes by what
+    the Trainer logs at the step of the save: ``Best("eval_loss")``; with load_best_model_at_end it is
+    the Trainer's own criterion unless told. final_save: save once more at the end of a training whose
+    last step was not saved. When to save is the Trainer's: save_strategy, save_steps.
+
+    save_total_limit must be None, save_on_each_node False, and output_dir a local path: StateError.
+    Errors are the same on all ranks. Asynchronous: what a save failed of is raised by the next one, or
+    at the end of training. After a crash at any time exactly the committed checkpoints are there.
+
+    step: the one that was saved last, or resumed from; None before.
+
+    Leave it with ``with`` where an exception of the training shall not cut off a save on its way.
+    """
+
+    def __init__(
+        self,
+        uri: Any,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        final_save: bool = True,
+        **options: Any,
+    ) -> None:
+        self.uri = uri
+        self._final_save = final_save
+        self._options = {"mode": mode, "name": PREFIX_CHECKPOINT_DIR + "-{N}", **options}
+        self._manager: DirectoryManager | None = None
+        self._control: Control | None = None
+        self._reading = contextlib.ExitStack()
+        self._going: dict[str, PendingSave] = {}
+        self.step: int | None = None
+
+    # -- resuming ---------------------------------------------------------------------------
+
+    def resume(self, args: TrainingArguments) -> str | None:
+        """Collective, read-only. A path for ``trainer.train(resume_from_checkpoint=...)``: the newest
+        committed checkpoint, None only where nothing was ever saved. output_dir is not looked at.
+
+        The path is good until training has read it. IncompleteCheckpointError, IntegrityError: it is
+        damaged; nothing older is taken unasked.
+        """
+        manager = self._open(args)
+        opened = self._reading.enter_context(manager.reading())
+        if opened is None:
+            return None
+        self.step = opened.step
+        return opened.path
+
+    # -- what the Trainer calls, on every rank ------------------------------------------------
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Refuse what would not work while nothing has been computed yet."""
+        self._check(args)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Collective. StateError: the run is further than this training, which was not resumed."""
+        if state.is_hyper_param_search:
+            raise StateError(
+                "a search over hyperparameters is many runs",
+                hint="give each trial a URI of its own",
+            )
+        manager, root = self._open(args), LocalRoot(args.output_dir)
+        best = _name(state.best_global_step)
+        root.on_nodes(self._ranks, "forget", lambda: root.forget(best))
+
+        def decide(_: object) -> None:
+            newest = manager.latest
+            if newest is not None and (newest.step or 0) > state.global_step:
+                raise StateError(
+                    f"training begins at step {state.global_step}, and step {newest.step} of its run "
+                    "is committed",
+                    uri=newest.uri,
+                    hint="train(resume_from_checkpoint=callback.resume(args)), or take another URI",
+                )
+
+        self._ranks.step("begin to train", lambda: None, decide)
+        self.step = state.global_step or None
+        if args.load_best_model_at_end and state.best_global_step:
+            self._fetch_best(manager, root, state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Where signals or seconds say so: save; and before a save: old files are not in its way."""
+        # Not before a whole step: auto_find_batch_size begins again with what it resumed from.
+        self._reading.close()
+        if any(self._options.get(key) for key in ("preempt_signals", "every_s", "every_steps")):
+            manager = self._open(args)
+            control.should_save |= manager.should_save(state.global_step)
+            control.should_training_stop |= manager.preempted
+        self._expect(args, state, control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """The end of training comes by here, whatever ended it."""
+        control.should_save |= self._final_save and control.should_training_stop
+        self._expect(args, state, control)
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Collective. The Trainer calls this on each rank as that one has written; the manager looks at the
+        directory when all have.
+        """
+        step, root = state.global_step, LocalRoot(args.output_dir)
+        if step == self.step:
+            return  # another callback asked for the same save again
+        name, best = _name(step), _best(args, state)
+        saved = self._open(args).save(
+            step, root.folder(name), _metrics(state), consume=name not in best
+        )
+        if isinstance(saved, SaveSkipped):
+            return
+        self.step = step
+        self._going = {k: v for k, v in self._going.items() if not v.committed.done()}
+        if isinstance(saved, PendingSave):
+            self._going[name] = saved
+        if is_lead(self._ranks):
+            root.forget(*best, *self._going)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Collective. Finish what is on its way, release the run, raise what failed."""
+        lead = is_lead(self._ranks)
+        self.close()
+        if lead:
+            LocalRoot(args.output_dir).forget(*_best(args, state))
+
+    # -- the best model ---------------------------------------------------------------------
+
+    def _fetch_best(self, manager: DirectoryManager, root: LocalRoot, state: TrainerState) -> None:
+        """Collective. At its end the Trainer loads the best model from output_dir, and where that is
+        another machine's it leaves it out without an error.
+        """
+        name = _name(state.best_global_step)
+
+        def fetch(stack: contextlib.ExitStack, into: str) -> str:
+            stack.enter_context(manager.reading(state.best_global_step, into=into))
+            return name
+
+        if not self._ranks.step("best", lambda: os.path.isdir(root.folder(name)), all):
+            try:
+                root.bring(self._ranks, fetch, newest=False)
+            except NotFoundError:
+                logger.warning(
+                    "%s, the best so far, is gone: load_best_model_at_end counts anew", name
+                )
+                return
+        state.best_model_checkpoint = root.folder(name)
+
+    # -- small things -----------------------------------------------------------------------
+
+    def _expect(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
+        # A finished training that is resumed makes one step more.
+        is_extra = 0 < state.max_steps < state.global_step
+        if state.global_step == self.step or is_extra:
+            control.should_save = False  # it is committed, or on its way: nobody writes there now
+            return
+        may_save = args.save_strategy == SaveStrategy.BEST and control.should_evaluate
+        if control.should_save or may_save:
+            root, name = LocalRoot(args.output_dir), _name(state.global_step)
+            root.on_nodes(self._ranks, "make room", lambda: root.make_room(name))
+
+    def _open(self, args: TrainingArguments) -> DirectoryManager:
+        self._check(args)
+        _ = args.device  # makes the process group, where nothing has yet
+        if self._manager is None:
+            options = dict(self._options)
+            metric = args.metric_for_best_model
+            if args.load_best_model_at_end and options.get("keep_latest") and metric:
+                name = metric if metric.startswith("eval_") else f"eval_{metric}"
+                mode: Literal["min", "max"] = "max" if args.greater_is_better else "min"
+                options.setdefault("keep_best", Best(name, mode=mode))
+            self._manager = DirectoryManager(self.uri, **options)
+        return self._manager
+
+    def _check(self, args: TrainingArguments) -> None:
+        if args.save_total_limit is not None:
+            raise StateError(
+                f"save_total_limit is {args.save_total_limit}: the Trainer would delete local checkpoints, "
+                "by their time of change and not knowing which of them are committed",
+                hint="leave it out, and pass keep_latest to CkptfsCallback",
+            )
+        if args.save_on_each_node:
+            raise StateError(
+                "save_on_each_node writes files that differ from node to node under one name",
+                hint="leave it out: every node publishes what it writes, and fetches all to resume",
+            )
+        if "://" in args.output_dir:
+            raise StateError(
+                f"output_dir is {args.output_dir!r}, which the Trainer takes for a local directory",
+                hint="CkptfsCallback takes the URI; output_dir is scratch, on each node",
+            )
+        target = Uri.parse(self.uri)
+        if target.is_local and LocalRoot(args.output_dir).is_at(target.local_path):
+            raise StateError(
+                "output_dir is the run itself; it is scratch, and what is committed lies elsewhere",
+                uri=target,
+                hint="give one of them another directory",
+            )
+
+    @property
+    def _ranks(self) -> Control:
+        """Collective at its first use."""
+        if self._control is None:
+            self._control = open_control(
+                process_group=self._options.get("process_group"),
+                timeout_s=self._options.get("timeout_s"),
+            )
+        return self._control
+
+    def close(self) -> None:
+        """Collective. Finish what is on its way and release the run; training again claims it again."""
+        self._leave(lambda manager: manager.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """As ``close``; after an exception of the block nothing is asked of other ranks."""
+        self._leave(lambda manager: manager.__exit__(exc_type, exc, tb))
+
+    def _leave(self, close: Callable[[DirectoryManager], None]) -> None:
+        manager, self._manager = self._manager, None
+        ranks, self._control = self._control, None
+        self._going = {}
+        with contextlib.ExitStack() as stack:
+            if ranks is not None:
+                stack.callback(ranks.close)
+            if manager is not None:
+                stack.callback(close, manager)
+            stack.callback(self._reading.close)
+
+
+def _name(step: int | None) -> str:
+    return f"{PREFIX_CHECKPOINT_DIR}-{step or 0}"
+
+
+def _best(args: TrainingArguments, state: TrainerState) -> tuple[str, ...]:
+    """The directory that the Trainer itself will read at its end."""
+    return (_name(state.best_global_step),) if args.load_best_model_at_end else ()
+
+
+def _metrics(state: TrainerState) -> dict[str, float]:
+    """What was logged at this step: the loss, an evaluation."""
+    found: dict[str, float] = {}
+    for entry in state.log_history:
+        if entry.get("step") == state.global_step:
+            found |= {k: v for k, v in entry.items() if k != "step" and isinstance(v, int | float)}
+    return found

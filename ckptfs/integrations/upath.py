@@ -1,0 +1,31 @@
+"""``upath.UPath("ckptfs+s3://bucket/run")``: found by an entry point, imported by upath alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsspec import get_filesystem_class
+from upath import UPath
+
+__all__ = ["CheckpointPath"]
+
+
+class CheckpointPath(UPath):
+    """A path at ``ckptfs+s3://`` and its like: upath by itself takes the ``+`` for a scheme's end."""
+
+    __slots__ = ()
+
+    @classmethod
+    def _transform_init_args(
+        cls, args: tuple[Any, ...], protocol: str, storage_options: dict[str, Any]
+    ) -> Any:
+        get_filesystem_class(protocol)  # upath asks the classes that are loaded, and warns
+        if args:
+            storage_options = {**getattr(args[0], "storage_options", {}), **storage_options}
+        bare = tuple(_bare(arg, protocol) for arg in args)
+        return super()._transform_init_args(bare, protocol, storage_options)
+
+
+def _bare(arg: Any, protocol: str) -> Any:
+    text = getattr(arg, "path", arg)
+    return text.removeprefix(f"{protocol}://") if isinstance(text, str) else text

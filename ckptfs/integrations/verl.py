@@ -1,0 +1,350 @@
+"""verl: its own files, saved to any URI, one decision over actor, critic and driver.
+
+    every rank    CkptfsFSDPCheckpointManager   in place of verl's: the same files, sealed as a part
+    the driver    CkptfsTrainer                 class Trainer(CkptfsTrainer, RayPPOTrainer): ...
+                  CkptfsDriver                  the same for a driver of one's own
+
+    run/latest_checkpointed_iteration.txt       written whole, after the commit
+    run/global_step_20/data.pt                  the driver's, in the same commit
+    run/global_step_20/actor/model_world_size_2_rank_0.pt ...        what verl writes and reads
+
+``plug()`` puts the manager into verl's FSDP engines of a process. verl imports this module itself, in
+every process, with VERL_USE_EXTERNAL_MODULES=ckptfs.integrations.verl; then it is plugged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+from ckptfs.commit.opening import Place
+from ckptfs.commit.tickets import SealedPart, Ticket, TicketPart
+from ckptfs.errors import StateError
+from ckptfs.manager.directories import DirectoryManager
+from ckptfs.manager.driving import Saving, StepDriver
+from ckptfs.manager.part_saving import PartSaver, reading_part
+from ckptfs.manager.pointer import Pointer
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
+
+__all__ = ["CkptfsDriver", "CkptfsFSDPCheckpointManager", "CkptfsTrainer", "Saving", "plug"]
+
+NAME = "global_step_{N}"
+STEP = re.compile(r"global_step_(\d+)(?:/([^/]+))?/*$")
+RANK = re.compile(r"_world_size_(\d+)_rank_(\d+)\.pt$")
+TRACKER = "latest_checkpointed_iteration.txt"
+GROUPS = {"actor": "actor_rollout_wg", "critic": "critic_wg"}
+
+
+def plug() -> None:
+    """Local. verl's FSDP engines of this process save and load through ckptfs from now on."""
+    import verl.workers.engine.fsdp.transformer_impl as engine
+
+    engine.FSDPCheckpointManager = CkptfsFSDPCheckpointManager
+
+
+class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
+    """verl's manager, whose files go to a URI. Calls are collective over the default process group.
+
+    remote_dir: the run, for groups whose driver passes no ticket; else ``remote_dir`` of
+    checkpoint_config, else the variable CKPTFS_URI. mode: "async" returns when this rank's files lie
+    in ``scratch``, and uploads them in the background; by default as checkpoint_config.async_save
+    says. storage_options: for remote_dir, and for loads.
+
+    A failure on any rank, between verl's barriers too, is raised on all; nothing is visible then.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        remote_dir: str | os.PathLike[str] | None = None,
+        mode: Literal["sync", "async"] | None = None,
+        scratch: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.checkpoint_config or {}
+        told = remote_dir or config.get("remote_dir", None) or os.environ.get("CKPTFS_URI")
+        self._remote = None if told is None else os.fspath(told)
+        is_async = bool(config.get("async_save", False)) if mode is None else mode == "async"
+        self._saver = PartSaver(is_async=is_async, scratch=scratch)
+        self._options = dict(storage_options or {})
+        self._own: DirectoryManager | None = None
+
+    def save_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: Any = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> SealedPart | None:
+        """Save what verl saves. First raises what the save before failed of, on all ranks.
+
+        local_path: ``.../global_step_N/actor``; only its end counts. None saves nothing: it waits.
+        hdfs_path: the driver's ``part("actor")``; it is sealed when this returns (in async mode later),
+        and the driver commits it. Without one this group is alone in its step: it commits, and keeps
+        max_ckpt_to_keep steps. CommitConflictError: the step is committed already.
+        """
+        self.wait()
+        if local_path is None:
+            return None
+
+        def write(path: str) -> None:
+            # Nothing is deleted by it: what stays is decided after the commit.
+            FSDPCheckpointManager.save_checkpoint(self, path, global_step=global_step)
+            self.previous_saved_paths: list[str] = []
+
+        if isinstance(hdfs_path, TicketPart):
+            return self._saver.save(hdfs_path, write)
+        ticket = self._begin(local_path, global_step, max_ckpt_to_keep)
+        return self._saver.save(
+            ticket.part(ticket.parts[0]),
+            write,
+            lambda sealed: ticket.commit([sealed]),
+            ticket.abandon,
+        )
+
+    def load_checkpoint(
+        self,
+        local_path: str | None,
+        hdfs_path: Any = None,
+        del_local_after_load: bool = False,  # noqa: FBT001, FBT002 - verl's
+    ) -> None:
+        """Load what verl loads, on as many ranks as saved it; nothing is deleted.
+
+        From hdfs_path if the driver told it, else from the step that local_path names below remote_dir,
+        else, where that has no such step, from local_path: what stock verl wrote there.
+        NotFoundError, IncompleteCheckpointError: it is nowhere, or not whole. StateError: other ranks.
+        """
+        self.wait()
+        if local_path is None:
+            return
+        where, found = hdfs_path, STEP.search(local_path)
+        place = Place(self._options)
+        if where is None and self._remote is not None and found is not None:
+            where = f"{self._remote.rstrip('/')}/{found[0]}"
+
+        def stock() -> bool:
+            return hdfs_path is None and os.path.isdir(local_path)
+
+        with reading_part(where or local_path, place, _is_of, otherwise=stock) as (path, _):
+            _check_world(path or local_path, self.world_size)
+            super().load_checkpoint(path or local_path)
+
+    def wait(self) -> None:
+        """Collective. Wait for what is on its way, and raise what it failed of on all ranks."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Collective. As ``wait``; then leave the run, if this group held it."""
+        with self._own or contextlib.nullcontext():
+            self._saver.close()
+
+    def _begin(self, local_path: str, step: int, keep: int | None) -> Ticket:
+        """This group as its own driver."""
+        found = STEP.search(local_path)
+        if self._remote is None:
+            raise StateError(
+                f"nothing says where to save {local_path}",
+                hint="set CKPTFS_URI or remote_dir=, or let CkptfsTrainer or CkptfsDriver tell it",
+            )
+        if found is None or found[2] in (None, "critic"):
+            raise StateError(
+                f"{local_path} is no part that a group commits by itself",
+                hint="several groups save one step: let CkptfsTrainer or CkptfsDriver begin it",
+            )
+        if self._own is None:
+            self._own = DirectoryManager(
+                self._remote, name=NAME, keep_latest=keep, storage_options=self._options
+            )
+        return self._own.begin(step, [found[2]])
+
+
+def _is_of(path: str, ranks: Sequence[int]) -> bool:
+    found = RANK.search(path)
+    return found is not None and int(found[2]) in ranks
+
+
+def _check_world(path: str, size: int) -> None:
+    """StateError where other ranks saved: verl has a file for each, and cannot reshard them."""
+    saved = {int(m[1]) for name in os.listdir(path) if (m := RANK.search(name))}
+    if saved and size not in saved:
+        raise StateError(
+            f"saved by {min(saved)} ranks, loaded by {size}",
+            uri=path,
+            hint="start as many ranks, or merge with verl.model_merger and begin from the weights",
+        )
+
+
+class CkptfsDriver(StepDriver):
+    """The process outside of every group. remote_dir: the run. local_dir: verl's default_local_dir, where
+    ``resume`` lays out what the driver reads; by default a temporary one. options: of ``StepDriver``,
+    such as keep_latest.
+    """
+
+    def __init__(
+        self,
+        remote_dir: str | os.PathLike[str],
+        local_dir: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        tracker = Pointer(TRACKER, lambda name: name.rpartition("_")[2])
+        super().__init__(remote_dir, name=NAME, pointer=tracker, **options)
+        self.uri = Uri.parse(remote_dir)
+        local = local_dir or tempfile.mkdtemp(prefix="ckptfs-verl-")
+        self._local = Uri.parse(os.path.abspath(local))
+
+    def resume(self, step: int | None = None) -> str | None:
+        """The newest committed step, or ``step``, as a folder of local_dir with the driver's files and
+        the tracker beside it, for verl's own resume; None where nothing was ever saved. Which is the
+        newest the run's log says, whatever a tracker says.
+        """
+        found = self.fetch(self._folder, step)
+        if found is None:
+            return None
+        with contextlib.closing(open_storage(self._local)) as storage:
+            storage.replace(TRACKER, str(found).encode())
+        return self._folder(found)
+
+    def remote(self, step: int, group: str) -> str:
+        """What a group passes as ``hdfs_path`` to load its part of a step."""
+        return (self.uri / NAME.format(N=step) / group).full
+
+    def _folder(self, step: int) -> str:
+        return (self._local / NAME.format(N=step)).local_path
+
+
+class CkptfsTrainer:
+    """Mixed in before a trainer of verl's: ``class Trainer(CkptfsTrainer, RayPPOTrainer)``.
+
+    verl's ``_save_checkpoint`` and ``_load_checkpoint`` run as they are. While they do, worker groups
+    are told a part of the driver's ticket, and default_local_dir is a place that the commit takes the
+    driver's files from: data.pt, and whatever else a version of verl puts there.
+
+    ckptfs: options of ``CkptfsDriver``. By default remote_dir is the variable CKPTFS_URI, keep_latest is
+    max_actor_ckpt_to_keep, mode what async_save says.
+    """
+
+    ckptfs: ClassVar[Mapping[str, Any]] = {}
+    ckptfs_driver: CkptfsDriver | None = None
+
+    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train, then see that everything is committed; raises what is not."""
+        with self._driver():
+            result = super().fit(*args, **kwargs)  # type: ignore[misc]
+            self._flush()
+        return result
+
+    def _save_checkpoint(self: Any) -> None:
+        driver, calls = self._driver(), []
+        self._flush()
+        groups = self._groups()
+        with driver.saving(self.global_steps, list(groups)) as step:
+            told: dict[str, Any] = {
+                GROUPS[name]: _Group(groups[name], step.part(name)) for name in groups
+            }
+            if hasattr(self, "checkpoint_callback"):
+                # Its calls come after the commit.
+                later = SimpleNamespace(on_save=lambda **call: calls.append(call))
+                told["checkpoint_callback"] = later
+            place = {"default_local_dir": os.path.dirname(step.path)}
+            with _with(self, told), _with(self.config.trainer, place):
+                super()._save_checkpoint()  # type: ignore[misc]
+            if not driver.is_async:
+                self._flush()
+        for call in calls:
+            self.checkpoint_callback.on_save(**{**call, "checkpoint_dir": str(step.ticket.uri)})
+
+    def _load_checkpoint(self: Any) -> Any:
+        config, driver = self.config.trainer, self._driver()
+        wanted, told, place = None, {}, {}
+        if config.resume_mode == "resume_path":
+            wanted = _step_in(str(config.resume_from_path), config.default_local_dir, driver.uri)
+        if config.resume_mode != "disable" and wanted in (None, *driver.steps):
+            folder = driver.resume(wanted)
+            if folder is not None:
+                place = {"resume_from_path": folder}  # data.pt of the same commit
+                step = int(STEP.search(folder)[1])  # type: ignore[index]
+                for name, group in self._groups().items():
+                    told[GROUPS[name]] = _Group(group, driver.remote(step, name))
+        with _with(self, told), _with(config, place):
+            return super()._load_checkpoint()  # type: ignore[misc]
+
+    def _flush(self: Any) -> None:
+        """Every group finishes what it uploads; what failed there is raised here."""
+        try:
+            for group in self._groups().values():
+                group.save_checkpoint(None)
+        except BaseException:
+            self._driver().give_up()
+            raise
+
+    def _groups(self: Any) -> dict[str, Any]:
+        return {n: getattr(self, GROUPS[n]) for n in GROUPS if n == "actor" or self.use_critic}
+
+    def _driver(self: Any) -> CkptfsDriver:
+        if self.ckptfs_driver is None:
+            config = self.config.trainer
+            saved = self.config.actor_rollout_ref.actor.get("checkpoint", None) or {}
+            options = {
+                "remote_dir": os.environ.get("CKPTFS_URI"),
+                "local_dir": config.default_local_dir,
+                "keep_latest": config.get("max_actor_ckpt_to_keep", None),
+                "mode": "async" if saved.get("async_save", False) else "sync",
+                **self.ckptfs,
+            }
+            if not options["remote_dir"]:
+                raise StateError("nothing says where to save", hint="set CKPTFS_URI, or ckptfs=")
+            self.ckptfs_driver = CkptfsDriver(**options)
+        driver: CkptfsDriver = self.ckptfs_driver
+        return driver
+
+
+class _Group:
+    """A worker group whose ranks are told where to. The driver keeps whole steps, no group does."""
+
+    def __init__(self, group: Any, where: Any) -> None:
+        self._group, self._where = group, where
+
+    def save_checkpoint(self, path: str, _: Any = None, step: int = 0, **told: Any) -> Any:
+        return self._group.save_checkpoint(path, self._where, step, **told)
+
+    def load_checkpoint(self, local_path: str, *_: Any, **told: Any) -> Any:
+        return self._group.load_checkpoint(local_path, self._where, **told)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+def _step_in(path: str, *runs: Any) -> int:
+    found = STEP.search(path)
+    if found is None or Uri.parse(path).parent not in [Uri.parse(run) for run in runs]:
+        raise StateError(
+            f"resume_from_path {Uri.parse(path)} is no global_step_N of this run",
+            hint="for a step of another run, set CKPTFS_URI or default_local_dir to that run",
+        )
+    return int(found[1])
+
+
+@contextlib.contextmanager
+def _with(owner: Any, told: Mapping[str, Any]) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in told}
+    try:
+        for name, value in told.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+if __name__ in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
+    plug()

@@ -1,0 +1,141 @@
+"""A Storage as an fsspec filesystem: for protocols whose bytes only ckptfs's own backend reaches.
+
+Plain reading, listing and names; what writes does so through the storage itself. Paths are what
+stands after ``protocol://``; one storage is opened for each authority.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from fsspec import AbstractFileSystem
+
+from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import DataReader, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
+
+__all__ = ["StorageView"]
+
+
+class StorageView(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Files of ``protocol`` through ``open_storage``. Not cached: whoever holds it caches it."""
+
+    cachable = False
+
+    def __init__(self, bare_protocol: str, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._protocol, self._options = bare_protocol, dict(options)
+        self._storages: dict[str, Storage] = {}
+
+    def _at(self, path: str) -> tuple[Storage, str]:
+        uri = Uri.parse(f"{self._protocol}://{path}")
+        root = dataclasses.replace(uri, path="" if uri.authority else "/")
+        storage = self._storages.get(root.full)
+        if storage is None:
+            storage = self._storages[root.full] = open_storage(root, self._options)
+        return storage, uri.path.lstrip("/")
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """Name, size in bytes and type. NotFoundError."""
+        del kwargs
+        storage, key = self._at(path)
+        if not key:
+            return _info(path, 0, is_dir=True)
+        try:
+            found = storage.stat(key)
+        except NotFoundError:
+            if not storage.list(key):  # a prefix of an object store
+                raise
+            return _info(path, 0, is_dir=True)
+        return _info(path, found.size_bytes, is_dir=found.is_dir)
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
+        """What lies directly below; a file lists itself."""
+        del kwargs
+        storage, key = self._at(path)
+        info = self.info(path)
+        names = [path]
+        if info["type"] == "directory":
+            storage.refresh(key)
+            names = [f"{path.rstrip('/')}/{entry.name}" for entry in storage.list(key)]
+        return [self.info(name) for name in names] if detail else names
+
+    def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> io.BufferedReader:
+        del kwargs
+        if mode != "rb":
+            raise ValueError(f"mode {mode!r}: a view reads")
+        storage, key = self._at(path)
+        return io.BufferedReader(_Raw(storage.open_read(key)), 1 << 20)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
+        """Make it and its parents."""
+        del create_parents, kwargs
+        storage, key = self._at(path)
+        storage.make_dir(key)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        storage, key = self._at(path)
+        storage.remove_dir(key)
+
+    def rm_file(self, path: str) -> None:
+        """Remove one file."""
+        storage, key = self._at(path)
+        storage.remove(key)
+
+    def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT001, FBT002
+        """Remove one file, or all below a directory."""
+        del maxdepth
+        storage, key = self._at(path)
+        if self.info(path)["type"] == "file":
+            storage.remove(key)
+        elif recursive:
+            storage.remove_tree(key)
+        else:
+            raise IsADirectoryError(path)
+
+    def mv(self, path1: str, path2: str, **kwargs: Any) -> None:
+        """Rename within one authority."""
+        del kwargs
+        storage, source = self._at(path1)
+        storage.rename(source, self._at(path2)[1])
+
+
+def _info(path: str, size_bytes: int, *, is_dir: bool) -> dict[str, Any]:
+    return {"name": path, "size": size_bytes, "type": "directory" if is_dir else "file"}
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, reader: DataReader) -> None:
+        super().__init__()
+        self._reader, self._at = reader, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._reader.size_bytes}
+        self._at = max(0, start[whence] + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._reader.size_bytes - self._at))
+        if count:
+            self._reader.read_into(self._at, view[:count])
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()

@@ -1,0 +1,265 @@
+"""An fsspec filesystem that writes files whole or not at all, over any place that ckptfs knows.
+
+    reads, lists     fsspec's own filesystem of the bare protocol (``bare``)
+    writes           ckptfs's storage: visible when closed, nothing after an exception (``stream``)
+    names            ckptfs+s3://bucket/key, or with the chain's prefix ckptfs::s3://bucket/key
+
+Users of stock's FsspecWriter pass raw URLs to every method, so each takes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from fsspec import AbstractFileSystem
+from fsspec.utils import stringify_path
+
+from ckptfs.errors import AlreadyExistsError, UnsupportedError, UriError
+from ckptfs.storage.bare import (
+    BUCKETS,
+    bare_class,
+    bare_filesystem,
+    options_for_storage,
+    told,
+    without_secrets,
+)
+from ckptfs.storage.base import DataWriter, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.storage.stream import CompressedFile, DurableWriter, PublishedFile
+from ckptfs.uri import Uri
+
+__all__ = ["WholeFileSystem"]
+
+_CHUNK_BYTES = 4 << 20
+
+
+class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """The plain half of ``ckptfs+X://``. A subclass has ``protocol`` and ``target``, the X; one without
+    a target stands before another URL in a chain.
+
+    storage_options: those of the bare protocol, flat or under its name. Errors are ckptfs's, which are
+    the OSErrors and ValueErrors that fsspec's callers expect. Picklable; instances serve any threads.
+    """
+
+    target: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        fo: str = "",
+        target_protocol: str | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if self._cached:
+            return
+        super().__init__()
+        self._fo, self._target = fo, self.target or target_protocol
+        nested = {name for name in (self._target, "ckptfs", self.protocol) if name}
+        mine = {name: value for name, value in options.items() if name not in nested}
+        for name in nested & options.keys():
+            mine |= options[name]
+        self._options = {**(target_options or {}), **mine}
+        self._forked()
+
+    def _forked(self) -> None:
+        # Clients and attempts are this process's own.
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._inner: AbstractFileSystem | None = None
+        self._storages: dict[str, Storage] = {}
+
+    def _check_fork(self) -> None:
+        if self._pid != os.getpid():
+            self._forked()
+
+    # -- names ---------------------------------------------------------------------------
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(p) for p in path]
+        text: str = stringify_path(path)
+        chained = text.startswith("ckptfs::")
+        text = text.removeprefix("ckptfs::").removeprefix("ckptfs+")
+        if text == "ckptfs://":  # fsspec's stand-in for this end of a chain
+            return ""
+        protocol, found, rest = text.partition("://")
+        if not found:
+            if chained:
+                raise UriError(f"no scheme behind ckptfs::{text}", hint="write ckptfs+file:///path")
+            protocol, rest = cls.target or "", text
+        bare = bare_class(protocol)
+        if bare is None:
+            return rest.rstrip("/") or cls.root_marker
+        return bare._strip_protocol(f"{protocol}://{rest}")  # noqa: SLF001 - fsspec's own hook
+
+    @classmethod
+    def _get_kwargs_from_urls(cls, path: str) -> dict[str, Any]:
+        url = path.removeprefix("ckptfs+")
+        bare = bare_class(url.partition("://")[0])
+        return {} if bare is None else dict(bare._get_kwargs_from_urls(url))  # noqa: SLF001
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The URL that leads here again."""
+        return f"ckptfs+{self._protocol}://{self._strip_protocol(name)}"
+
+    @property
+    def _protocol(self) -> str:
+        if self._target is None:
+            raise UriError(
+                "ckptfs:: needs the URI of a place behind it", hint="write ckptfs+s3://bucket/key"
+            )
+        return self._target
+
+    @property
+    def _is_bucket(self) -> bool:
+        return self._protocol in BUCKETS
+
+    def _path(self, path: Any) -> str:
+        found: str = self._strip_protocol(path) or self._fo
+        return found
+
+    def _uri(self, path: str) -> Uri:
+        return Uri.parse(f"{self._protocol}://{path}")
+
+    def to_dict(self, *, include_password: bool = False) -> dict[str, Any]:
+        """fsspec's description of this instance; credentials only where they are asked for."""
+        found: dict[str, Any] = super().to_dict(include_password=True)
+        return found if include_password else dict(without_secrets(found))
+
+    def to_json(self, *, include_password: bool = False) -> str:
+        """As ``to_dict``, for ``from_json``."""
+        text: str = super().to_json(include_password=include_password)
+        return text
+
+    # -- what is below -----------------------------------------------------------------------
+
+    @property
+    def _bare(self) -> AbstractFileSystem:
+        self._check_fork()
+        if self._inner is None:
+            self._inner = bare_filesystem(self._protocol, self._options)
+        return self._inner
+
+    def _storage(self, uri: Uri) -> Storage:
+        return open_storage(uri, options_for_storage(self._protocol, self._options))
+
+    def _place(self, path: str) -> tuple[Storage, str]:
+        """A storage and a key in it: one client for each bucket, none for a directory."""
+        uri = self._uri(path)
+        if uri.is_local:
+            return self._storage(uri.parent), uri.name
+        root = dataclasses.replace(uri, path="" if uri.authority else "/")
+        with self._lock:
+            if root.full not in self._storages:
+                self._storages[root.full] = self._storage(root)
+            return self._storages[root.full], uri.path.lstrip("/")
+
+    # -- files ---------------------------------------------------------------------------
+
+    def open(self, path: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        """As fsspec's. Writing is whole or not at all: an exception inside ``with`` leaves nothing."""
+        compression = kwargs.get("compression")
+        if compression is None or "r" in mode:
+            return super().open(self._path(path), mode, *args, **kwargs)
+        from fsspec.core import get_compression
+
+        codec = get_compression(self._path(path), kwargs.pop("compression"))
+        if codec is None:
+            return self.open(path, mode, *args, **kwargs)
+        file = CompressedFile(self.open(path, f"{mode.strip('bt')}b", *args), codec)
+        return file if "b" in mode else io.TextIOWrapper(file, kwargs.get("encoding"))
+
+    def _open(self, path: str, mode: str = "rb", *, autocommit: bool = True, **kwargs: Any) -> Any:
+        uri = self._uri(path)
+        if mode == "rb":
+            with told("open", uri):
+                return self._bare.open(path, mode, **kwargs)
+        if mode not in ("wb", "xb", "ab"):
+            raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
+        if mode == "xb" and self.exists(path):
+            raise AlreadyExistsError("it exists", uri=uri)
+        file = PublishedFile(self._writing(path, uri), path, autocommit=autocommit)
+        if mode == "ab" and self.exists(path):
+            self._copy_into(path, file)
+        return file
+
+    def _writing(self, path: str, uri: Uri) -> DataWriter:
+        del uri
+        return DurableWriter(*self._place(path))
+
+    def _copy_into(self, path: str, file: PublishedFile) -> None:
+        with self._bare.open(path, "rb") as source:
+            while chunk := source.read(_CHUNK_BYTES):
+                file.write(chunk)
+
+    def cp_file(self, path1: Any, path2: Any, **kwargs: Any) -> None:
+        """Copy one file, whole or not at all."""
+        if self.isdir(path1):
+            self.makedirs(path2, exist_ok=True)
+            return
+        with self.open(path2, "wb", **kwargs) as file:
+            self._copy_into(self._path(path1), file)
+
+    def cat_file(
+        self, path: Any, start: int | None = None, end: int | None = None, **kwargs: Any
+    ) -> bytes:
+        """Bytes of a file, or a part of them."""
+        path = self._path(path)
+        with told("read", self._uri(path)):
+            found: bytes = self._bare.cat_file(path, start=start, end=end, **kwargs)
+        return found
+
+    def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
+        """Download one file; of a directory, make it."""
+        if self.isdir(rpath):
+            os.makedirs(lpath, exist_ok=True)
+            return
+        path = self._path(rpath)
+        with told("read", self._uri(path)):
+            self._bare.get_file(path, lpath, **kwargs)
+
+    # -- names that come and go ----------------------------------------------------------------
+
+    def mkdir(self, path: Any, create_parents: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
+        """A directory; nothing on object stores, as there."""
+        del create_parents, kwargs
+        self.makedirs(path)
+
+    def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
+        """As ``mkdir``, with its parents."""
+        path = self._path(path)
+        if self._is_bucket:
+            return
+        if not exist_ok and self.isdir(path):
+            raise AlreadyExistsError("it exists", uri=self._uri(path))
+        self._storage(self._uri(path)).make_dir("")
+
+    def rmdir(self, path: Any) -> None:
+        """Remove an empty directory."""
+        if not self._is_bucket:
+            self._bare.rmdir(self._path(path))
+
+    def exists(self, path: Any, **kwargs: Any) -> bool:
+        """Whether it is there; errors other than its absence are raised."""
+        try:
+            self.info(path, **kwargs)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def created(self, path: Any) -> Any:
+        """When it was made, where the place tells."""
+        return self._bare.created(self._path(path))
+
+    def modified(self, path: Any) -> Any:
+        """When it was last written."""
+        return self._bare.modified(self._path(path))
+
+    def invalidate_cache(self, path: Any = None) -> None:
+        """Forget listings."""
+        self._bare.invalidate_cache(None if path is None else self._path(path))

@@ -1,0 +1,61 @@
+"""Barriers of somebody else's code, made to carry failures.
+
+    with meeting_at_barriers(control):
+        framework.save(path)          on every rank: writes, torch.distributed.barrier(), writes, ...
+
+A framework's bare barrier waits for a rank that has failed until the process group gives up. Inside
+the block, on this thread, it is a step of the control plane: what one rank raised, anywhere in the
+block, the others raise at their next barrier or at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfs._torch import exchange_barrier
+from ckptfs.topology.control import Control
+
+__all__ = ["meeting_at_barriers"]
+
+
+@contextlib.contextmanager
+def meeting_at_barriers(control: Control) -> Iterator[None]:
+    """Collective to leave. The rank that failed raises its own error, the others a CollectiveError.
+
+    Barriers of other threads, and of subgroups, stay what they are. Other collectives inside are not
+    covered: a rank that fails before one leaves the others in it.
+    """
+    mine, told = threading.get_ident(), False
+
+    def meet(problem: BaseException | None = None) -> None:
+        nonlocal told
+        try:
+            control.step("barrier", lambda: _raise(problem))
+        except BaseException:
+            told = True
+            raise
+
+    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if group is not None or threading.get_ident() != mine:
+            return stock(group, *args, **kwargs)
+        return meet()
+
+    stock = exchange_barrier(barrier)
+    try:
+        yield
+    except BaseException as error:
+        if not told:
+            with contextlib.suppress(Exception):  # its own error is raised below
+                meet(error)
+        raise
+    finally:
+        exchange_barrier(stock)
+    meet()
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise problem

@@ -1,0 +1,367 @@
+"""Files that arrive one by one and become one commit, as the fsspec protocols hand them over."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+
+import ckptfs
+from ckptfs import _torch
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.deleting import delete_checkpoint
+from ckptfs.commit.entries import Fence, FenceMode, Generation, Stamp
+from ckptfs.commit.log import append
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import may_fence
+from ckptfs.errors import (
+    CkptfsError,
+    CommitConflictError,
+    FencedError,
+    IncompleteCheckpointError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
+from ckptfs.integrations.fsspec import CheckpointFileSystem, FileCheckpoints, MemoryCheckpoints
+from ckptfs.storage.registry import open_storage
+from ckptfs.testing.faults import FaultyStorage
+from ckptfs.testing.plan import Fault, Hold, Plan
+from ckptfs.topology import agreement
+from ckptfs.uri import Uri
+
+SHARDS = ("__0_0.distcp", "__1_0.distcp")
+LENGTH = 16
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """Each test is a process of its own, as far as ids are agreed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_HERE", agreement._Process())
+        yield
+
+
+def metadata(files: tuple[str, ...] = SHARDS) -> bytes:
+    """What torch's writer writes for one item in each of the files."""
+    index = {file: MetadataIndex(file) for file in files}
+    return pickle.dumps(
+        Metadata(
+            state_dict_metadata={file: BytesStorageMetadata() for file in files},
+            storage_data={index[f]: _torch.storage_info(f, 0, LENGTH) for f in files},
+            storage_meta=StorageMeta(checkpoint_id="ckptfs+file:///x", save_id="torch's"),
+        )
+    )
+
+
+def put(fs: CheckpointFileSystem, step: str, tag: int, files: tuple[str, ...] = SHARDS) -> None:
+    """Shards and their metadata, not yet moved."""
+    for file in files:
+        fs.pipe(f"{step}/{file}", tagged(tag))
+    fs.pipe(f"{step}/.metadata.tmp", metadata(files))
+
+
+def commit(fs: CheckpointFileSystem, step: str) -> None:
+    """As torch's writer ends."""
+    if fs.exists(f"{step}/.metadata"):
+        fs.rm(f"{step}/.metadata")
+    fs.mv(f"{step}/.metadata.tmp", f"{step}/.metadata")
+
+
+def fail(fs: CheckpointFileSystem, step: str) -> None:
+    """A writer's error in the middle of a shard."""
+
+    def write() -> None:
+        with fs.open(f"{step}/{SHARDS[0]}", "wb") as file:
+            file.write(b"half")
+            raise KeyError
+
+    with pytest.raises((KeyError, FencedError)):  # the latter where the run was taken meanwhile
+        write()
+
+
+def tagged(tag: int) -> bytes:
+    """Bytes of one shard that name who wrote them."""
+    return f"{tag:016d}".encode()
+
+
+def seen(fs: CheckpointFileSystem, step: str) -> list[int] | None:
+    """The tags of the shards that the visible metadata refers to, None where there is none."""
+    if not fs.exists(f"{step}/.metadata"):
+        return None
+    with fs.open(f"{step}/.metadata") as file:
+        found = pickle.load(file)
+    return [int(fs.cat(f"{step}/{i.relative_path}")) for i in found.storage_data.values()]
+
+
+ACTIONS = st.lists(
+    st.sampled_from(["0", "1", "0", "1", "fail", "commit", "commit", "restart", "fence", "rm"]),
+    max_size=14,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(ACTIONS)
+def test_whatever_arrives_is_never_mixed(actions: list[str]) -> None:
+    """In any order of shards, repeats, failures, new processes, fences, removals and commits, what is
+    visible is the last commit that succeeded, and that consists of one save's shards alone.
+    """
+    run = f"{uuid.uuid4().hex}/run"
+    step, fs, last = f"{run}/step_1", MemoryCheckpoints(skip_instance_cache=True), None
+    mine: dict[str, int] = {}
+    fenced = False
+    for tag, action in enumerate(actions, start=1):
+        match action:
+            case "0" | "1":
+                name = SHARDS[int(action)]
+                try:
+                    fs.pipe(f"{step}/{name}", tagged(tag))
+                    mine[name] = tag
+                except FencedError:
+                    assert fenced
+                    mine, fenced = {}, False
+            case "fail":
+                mine, fenced = {}, False
+                fail(fs, step)
+            case "restart":
+                agreement._HERE._alone.clear()
+                fs, mine, fenced = MemoryCheckpoints(skip_instance_cache=True), {}, False
+            case "fence":
+                ckptfs.prepare_run(f"memory://{run}").release()
+                fenced = bool(mine)
+            case "rm":
+                if last is not None:
+                    fs.rm(step, recursive=True)
+                    last = None
+            case "commit":
+                whole = [mine[name] for name in SHARDS] if len(mine) == len(SHARDS) else None
+                try:
+                    fs.pipe(f"{step}/.metadata.tmp", metadata())
+                    commit(fs, step)
+                except (IncompleteCheckpointError, FencedError):
+                    assert fenced or whole is None
+                else:
+                    assert whole is not None
+                    last = whole
+                mine, fenced = {}, False
+        assert seen(fs, step) == last
+        assert seen(MemoryCheckpoints(skip_instance_cache=True), step) == last
+
+
+def test_a_committer_that_died_before_the_projection_is_read_through(tmp_path: Path) -> None:
+    """A save is sealed and its process dies: through the protocol its files are there, as for
+    ``latest``, though no step directory is.
+    """
+    fs = FileCheckpoints(skip_instance_cache=True)
+    step = f"{tmp_path}/run/step_1"
+    put(fs, step, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempt, "_finish", lambda *_: ())
+        commit(fs, step)
+    assert not Path(step).exists()
+    assert seen(fs, step) == [7, 7]
+    found = ckptfs.latest(f"{tmp_path}/run")
+    assert found is not None
+    assert found.step == 1
+
+
+def test_the_old_one_stays_until_the_new_is_committed(tmp_path: Path) -> None:
+    """Removing ``.metadata`` of a checkpoint shows nobody anything; the commit that follows replaces
+    it, and without that removal it is CommitConflictError.
+    """
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    put(fs, step, 1)
+    commit(fs, step)
+    put(fs, step, 2)
+    with pytest.raises(CommitConflictError):
+        fs.mv(f"{step}/.metadata.tmp", f"{step}/.metadata")
+    put(fs, step, 3)
+    fs.rm(f"{step}/.metadata")
+    assert seen(fs, step) == [1, 1]
+    assert (Path(step) / ".metadata").exists()  # for stock readers of the bare path too
+    fs.mv(f"{step}/.metadata.tmp", f"{step}/.metadata")
+    assert seen(fs, step) == [3, 3]
+
+
+def test_a_failed_save_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+    """What a failed save left is invisible, and gone when the next one begins; an empty directory that
+    its writers made is gone with its first file.
+    """
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    fs.makedirs(step)
+    fs.pipe(f"{step}/{SHARDS[1]}", tagged(1))
+    assert not Path(step).exists()
+    fail(fs, step)
+    attempts = tmp_path / "run" / ".ckptfs" / "attempts"
+    assert len(list(attempts.iterdir())) == 1
+    fs.makedirs(step, exist_ok=True)
+    assert list(attempts.iterdir()) == []
+    put(fs, step, 2)
+    commit(fs, step)
+    assert seen(fs, step) == [2, 2]
+
+
+def test_metadata_before_its_shards_commits_with_the_last(tmp_path: Path) -> None:
+    """``.metadata`` written in place, as copies of directories do, is committed when the last file it
+    refers to has arrived, in whatever order; what is no DCP metadata is a plain file.
+    """
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    fs.pipe(f"{step}/.metadata", metadata())
+    fs.pipe(f"{step}/{SHARDS[1]}", tagged(4))
+    assert seen(fs, step) is None
+    fs.pipe(f"{step}/{SHARDS[0]}", tagged(4))
+    assert seen(fs, step) == [4, 4]
+    fs.pipe(f"{tmp_path}/other/.metadata", b"not torch's")
+    assert (tmp_path / "other" / ".metadata").read_bytes() == b"not torch's"
+
+
+def test_shards_of_earlier_tries_are_not_in_the_commit(tmp_path: Path) -> None:
+    """A shard that arrived and that the metadata does not refer to is not committed."""
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    fs.pipe(f"{step}/__9_0.distcp", tagged(9))
+    put(fs, step, 1)
+    commit(fs, step)
+    assert [p.name for p in Path(step).rglob("__9_0.distcp")] == []
+    assert seen(fs, step) == [1, 1]
+
+
+def test_deleting_by_name(tmp_path: Path) -> None:
+    """A pinned checkpoint stays; a deleted one is gone from log and disk, foreign files beside it
+    stay, its name is free again; a name that no log knows is False.
+    """
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    put(fs, step, 1)
+    commit(fs, step)
+    storage = open_storage(Uri.parse(tmp_path / "run"))
+    (Path(step) / "notes.txt").write_text("mine")
+    assert delete_checkpoint(storage, "step_2") is False
+    assert delete_checkpoint(storage, "step_1") is True
+    assert sorted(p.name for p in Path(step).iterdir()) == ["notes.txt"]
+    assert ckptfs.latest(f"{tmp_path}/run") is None
+    put(fs, step, 2)
+    commit(fs, step)
+    assert seen(fs, step) == [2, 2]
+    with ckptfs.CheckpointManager(f"{tmp_path}/run") as manager:
+        manager.pin(1)
+    with pytest.raises(StateError, match="pinned"):
+        delete_checkpoint(storage, "step_1")
+    assert seen(fs, step) == [2, 2]
+
+
+def test_a_file_that_does_not_wait_cannot_be_taken_back(tmp_path: Path) -> None:
+    """Removing a shard that never arrived is NotFoundError; one that waits goes."""
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    with pytest.raises(NotFoundError):
+        fs.rm(f"{step}/{SHARDS[0]}")
+    put(fs, step, 1)
+    fs.rm(f"{step}/{SHARDS[0]}")
+    with pytest.raises(IncompleteCheckpointError, match="never arrived"):
+        commit(fs, step)
+
+
+def test_a_fence_that_recovery_did_not_follow_fences_too(tmp_path: Path) -> None:
+    """A new owner's entry alone, before it came to abort anything, stops the commit of a save that
+    began under the older generation: the record of its first file counts, not the moment of the commit.
+    """
+    fs, step = FileCheckpoints(skip_instance_cache=True), f"{tmp_path}/run/step_1"
+    put(fs, step, 1)
+    storage = open_storage(Uri.parse(tmp_path / "run"))
+    fence = Fence(Generation(1, "newer"), FenceMode.RESUME, "host", 1, None, "node", "0")
+    drive(append(lambda state: may_fence(state, fence), write_id="w", stamp=Stamp()), storage)
+    with pytest.raises(FencedError):
+        commit(fs, step)
+    assert seen(fs, step) is None
+    put(fs, step, 2)
+    commit(fs, step)
+    assert seen(fs, step) == [2, 2]
+
+
+def test_one_process_of_all_commits(tmp_path: Path) -> None:
+    """A second rename of the same arrivals, while the first is on its way, is CommitConflictError, and
+    the checkpoint of the first is whole.
+    """
+    first, second = (FileCheckpoints(skip_instance_cache=True) for _ in range(2))
+    step = f"{tmp_path}/run/step_1"
+    put(first, step, 1)
+    prepare = Attempt._prepare
+
+    def meanwhile(self: Attempt, files: Any) -> None:
+        with pytest.raises(CommitConflictError):
+            second.mv(f"{step}/.metadata.tmp", f"{step}/.metadata")
+        prepare(self, files)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attempt, "_prepare", meanwhile)
+        commit(first, step)
+    assert seen(second, step) == [1, 1]
+
+
+def test_a_deleter_that_stands_still_moves_nothing_of_a_successor(tmp_path: Path) -> None:
+    """Whoever goes on with a delete that another has entered fences first: its trash is gone then."""
+    run = str(tmp_path / "run")
+
+    def save(data: bytes) -> None:
+        with ckptfs.checkpoint_dir(f"{run}/step_1") as path:
+            Path(path, "model.bin").write_bytes(data)
+
+    save(b"1")
+    first = Hold()
+    plan = Plan([Fault("rename", "step_1/model.bin", 1, first)])
+    slow = FaultyStorage(open_storage(run), plan)
+    ends: list[object] = []
+
+    def delete() -> None:
+        try:
+            ends.append(delete_checkpoint(slow, "step_1"))
+        except CkptfsError as error:
+            ends.append(type(error))
+
+    stalled = threading.Thread(target=delete)
+    stalled.start()
+    assert first.reached.wait(20)
+    assert delete_checkpoint(open_storage(run), "step_1")
+    save(b"2")
+    first.release.set()
+    stalled.join(20)
+    assert ends in ([FencedError], [StorageError])
+    with ckptfs.checkpoint_dir(f"{run}/step_1", "read") as path:
+        assert Path(path, "model.bin").read_bytes() == b"2"
+
+
+def test_what_an_older_save_left_is_not_the_checkpoint(tmp_path: Path) -> None:
+    """Removing a stale data directory of a step removes that, and the live save stays."""
+    run = tmp_path / "run"
+    ckptfs.save({"w": 1}, run / "step_1")
+    stale = run / "step_1" / "20200101T000000-0123456789ab"
+    stale.mkdir()
+    FileCheckpoints().rm(str(stale), recursive=True)
+    assert not stale.exists()
+    assert [c.step for c in ckptfs.list_checkpoints(run)] == [1]
+
+
+def test_a_refused_overwrite_leaves_no_copy_behind(tmp_path: Path) -> None:
+    """The run is held: each try is RunBusyError, and none of them stays on the disk."""
+    run = tmp_path / "run"
+    fs = FileCheckpoints()
+    put(fs, f"{run}/step_1", 1)
+    commit(fs, f"{run}/step_1")
+    with ckptfs.prepare_run(run):
+        for tag in (2, 3):
+            put(fs, f"{run}/step_1", tag)
+            with pytest.raises(ckptfs.RunBusyError):
+                commit(fs, f"{run}/step_1")
+        assert list((run / ".ckptfs" / "attempts").iterdir()) == []
+    assert seen(fs, f"{run}/step_1") == [1, 1]

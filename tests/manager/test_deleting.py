@@ -1,0 +1,67 @@
+"""Deleting a checkpoint by name: somebody else's retention, carried out as our own is."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ckptfs.commit.seat import Seat
+from ckptfs.errors import CollectiveError, NotFoundError, StateError
+from ckptfs.events import Deleted, Event
+from ckptfs.testing.faults import Fail, Fault, Plan
+from tests.crash import rig
+from tests.crash.rig import TWO_DOMAINS
+from tests.manager.test_retiring import debris, disks, entries, holding, world
+
+
+def test_a_save_is_deleted_by_name_in_every_domain(tmp_path: Path) -> None:
+    """Its entry is in every log when the call returns, its bytes follow, the others stay; the newest
+    goes too, what is gone or never was is NotFoundError, and what is pinned stays.
+    """
+    told: list[Event] = []
+
+    def body(seat: Seat) -> None:
+        tell = told.append if seat.control.rank == 0 else lambda _: None
+        with holding(seat, None, tell=tell) as (run, retirer):
+            ids = [rig.save(run.seat, f"step_{n}", str(n), run) for n in (1, 2, 3)]
+            retirer.pin(run.seat, ids[0])
+            with pytest.raises(StateError, match="step_1 is not deleted: it is pinned"):
+                retirer.delete(run.seat, ids[0])
+            for gone in (ids[1], ids[2]):
+                retirer.delete(run.seat, gone)
+                deletes = [
+                    [e["save_id"] for e in log if e["kind"] == "delete"]
+                    for log in entries(tmp_path, TWO_DOMAINS).values()
+                ]
+                assert all(gone in found for found in deletes)
+                with pytest.raises(NotFoundError, match="not a live checkpoint"):
+                    retirer.delete(run.seat, gone)
+            retirer.make_room()
+
+    world(tmp_path, body, TWO_DOMAINS)
+    assert disks(tmp_path, TWO_DOMAINS) == {"a": ["step_1"], "b": ["step_1"]}
+    assert debris(tmp_path, TWO_DOMAINS) == []
+    assert sorted(e.uri[-1] for e in told if isinstance(e, Deleted)) == ["2", "3"]
+
+
+def test_a_delete_that_fails_in_one_domain_is_raised_and_completed_later(tmp_path: Path) -> None:
+    """Every rank is told; where one log has it the save is deleted, and the next commit enters the
+    rest.
+    """
+    plan = Plan()
+
+    def body(seat: Seat) -> None:
+        with holding(seat, None) as (run, retirer):
+            old = rig.save(run.seat, "step_1", "1", run)
+            if seat.control.rank == 1:
+                plan.add(Fault("create", "*/log/*", 1, Fail(OSError(errno.EIO, "no"))))
+            with pytest.raises(CollectiveError, match="rank 1"):
+                retirer.delete(run.seat, old)
+            rig.save(run.seat, "step_2", "2", run)
+            retirer.after_commit(run.seat)
+            retirer.make_room()
+
+    world(tmp_path, body, TWO_DOMAINS, plans={1: plan})
+    assert disks(tmp_path, TWO_DOMAINS) == {"a": ["step_2"], "b": ["step_2"]}

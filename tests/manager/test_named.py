@@ -1,0 +1,80 @@
+"""Sharded checkpoints whose names and end a framework decides, on two nodes with a disk each."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptfs
+from ckptfs.manager.named import NamedCheckpoints
+from ckptfs.testing import victim
+from tests.multiprocess.harness import Rank, launch
+
+
+def state(number: float) -> dict[str, Any]:
+    """Replicated: each node has a copy."""
+    return {"t": torch.full((4,), number), "more": b"bytes"}
+
+
+def keep_and_remove(rank: Rank) -> list[Any]:
+    """Saves, removals and a failure, synchronously and not; what was there in between."""
+    rank.init_group()
+    os.environ["RANK"] = str(rank.number)  # whose fault it is
+    return [
+        there for mode in ("sync", "async") for there in one(f"{rank.args['uri']}/{mode}", mode)
+    ]
+
+
+def one(uri: str, mode: str) -> list[Any]:
+    """Three processes of one run, one after the other: what the first two left, and the error."""
+
+    def there() -> list[str]:
+        return [checkpoint.uri.name for checkpoint in ckptfs.list_checkpoints(uri)]
+
+    first = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    for number, name in enumerate(("a", "b", "c")):
+        first.save(name, state(number), step=number, beside={"meta": name.encode()})
+    first.hold("b")
+    for name in ("a", "b", "stranger"):
+        first.remove(name)  # "c" is on its way, or committed
+    first.close()
+    told: list[Any] = [there()]
+
+    second = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    os.environ["CKPTFS_TEST_FAULT"] = "fail=ENOSPC:open_write:*.distcp:1@1"
+    victim.install()
+    try:
+        second.save("d", state(4))
+        second.wait()
+    except ckptfs.CollectiveError as error:
+        told.append(error.all_are(ckptfs.NoSpaceError))
+    second.remove("b")  # waits for a commit that does not come
+    second.close()
+    told.append(there())
+
+    third = NamedCheckpoints(uri, mode=mode, beside=["meta"])
+    third.save("e", state(5))
+    third.remove("e")  # nothing came after it
+    third.remove("b")  # of an earlier process
+    third.close()
+    return told
+
+
+def test_removed_on_every_node_after_the_commit_and_never_before(tmp_path: Path) -> None:
+    """The owner of each disk removes; what is held, newest or a stranger's stays, and so does what a
+    failed save was to replace. What lies beside goes with its checkpoint.
+    """
+    uri = f"nodes+file://{tmp_path}/@node"
+    for node in "xy":
+        for mode in ("sync", "async"):
+            (tmp_path / node / mode / "stranger").mkdir(parents=True)
+    with launch(keep_and_remove, 2, args={"uri": uri}, nodes=["x", "y"]) as ranks:
+        assert ranks.values() == [[["b", "c"], True, ["b", "c"]] * 2] * 2
+    for node in "xy":
+        for mode in ("sync", "async"):
+            left = sorted(path.name for path in (tmp_path / node / mode).iterdir())
+            assert left == [".ckptfs", "c", "e", "stranger"]
+            assert (tmp_path / node / mode / "c" / "meta").read_bytes() == b"c"
