@@ -106,9 +106,13 @@ def decode_metadata(data: bytes, where: object, shared: Collection[str] = ()) ->
 
 
 class _Pickler(pickle.Pickler):
-    """Writes TensorProperties as torch 2.13 does, under every torch."""
+    """Writes TensorProperties as torch 2.13 does, under every torch, and enums alike under every
+    Python: 3.11.2 for one writes them as ``getattr``, 3.11.7 does not.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _torch.mem_format_encoding():
+            return type(obj), (obj.value,)
         if type(obj) is TensorProperties:
             state = obj.__getstate__()[:_FIELDS_2_13]
             new_object = vars(copyreg)["__newobj__"]  # what pickle itself uses; typeshed hides it
@@ -134,15 +138,26 @@ class _Unpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return self._member
         found = _known(module, name)
         if found is None:
-            raise ManifestError(
-                f".metadata asks for {module}.{name}, which no DCP metadata needs: not executed",
-                uri=self._where,
-                hint="the file was tampered with, or written by a custom planner; "
-                "torch.distributed.checkpoint would execute it",
-            )
+            raise self._not_executed(f"{module}.{name}")
         return found
+
+    def _member(self, kind: Any, name: str) -> Any:
+        """What stock torch on Python 3.11.2 writes for an enum's member; of nothing else an attribute."""
+        if kind is not _torch.mem_format_encoding():
+            raise self._not_executed("builtins.getattr")
+        return kind[name]
+
+    def _not_executed(self, what: str) -> ManifestError:
+        return ManifestError(
+            f".metadata asks for {what}, which no DCP metadata needs: not executed",
+            uri=self._where,
+            hint="the file was tampered with, or written by a custom planner; "
+            "torch.distributed.checkpoint would execute it",
+        )
 
     def persistent_load(self, pid: Any) -> Any:
         raise ManifestError(".metadata refers to outside objects", uri=self._where)
