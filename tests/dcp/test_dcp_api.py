@@ -10,7 +10,6 @@ import contextlib
 import os
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.harness import Rank, every_one, launch
 
 RANKS = 3
 
@@ -302,18 +301,10 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
 
 def run_scenarios(rank: Rank) -> dict[str, Any]:
     """All of them in order; a scenario's unexpected error is its result."""
-    import torch.distributed as dist
-
     warnings.simplefilter("ignore")
     rank.init_group()
-    results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
-        try:
-            results[scenario.__name__] = scenario(rank, f"{rank.args['run']}/{scenario.__name__}_1")
-        except BaseException:  # noqa: BLE001 - CheckpointException is no Exception
-            results[scenario.__name__] = traceback.format_exc()[-3000:]
-        dist.barrier()
-    return results
+    claims = {scenario.__name__: scenario for scenario in SCENARIOS}
+    return every_one(rank, claims, rank.args["run"], tail="_1")
 
 
 def async_process(rank: Rank) -> Any:

@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -263,3 +263,12 @@ def _said(word: str, output: str) -> str | None:
     """The last line ``word VALUE``; a launcher may put its own mark before it."""
     found = re.findall(rf"(?:^|\s){word} (\S+)\s*$", output, re.MULTILINE)
     return found[-1] if found else None
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """What a call raises, as a rank can tell it to the test."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is what is asserted
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -17,7 +17,7 @@ import pytest
 
 import ckptfs
 from tests.integrations.conftest import Cell
-from tests.integrations.running import Kill, Mode, Store, story
+from tests.integrations.running import Kill, Mode, Store, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
@@ -108,14 +108,6 @@ def _numbers(net: Any) -> list[float]:
     return [float(v) for p in net.parameters() for v in p.detach().flatten()]
 
 
-def _error(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - it is what is asserted
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
 def _steps(run: Path) -> list[int]:
     return ckptfs.DirectoryManager(run, name="checkpoint_{N}").steps
 
@@ -132,7 +124,7 @@ def _stock_total_limit(rank: Rank, place: Path) -> object:
     accelerator.save_state()
     _wait()
     counter.fails = True
-    said = _error(accelerator.save_state)
+    said = error_of(accelerator.save_state)
     _wait()
     left = {p.name: sorted(os.listdir(p)) for p in (place / "checkpoints").iterdir()}
     return {"said": said, "left": left}
@@ -141,7 +133,7 @@ def _stock_total_limit(rank: Rank, place: Path) -> object:
 def _stock_one_rank(rank: Rank, place: Path) -> object:
     accelerator, _, counter = _accelerator()
     counter.fails = rank.number == 1
-    return _error(lambda: accelerator.save_state(str(place)))
+    return error_of(lambda: accelerator.save_state(str(place)))
 
 
 def _stock_uri(rank: Rank, place: Path) -> object:
@@ -161,7 +153,7 @@ def _stock_random(rank: Rank, place: Path) -> object:
         (place / "random_states_1.pkl").unlink()
     random.seed(rank.number + 5)
     before = random.getstate()
-    said = _error(lambda: accelerator.load_state(str(place)))
+    said = error_of(lambda: accelerator.load_state(str(place)))
     return {"said": said, "restored": random.getstate() != before}
 
 
@@ -175,7 +167,7 @@ def _failing(rank: Rank, place: Path) -> object:
         saved = _numbers(net)
         counter.fails = rank.number == 1
         _step(accelerator, net)
-        said = _error(lambda: saves.save(2))
+        said = error_of(lambda: saves.save(2))
         counter.fails, counter.value = False, 0
         done = saves.load()
         same = _numbers(net) == saved
@@ -247,7 +239,7 @@ def _in_the_background(rank: Rank, place: Path) -> object:
         _step(accelerator, net)
         saves.manager.wait()
         saves.save(2)
-        said = _error(lambda: saves.save(3))
+        said = error_of(lambda: saves.save(3))
         saves.save(3)
         saves.manager.wait()
         kept = sorted(p.name for p in scratch.glob("*/files/*"))
@@ -319,18 +311,18 @@ def _bad(rank: Rank, place: Path) -> object:
     with CkptfsState(accelerator, place / "run") as saves:
         nothing = saves.load()
         saves.save(1)
-        again = _error(lambda: saves.save(1))
-        absent = _error(lambda: saves.load(5))
+        again = error_of(lambda: saves.save(1))
+        absent = error_of(lambda: saves.load(5))
         with saves.manager.writing(2) as path:
             accelerator.save_state(path)
             if rank.number == 1:
                 Path(path, "random_states_1.pkl").unlink()
-        fewer, dropped = _error(saves.load), saves.load(per_rank="drop")
+        fewer, dropped = error_of(saves.load), saves.load(per_rank="drop")
         _wait()
         if rank.number == 0:
             (place / "run" / "checkpoint_2" / "random_states_0.pkl").write_bytes(b"")
         _wait()
-        damaged = _error(saves.load)
+        damaged = error_of(saves.load)
     return {
         "nothing": nothing,
         "again": again,
@@ -338,8 +330,8 @@ def _bad(rank: Rank, place: Path) -> object:
         "fewer": fewer,
         "dropped": dropped,
         "damaged": damaged,
-        "unknown": _error(lambda: CkptfsState(accelerator, "nosuch://bucket/run").load()),
-        "total limit": _error(lambda: CkptfsState(limited, place)),
+        "unknown": error_of(lambda: CkptfsState(accelerator, "nosuch://bucket/run").load()),
+        "total limit": error_of(lambda: CkptfsState(limited, place)),
     }
 
 

@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +37,7 @@ from tests.integrations.conftest import Cell
 from tests.integrations.planners import Doubling, FewerPlanner, HalfPlanner, RenamingPlanner
 from tests.integrations.running import Kill, Mode, Store, story
 from tests.lab.server import Server
-from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.harness import Rank, every_one, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(180)]
 
@@ -282,18 +281,10 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
 
 def run_scenarios(rank: Rank) -> dict[str, Any]:
     """All of them in order; a scenario's unexpected error is its result."""
-    import torch.distributed as dist
-
     warnings.simplefilter("ignore")
     rank.init_group()
-    results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
-        try:
-            results[scenario.__name__] = scenario(rank, f"{rank.args['run']}/{scenario.__name__}")
-        except BaseException:  # noqa: BLE001 - CheckpointException is no Exception
-            results[scenario.__name__] = traceback.format_exc()[-3000:]
-        dist.barrier()
-    return results
+    claims = {scenario.__name__: scenario for scenario in SCENARIOS}
+    return every_one(rank, claims, rank.args["run"])
 
 
 def own_process(rank: Rank) -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 import ckptfs
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story
-from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.harness import Rank, every_one, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(180)]
 pytest.importorskip("torchtitan")
@@ -301,18 +300,10 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
 
 def run_scenarios(rank: Rank) -> dict[str, Any]:
     """All of them in order; a scenario's unexpected error is its result."""
-    import torch.distributed as dist
-
     warnings.simplefilter("ignore")
     rank.init_group()
-    results: dict[str, Any] = {}
-    for scenario in SCENARIOS:
-        try:
-            results[scenario.__name__] = scenario(rank, f"{rank.args['base']}/{scenario.__name__}")
-        except BaseException:  # noqa: BLE001 - CheckpointException is no Exception
-            results[scenario.__name__] = traceback.format_exc()[-3000:]
-        dist.barrier()
-    return results
+    claims = {scenario.__name__: scenario for scenario in SCENARIOS}
+    return every_one(rank, claims, rank.args["base"])
 
 
 # -- the tests -----------------------------------------------------------------------------------

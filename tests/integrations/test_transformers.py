@@ -18,7 +18,7 @@ import pytest
 
 import ckptfs
 from tests.integrations.conftest import Cell
-from tests.integrations.running import Kill, Mode, Store, story
+from tests.integrations.running import Kill, Mode, Store, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
@@ -98,14 +98,6 @@ def _trainer(args: Any, *callbacks: Any, **more: Any) -> Any:
 def _weights(trainer: Any) -> list[float]:
     tensor = next(trainer.model.parameters()).detach().flatten()[:4]
     return [float(value) for value in tensor]
-
-
-def _error(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:  # noqa: BLE001 - it is what is asserted
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def _apart(rank: Rank, place: Path) -> Path:
@@ -228,7 +220,7 @@ def _forgotten_resume(rank: Rank, place: Path) -> object:
     args = _arguments(_apart(rank, place), max_steps=2)
     _trainer(args, CkptfsCallback(place / "run")).train()
     again = _trainer(args, CkptfsCallback(place / "run"))
-    return _error(again.train)
+    return error_of(again.train)
 
 
 def _one_more_step(rank: Rank, place: Path) -> object:
@@ -316,7 +308,7 @@ def _failing_rank(rank: Rank, place: Path) -> object:
     args = _arguments(_apart(rank, place), max_steps=4)
     _with_fault("fail=ENOSPC:close:*rng_state_1.pth:2" if rank.number else None)
     with CkptfsCallback(f"faults+file://{place}/run") as saves:
-        said = _error(_trainer(args, saves).train)
+        said = error_of(_trainer(args, saves).train)
     _with_fault(None)
     left = sorted(n for n in os.listdir(args.output_dir) if n[0] != ".")
     with CkptfsCallback(place / "run", takeover="force") as again:
@@ -335,7 +327,7 @@ def _failing_in_the_background(rank: Rank, place: Path) -> object:
     _with_fault("fail=ENOSPC:close:*rng_state_1.pth:2" if rank.number else None)
     with CkptfsCallback(f"faults+file://{place}/run", mode="async") as saves:
         trainer = _trainer(args, saves)
-        said = _error(trainer.train)
+        said = error_of(trainer.train)
         at = trainer.state.global_step
     _with_fault(None)
     return {"said": said, "at": at, "steps": _steps(place / "run")}
@@ -399,16 +391,16 @@ def _bad_uri(rank: Rank, place: Path) -> object:
     args = _arguments(_apart(rank, place))
     return {
         "nothing there": CkptfsCallback(place / "run").resume(args),
-        "unknown": _error(lambda: CkptfsCallback("nosuch://bucket/run").resume(args)),
-        "memory": _error(_trainer(args, CkptfsCallback("memory://run")).train),
-        "total limit": _error(
+        "unknown": error_of(lambda: CkptfsCallback("nosuch://bucket/run").resume(args)),
+        "memory": error_of(_trainer(args, CkptfsCallback("memory://run")).train),
+        "total limit": error_of(
             lambda: _trainer(_arguments(place, save_total_limit=1), CkptfsCallback(place / "run"))
         ),
-        "each node": _error(
+        "each node": error_of(
             lambda: _trainer(_arguments(place, save_on_each_node=True), CkptfsCallback(place))
         ),
-        "output_dir": _error(lambda: CkptfsCallback(place).resume(_arguments("s3://bucket/run"))),
-        "the same": _error(lambda: CkptfsCallback(place).resume(_arguments(place))),
+        "output_dir": error_of(lambda: CkptfsCallback(place).resume(_arguments("s3://bucket/run"))),
+        "the same": error_of(lambda: CkptfsCallback(place).resume(_arguments(place))),
     }
 
 

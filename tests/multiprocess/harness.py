@@ -6,6 +6,8 @@
         rank.hold("go")                        # blocks until the test calls ranks.release("go")
         return rank.number
 
+    every_one(rank, {"name": claim}, base)     # in a body: many claims under one group
+
     with launch(body, 4, args={"uri": "..."}) as ranks:
         ranks.wait("ready")                    # from every rank; no sleeps
         ranks.kill(3)                          # SIGKILL; also freeze (SIGSTOP) and thaw
@@ -53,6 +55,25 @@ Body = Callable[["Rank"], object]
 
 
 # -- inside a rank -----------------------------------------------------------------------------
+
+
+def every_one(
+    rank: Rank, claims: Mapping[str, Callable[[Rank, str], object]], base: str, tail: str = ""
+) -> dict[str, Any]:
+    """Each claim in order, at ``base/name + tail``; an unexpected error of one is its result.
+
+    With a group all ranks meet after each, so that one which failed early spoils no other claim.
+    """
+    import torch.distributed as dist
+
+    results: dict[str, Any] = {}
+    for name, claim in claims.items():
+        try:
+            results[name] = claim(rank, f"{base}/{name.replace(' ', '-')}{tail}")
+        except BaseException:  # noqa: BLE001 - CheckpointException is no Exception
+            results[name] = traceback.format_exc()[-3000:]
+        dist.barrier()
+    return results
 
 
 class Rank:
