@@ -6,33 +6,38 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
+# Tests run in so many processes, a file in one of them; `PYTEST_JOBS=0` runs them in this one.
+PYTEST_JOBS ?= 2
 
 export OMP_NUM_THREADS ?= 1
 # torch's store looks up the name of every client in its one thread: where no name server answers,
 # each would hold all ranks for 5 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
 
-.PHONY: help demo test test-hdfs check format compat formats campaign-crash campaign-model bench
-.PHONY: campaign-servers campaign-manager soak bench-objects bench-async
+.PHONY: help demo first-run test test-hdfs check docs format compat formats campaign-crash campaign-model bench
+.PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-sink test-integrations integrations-matrix
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
-	@echo "make test            every test (under 15 minutes on 2 cores)"
+	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
+	@echo "make test            every test (about 18 minutes on 2 cores)"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
 	@echo "                     their own; make integrations-matrix: each one on every store"
 	@echo "make lab-install     the servers of tests/lab: from Debian (as root), npm and PyPI"
 	@echo "make lab-s3          Ceph's S3 in the foreground; so lab-moto, lab-azure, lab-gcs, lab-hdfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
+	@echo "make docs            the manual: build/docs/index.html (no network; warnings are errors)"
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
 	@echo "make campaign-servers  every request killed, 200 races, 2 GB through a bad network (long)"
 	@echo "make campaign-model  search every interleaving of the commit protocol (long)"
 	@echo "make campaign-manager  random lives of a run: faults, deaths, restarts, retention (long)"
+	@echo "make campaign-tools  2 GB copied with ten kills, gc killed at every request, all damages on S3 (long)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
 	@echo "make bench-async     how long async_save holds training, beside dcp.async_save and a copy"
@@ -49,7 +54,7 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --durations=15 $(PYTEST_ARGS)
 
 test-hdfs: $(STAMP)
 	$(BIN)/python -m pytest -m "hdfs and not campaign" tests/servers $(PYTEST_ARGS)
@@ -88,6 +93,16 @@ check: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_layers.py tests/test_exports.py
 
+# tests/test_manual.py looks at what this leaves, and builds it itself where it is older than its sources.
+docs: $(STAMP)
+	@rm -f build/docs/.whole
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
+	@touch build/docs/.whole
+
+# Under five minutes, with what pip downloads; PASTE=--paste puts what came out into the page.
+first-run:
+	$(PYTHON) examples/first_run.py $(PASTE)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -101,7 +116,7 @@ formats: $(STAMP)
 
 campaign-crash: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers --ignore=tests/soak \
-	    --ignore=tests/manager tests $(PYTEST_ARGS)
+	    --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools tests $(PYTEST_ARGS)
 
 campaign-servers: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
@@ -111,6 +126,9 @@ campaign-model: $(STAMP)
 
 campaign-manager: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/manager $(PYTEST_ARGS)
+
+campaign-tools: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 tests/cli tests/tools $(PYTEST_ARGS)
 
 # CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one, whose seed it printed.
 soak: $(STAMP)
@@ -127,4 +145,4 @@ bench-objects: $(STAMP)
 	$(BIN)/python -m benchmarks.object_store
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) build/docs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

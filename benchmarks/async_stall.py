@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import shutil
@@ -40,14 +39,25 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckptfs
-from benchmarks import machine
+from benchmarks import goals, telling
+from ckptfs.bench.machine import describe, filesystem, versions
+from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
+from ckptfs.bench.words import number_text
 
-HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
+WORKLOAD, PLACE = "layers", "directory"
 # MiB of one layer's tensors: attention, two large matrices, norms and biases.
 LAYER = (16.0, 16.0, 44.0, 44.0, 0.25, 0.0625, 0.0625)
 OURS, BARE, STOCK = "ckptfs", "memcpy", ("dcp thread", "dcp process")
-OF_COPY, OF_DCP = 1.3, 0.5  # the goals: of a bare copy, and of the better of DCP's two
+# Of a bare copy, and of the better of DCP's two.
+GOALS = (goals.Asked(OURS, (BARE,), 1.3), goals.Asked(OURS, STOCK, 0.5))
+PROMISES = {
+    BARE: ("nothing: a copy in memory", "nothing"),
+    OURS: ("when it is waited for: files, directories, commit", "every block"),
+    STOCK[0]: ("when it is waited for: data files", "nothing"),
+    STOCK[1]: ("when it is waited for: data files", "nothing"),
+}
+PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")
 
 State = dict[str, Tensor]
 Wait = Callable[[], object]
@@ -112,7 +122,7 @@ class Bench:
         writer = dcp.FileSystemWriter(str(where))
         answer = dcp.async_save(self.state, storage_writer=writer, async_checkpointer_type=kind)
         future = getattr(answer, "upload_completion", answer)
-        return future.result  # type: ignore[no-any-return,union-attr]
+        return future.result  # type: ignore[union-attr]
 
 
 def _state(size_bytes: int) -> State:
@@ -128,59 +138,40 @@ def _state(size_bytes: int) -> State:
     return state
 
 
-def summary(measured: dict[str, Any], size_bytes: int) -> dict[str, Any]:
-    """Medians and spreads of the stalls, and the ratios of the goals, round by round."""
-    rounds: dict[str, list[dict[str, float]]] = measured["rounds"]
-    stalls = {name: [turn["stall_s"] for turn in turns] for name, turns in rounds.items()}
-    ratios = {"of_copy": _ratio(stalls, (BARE,)), "of_dcp": _ratio(stalls, STOCK)}
-    return {
-        "size_bytes": size_bytes,
-        "stall_s": {
-            name: {"median": statistics.median(all_), "min": min(all_), "max": max(all_)}
-            for name, all_ in stalls.items()
-        },
-        "first_s": {name: turn["stall_s"] for name, turn in measured["first"].items()},
-        "done_s": {n: statistics.median(t["done_s"] for t in turns) for n, turns in rounds.items()},
-        **ratios,
-    }
+def result_of(
+    measured: dict[str, Any], *, size_bytes: int, tensors: int, about: dict[str, Any]
+) -> Result:
+    """Every stall as a sample; first calls and what came after the stall as notes. about: the rest."""
+    turns: dict[str, list[dict[str, float]]] = measured["rounds"]
+    return Result(
+        what="the stall of async_save beside torch.distributed.checkpoint and a bare copy",
+        workloads=(
+            Workload(WORKLOAD, tensors, size_bytes, "layers of a model, float32, one rank"),
+        ),
+        engines=tuple(Engine(name, "", *PROMISES[name], is_limit=name == BARE) for name in turns),
+        samples=tuple(
+            Sample(name, WORKLOAD, PLACE, "stall", number, turn["stall_s"], 0.0, size_bytes)
+            for name, found in turns.items()
+            for number, turn in enumerate(found)
+        ),
+        notes=tuple(_beside(name, measured["first"][name], turns[name]) for name in turns),
+        **about,
+    )
 
 
-def _ratio(stalls: dict[str, list[float]], others: Sequence[str]) -> float | None:
-    """Ours to the best of others, round by round: the median; None where nobody of them took part."""
-    there = [stalls[name] for name in others if name in stalls]
-    if not there:
-        return None
-    best = [min(turns) for turns in zip(*there, strict=True)]
-    return statistics.median(a / b for a, b in zip(stalls[OURS], best, strict=True))
-
-
-def show(found: dict[str, Any]) -> None:
-    """The table."""
-    gib = found["size_bytes"] / (1 << 30)
-    print(f"{gib:.2f} GiB    stall s: median (fastest-slowest)    first call    until durable")
-    for name, stall in found["stall_s"].items():
-        spread = f"{stall['median']:.3f} ({stall['min']:.3f}-{stall['max']:.3f})"
-        print(
-            f"  {name:12} {spread:30} {found['first_s'][name]:10.3f} {found['done_s'][name]:13.2f}"
-        )
-    for name, ratio, goal in _goals(found):
-        print(f"  {name} {ratio:.2f}, goal {goal}")
-
-
-def _goals(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """What was measured of them: name, ratio, goal."""
-    told = [
-        ("ckptfs / memcpy", found["of_copy"], OF_COPY),
-        ("ckptfs / better of dcp", found["of_dcp"], OF_DCP),
-    ]
-    return [(name, ratio, goal) for name, ratio, goal in told if ratio is not None]
+def _beside(name: str, first: dict[str, float], turns: list[dict[str, float]]) -> str:
+    durable_s = statistics.median(turn["done_s"] for turn in turns)
+    return (
+        f"{name}: the first call {number_text(first['stall_s'])} s, "
+        f"until it is durable {number_text(durable_s)} s"
+    )
 
 
 def main() -> int:
     """Measure, write the result, print the table."""
     options = _options()
     directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=options.dir))
-    started, load_before = datetime.now(UTC), os.getloadavg()
+    started, load_before = datetime.now(UTC), list(os.getloadavg())
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if any(name in STOCK for name in options.peers):
@@ -190,25 +181,27 @@ def main() -> int:
         run = stack.enter_context(ckptfs.prepare_run(directory / "run"))
         bench = Bench(directory, options.mib * MIB, run, options.peers)
         measured = bench.measure(options.rounds)
-    found = summary(measured, sum(t.nbytes for t in bench.state.values()))
-    result = {
-        "what": "the stall of async_save beside torch.distributed.checkpoint and a bare copy",
-        "date": started.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
-        "load_average": {"before": load_before, "after": os.getloadavg()},
-        "machine": machine.describe(directory.parent),
-        "threads": torch.get_num_threads(),
-        "goals": {"of_copy": OF_COPY, "of_dcp": OF_DCP},
-        "summary": found,
-        "measured": measured,
-    }
-    out = options.out or HERE / "results" / f"async_stall-{result['date'][:10]}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    show(found)
-    print(f"every measurement: {os.path.relpath(out)}")
-    good = all(ratio <= goal for _, ratio, goal in _goals(found))
-    return 0 if good or not options.check else 1
+    result = result_of(
+        measured,
+        size_bytes=sum(tensor.nbytes for tensor in bench.state.values()),
+        tensors=len(bench.state),
+        about={
+            "date": started.isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
+            "machine": {
+                **describe(directory.parent),
+                "load_average": {"before": load_before, "after": list(os.getloadavg())},
+            },
+            "versions": versions(*PACKAGES),
+            "settings": {"threads": torch.get_num_threads(), "rounds": options.rounds},
+            "targets": (Target(PLACE, filesystem(directory.parent)),),
+        },
+    )
+    found = goals.goals_of(result, GOALS)
+    path = telling.save(result, options.out, "async_stall")
+    telling.show(result, found)
+    print(f"every measurement: {os.path.relpath(path)}")
+    return 0 if goals.holds(found) or not options.check else 1
 
 
 def _names(text: str) -> list[str]:

@@ -211,3 +211,20 @@ def exchange_barrier(barrier: Any) -> Any:
     before = dist.barrier
     dist.barrier = barrier
     return before
+
+
+# -- what is compared with us -------------------------------------------------------------------
+
+
+def fsspec_writer(uri: str, **options: Any) -> Any:
+    """torch's writer over fsspec: torch documents it and ships it in a private module."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    return FsspecWriter(uri, **options)
+
+
+def fsspec_reader(uri: str, **options: Any) -> Any:
+    """torch's reader over fsspec."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader(uri, **options)

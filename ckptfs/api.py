@@ -20,14 +20,14 @@ from enum import Enum
 from typing import Any, Literal
 
 from ckptfs.commit.artifact import writing_directory
-from ckptfs.commit.catalog import Checkpoint, list_unlogged, logged
+from ckptfs.commit.beside import list_unlogged, newest
+from ckptfs.commit.catalog import Checkpoint, logged
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fetching import fetched
 from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import latest as latest_live
 from ckptfs.commit.run import Mode, Run, Takeover, claim
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
@@ -132,7 +132,7 @@ def list_checkpoints(
 
     Checkpoints that lie there without a log (copied, or written by stock torch) come first. On
     node-local storage this node's log answers; a save whose outcome it does not record is left out.
-    An empty or missing run gives an empty list.
+    An empty or missing run gives an empty list. StorageError: the place cannot be read.
     """
     with looking_at(run_uri, storage_options) as look:
         loose = drive(list_unlogged(look.views, look.root), look.storage)
@@ -149,17 +149,11 @@ def latest(
 
     None when there is none. kind: "directory" are those that a framework wrote as files. Saves of a
     failing run are left out. Where no log tells, of those that have a manifest or `.metadata`, the one
-    with the largest step.
+    with the largest step. StorageError: the place cannot be read (a run that is not there is None).
     """
     wanted = Kind(kind)
     with looking_at(run_uri, storage_options) as look:
-        live = latest_live(look.views, wanted)
-        if live is not None:
-            known = logged(look.views, look.root)
-            return next(c for c in known if c.save_id == live.seal.save_id)
-        loose = drive(list_unlogged(look.views, look.root), look.storage)
-    loose = [checkpoint for checkpoint in loose if checkpoint.kind is wanted]
-    return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
+        return drive(newest(look.views, look.root, wanted), look.storage)
 
 
 def ensure_dir(
@@ -215,6 +209,9 @@ def prepare_run(
     is anything. takeover: "auto" takes a run from the same job, from a dead process of this node, or
     from an owner whose lease stood still for 20 s; "never" does not wait; "force" does not ask.
     RunBusyError names the living owner. Leave the returned Run with ``with`` or ``release()``.
+
+    What fails is the same error on all ranks. After a crash in it, or without a release, every
+    committed checkpoint is there, and the next owner goes on with what was left undone.
     """
     place = Place({**options_of(run_uri), **(storage_options or {})}, scope, domain)
     modes, takeovers = Mode(mode), Takeover(takeover)

@@ -24,8 +24,9 @@ GUARANTEES = ROOT / "docs" / "guarantees.md"
 WAITING = "Not held by a test yet"
 
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S.{7,}) -->")
-# What a fence may be marked with besides python: shown, never executed.
-_SHOWN = {"text", "sh", "diff", "toml", "json"}
+# What a fence may be marked with besides python: shown, never executed. Those in braces are the
+# manual's: pictures, and docstrings.
+_SHOWN = {"text", "sh", "diff", "toml", "json", "{svgbob}", "{eval-rst}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,12 @@ def _blocks(tokens: list[Token]) -> list[Block]:
         if token.type == "fence" and token.map:
             reason = _NOT_RUN.match(before.content.strip()) if before is not None else None
             blocks.append(
-                Block(token.info, token.content, token.map[0] + 1, reason and reason["reason"])
+                Block(
+                    token.info.partition(" ")[0],
+                    token.content,
+                    token.map[0] + 1,
+                    reason and reason["reason"],
+                )
             )
         before = token if token.type == "html_block" else None
     return blocks

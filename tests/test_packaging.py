@@ -22,7 +22,7 @@ PINS = [
     for line in (ROOT / "constraints-dev.txt").read_text().splitlines()
     if line and not line.startswith("#")
 ]
-_PIN = r"[\w.-]+==[\d.]+(\.post\d+)?"
+_PIN = r"[\w.-]+==[\d.]+(b\d+)?(\.post\d+)?"
 _OURS = ("dev", "test", "lab", "docs", "bench")
 
 

@@ -13,7 +13,7 @@ exclusiveness of names are advice here. The result of every save says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 from ckptfs.commit.layout import HINT, LOG, log_key
@@ -26,6 +26,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    UnfinishedUpload,
 )
 from ckptfs.uri import Uri
 
@@ -168,6 +169,10 @@ class AdvisoryLog(Storage):
         """As the inner storage."""
         return self._inner.open_write(key, size_hint_bytes=size_hint_bytes)
 
+    def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
+        """As the inner storage."""
+        return self._inner.open_kept(key, size_bytes=size_bytes)
+
     def open_read(self, key: str) -> DataReader:
         """As the inner storage."""
         return self._inner.open_read(key)
@@ -192,9 +197,13 @@ class AdvisoryLog(Storage):
         """As the inner storage."""
         self._inner.remove_many(keys)
 
-    def sweep_uploads(self, older_than_s: float) -> int:
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
         """As the inner storage."""
-        return self._inner.sweep_uploads(older_than_s)
+        return self._inner.unfinished_uploads()
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
+        """As the inner storage."""
+        return self._inner.sweep_uploads(older_than_s, keys)
 
     def remove_dir(self, key: str) -> None:
         """As the inner storage."""

@@ -63,7 +63,7 @@ from ckptfs.errors import (
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape
 
-__all__ = ["Attempt"]
+__all__ = ["Attempt", "Gathered"]
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refuse
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
+class Gathered:
     """What the owners seal; ``files`` is empty on the wire when only the coordinator needs it."""
 
     digest: str
@@ -283,7 +283,7 @@ class Attempt:
         parts: list[WrittenPart],
         finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
         kept: dict[str, SmallFile],
-    ) -> _Gathered:
+    ) -> Gathered:
         files = dict(finish(parts))
         manifest = manifest_of(
             self._planned, self.spec, self.seat, [f for part in parts for f in part.files], files
@@ -294,8 +294,8 @@ class Attempt:
         digest, origins = digest_of(encoded), origins_of(manifest)
         if len(self._planned.domains) == 1 and self._owner:
             kept.update(files)  # the coordinator is the only owner: nothing large on the wire
-            return _Gathered(digest, {}, counters, origins)
-        return _Gathered(digest, files, counters, origins)
+            return Gathered(digest, {}, counters, origins)
+        return Gathered(digest, files, counters, origins)
 
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:

@@ -6,32 +6,33 @@ order:
     1. the run log of the domains that can be reached   (a save is live when they say so)
     2. a manifest beside `.metadata`                    (copied here by `cp -r`: valid by itself)
     3. `.metadata` alone                                (plain torch.distributed.checkpoint)
+
+What the logs tell is here; listing the other two is ``beside``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptfs.commit.entries import Generation, Kind, PartRef, Seal
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import CONTROL, DOMAIN, MANIFEST, METADATA, SHARED, AttemptKeys
+from ckptfs.commit.layout import CONTROL, DOMAIN, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
-from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
+from ckptfs.commit.ops import Program, Read, Refresh, StatOf
 from ckptfs.commit.pieces import piece, split_name
 from ckptfs.commit.protocol import Standing, Views, catalog, seal_of, standing
 from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
     IncompleteCheckpointError,
     IntegrityError,
-    ManifestError,
     NotFoundError,
     StaleError,
     StateError,
 )
-from ckptfs.storage.base import Entry, Shape, Stat
+from ckptfs.storage.base import Shape, Stat
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
     "Origin",
     "find",
     "list_live",
-    "list_unlogged",
     "live_of",
     "logged",
     "missing_files",
@@ -271,83 +271,6 @@ def _stock(name: str, where: Uri) -> Program[None]:
             uri=where,
             hint="see list_checkpoints() of its parent; an interrupted save leaves none",
         ) from error
-
-
-def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
-    """Checkpoints beside the log: directories with a manifest, or `.metadata`, that none of
-    ``views`` has heard of, in whatever state. Names that a live save of the log has are not looked
-    at: on an object store each look is a request.
-    """
-    live = {seal.name for seal in list_live(views)}
-    known = frozenset(save_id for view in views.values() for save_id in view.saves)
-    # Between the two renames of a projection `.metadata` is there and the manifest is not.
-    names = {
-        save.seal.name
-        for view in views.values()
-        for save in view.saves.values()
-        if save.seal is not None
-    }
-    try:
-        entries: list[Entry] = yield List("")
-    except NotFoundError:
-        return []
-    found = []
-    for name in _candidates(entries):
-        if name in live:
-            continue
-        try:
-            raw: bytes = yield Read(f"{name}/{MANIFEST}")
-        except NotFoundError:
-            checkpoint = None if name in names else (yield from _list_stock(name, root))
-        else:
-            checkpoint = yield from _from_manifest(raw, name, root, known)
-        if checkpoint is not None:
-            found.append(checkpoint)
-    return found
-
-
-def _candidates(entries: list[Entry]) -> Iterator[str]:
-    return (e.name for e in entries if e.is_dir and e.name not in (CONTROL, SHARED))
-
-
-def _list_stock(name: str, root: Uri) -> Program[Checkpoint | None]:
-    try:
-        yield StatOf(f"{name}/{METADATA}")
-    except NotFoundError:
-        return None
-    return Checkpoint(root / name, None, None, Kind.CHECKPOINT, Origin.STOCK)
-
-
-def _from_manifest(
-    raw: bytes, name: str, root: Uri, known: frozenset[str]
-) -> Program[Checkpoint | None]:
-    try:
-        manifest = decode_manifest(raw, root / name)
-    except ManifestError:
-        return None  # listing names what can be loaded; load() says what is wrong with the rest
-    if manifest.save_id in known or manifest.save_id == name:
-        return None  # the log tells; or the data directory of a step that is listed as a run
-    if not _enough(manifest, (yield from missing_files(manifest, name))):
-        return None  # an interrupted copy
-    return Checkpoint(
-        root / name,
-        manifest.step,
-        manifest.save_id,
-        manifest.artifact,
-        Origin.MANIFEST,
-        manifest.base,
-        tuple(d.id for d in manifest.domains),
-        parts=tuple(ref.name for ref in manifest.parts),
-    )
-
-
-def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:
-    """Whether nothing is missing, or only what lies on other nodes' disks: one domain's files and
-    all that belong to every domain are here.
-    """
-    lacking = {f.domain for f in manifest.files if f.path in missing}
-    whole = [d.id for d in manifest.domains if d.id not in lacking]
-    return not lacking or (None not in lacking and bool(whole))
 
 
 def logged(views: Views, root: Uri) -> list[Checkpoint]:

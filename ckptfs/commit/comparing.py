@@ -2,6 +2,8 @@
 
 check.update(data)   the next bytes; IntegrityError as soon as a block of them differs
 check.finish()       there are no more; IntegrityError where some are missing
+check.sure_bytes     so many from the start are known to be right
+check.compared       so many digests were found right
 """
 
 from __future__ import annotations
@@ -21,6 +23,9 @@ Damaged = Callable[[str], IntegrityError]  # what is wrong -> an error that name
 class Check:
     """Nothing to compare with: every byte is right."""
 
+    sure_bytes: int = 0
+    compared: int = 0
+
     def update(self, data: memoryview) -> None:
         """The next bytes; not kept."""
 
@@ -29,18 +34,22 @@ class Check:
 
 
 class BlockCheck(Check):
-    """By the digests of a data file's blocks; what lies between two items belongs to none."""
+    """By the digests of a data file's blocks; what lies between two items belongs to none.
 
-    def __init__(self, digests: FileDigests, damaged: Damaged) -> None:
+    start: compare from there on only; where a block begins, as ``sure_bytes`` tells.
+    """
+
+    def __init__(self, digests: FileDigests, damaged: Damaged, start: int = 0) -> None:
         self._damaged = damaged
         self._blocks = (
             (item.offset + block.start, item.offset + block.stop, block.digest)
             for item in digests.items
             for block in item.blocks_of(0, item.length)
+            if item.offset + block.stop > start
         )
         self._block = next(self._blocks, None)
         self._state = xxhash.xxh3_64()
-        self._at = 0
+        self._at = self.sure_bytes = start
 
     def update(self, data: memoryview) -> None:
         """As ``Check.update``, in pieces of any size."""
@@ -59,6 +68,8 @@ class BlockCheck(Check):
                 self._state.reset()
             if found != digest:
                 raise self._damaged(f"bytes {start} to {stop} differ from what was written")
+            self.sure_bytes = stop
+            self.compared += 1
             self._block = next(self._blocks, None)
         self._at = end
 
@@ -70,11 +81,18 @@ class BlockCheck(Check):
 
 
 class WholeCheck(Check):
-    """By one xxh3_128 of the whole file."""
+    """By one xxh3_128 of the whole file; None: there is none to compare with, but ``digest`` tells it
+    when all has passed.
+    """
 
-    def __init__(self, digest: str, damaged: Damaged) -> None:
+    def __init__(self, digest: str | None, damaged: Damaged) -> None:
         self._digest, self._damaged = digest, damaged
         self._state = xxhash.xxh3_128()
+
+    @property
+    def digest(self) -> str:
+        """Of what has passed by."""
+        return self._state.hexdigest()
 
     def update(self, data: memoryview) -> None:
         """As ``Check.update``."""
@@ -82,5 +100,8 @@ class WholeCheck(Check):
 
     def finish(self) -> None:
         """As ``Check.finish``."""
-        if self._state.hexdigest() != self._digest:
+        if self._digest is None:
+            return
+        if self.digest != self._digest:
             raise self._damaged("its bytes differ from what was written")
+        self.compared = 1

@@ -25,7 +25,7 @@ from ckptfs.commit.ops import MakeDir, Program, drive
 from ckptfs.commit.protocol import Refusal, Standing, standing
 from ckptfs.commit.reclaim import trash_of
 from ckptfs.commit.retire import Erasure, erase, retire
-from ckptfs.commit.run import claim
+from ckptfs.commit.run import Takeover, claim
 from ckptfs.commit.saving import Means
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
@@ -59,11 +59,12 @@ def _savers(name: str, state: LogState) -> list[Seal]:
     ]
 
 
-def delete_checkpoint(storage: Storage, name: str) -> bool:
+def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover.AUTO) -> bool:
     """Local. Delete the checkpoint ``name`` of the run that ``storage`` is rooted at; its bytes are
     gone when it returns. False: the log knows none, nothing was done.
 
-    Files of others in its directory stay. StateError: it is pinned, or others refer to its files.
+    Files of others in its directory stay. takeover: from whom a held run may be claimed. StateError: it
+    is pinned, or others refer to its files. StorageError: it is deleted, its bytes are still there.
     RunBusyError: a living owner holds the run. After a crash it is deleted or not; the next call or
     owner removes the rest of its bytes.
     """
@@ -77,7 +78,7 @@ def delete_checkpoint(storage: Storage, name: str) -> bool:
         # generation would take a successor's plain names. A fence takes the other's trash away.
         half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
         if half or not (holder == GENESIS or state.released):
-            run = stack.enter_context(claim(seat))
+            run = stack.enter_context(claim(seat, takeover=takeover))
             seat, holder = run.seat, run.generation
             state = drive(catch_up(), seat.storage)
         else:
@@ -138,6 +139,7 @@ def _delete(seal: Seal, seat: Seat, holder: Generation, state: LogState) -> LogS
             raise StorageError(
                 f"{seal.name} is deleted, but its bytes could not be removed",
                 uri=where,
-                hint="remove it again, or prepare_run() the run",
+                hint="what is a link or another disk by now is left alone: take that away by hand, "
+                "then remove it again or prepare_run() the run",
             )
     return state

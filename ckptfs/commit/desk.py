@@ -92,6 +92,7 @@ class Desk:
         *,
         if_exists: IfExists,
         artifact: Kind,
+        save_id: str | None = None,
     ) -> None:
         seat = run.seat
         self._run, self._name, self._step, self._parts = run, name, step, parts
@@ -103,7 +104,7 @@ class Desk:
         world = seat.control.world
         stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
         self._means = Means(self._home.id, seat.caps, fresh_ids(), stamp)
-        self.save_id = ""
+        self.save_id = save_id or ""
         self._seq = 0  # its place in commit order; the coordinator's
         # Once a seal was tried it may lie in the log: another one would belie its manifest.
         self._tried: Seal | None = None
@@ -159,7 +160,8 @@ class Desk:
         # Taken now: a ticket that is committed late must not take the run back behind later saves.
         seq = next_seq(generation, {self._home.id: state}, fenced=True)
         self._seq = seat.known.seq = max(seq, seat.known.seq + 1)
-        self.save_id = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        self.save_id = self.save_id or fresh
         drive(begin(self._keys, generation), seat.storage)
         return self.save_id, word_of(self._home.id, self._host, state)
 

@@ -278,6 +278,14 @@ _KINDS: dict[str, type] = {
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
 _OMITTED_WHEN_EMPTY = ("metrics", "hosts", "origins")
+# What is compared or shown as it stands: of another type it would fail far from here, and untyped.
+_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("seq", "fenced", "failure", "pinned", "pid"), int),
+    **dict.fromkeys(("digest", "home", "home_host", "host", "node", "started", "reason"), str),
+    "job": str | None,
+    "step": int | float | None,
+    "state": dict,
+}
 _ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
@@ -333,6 +341,7 @@ def decode_entry(data: bytes, where: str) -> Entry:
             return Entry(write_id, Foreign(kind), stamp)
     except (
         ValueError,
+        OverflowError,
         KeyError,
         TypeError,
         AttributeError,
@@ -370,6 +379,8 @@ def _rich(name: str, value: Any) -> Any:
             return _member(FenceMode, value)
         case "artifact":
             return _member(Kind, value)
+    if not isinstance(value, _TYPES.get(name, object)):
+        raise TypeError(f"{name} is {value!r}")
     return value
 
 

@@ -19,12 +19,12 @@ from functools import partial
 
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.comparing import BlockCheck, Check, WholeCheck
-from ckptfs.commit.copying import ReadAhead, windows
 from ckptfs.commit.digests import decode_digests
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
+from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import AlreadyExistsError, IntegrityError, UnsupportedError
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control

@@ -18,7 +18,7 @@ from ckptfs.commit.catalog import find, live_of, read_view
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, METADATA
 from ckptfs.commit.ops import drive
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri, options_of
@@ -42,7 +42,11 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
     plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
     try:
         storage = with_log(plain, plain.capabilities, write=False)
-        view = drive(read_view(), storage)
+        try:
+            view = drive(read_view(), storage)
+        except ManifestError as error:
+            error.uri = str(storage.uri(error.uri or ""))  # an entry is read by its key
+            raise
         yield Look(root, storage, {} if view is None else dict([view]))
     finally:
         plain.close()

@@ -11,7 +11,8 @@ times of 20; renaming it first gave "not found". So a save goes in four moves:
 
 Only what is ours is renamed: the data directory by its unique name, ``.metadata`` and
 ``ckptfs.json`` while they name this very save, the listed plain names of a directory artifact.
-Foreign files are never touched. Between 1 and 4 nobody else projects to the name, so what was read
+Foreign files are never touched, nor is what stands behind a link or on another disk in the place of a
+directory of ours: its save stays "deleted", and whoever put it there removes it. Between 1 and 4 nobody else projects to the name, so what was read
 in a check still holds at the rename.
 
 ``trash/<generation>/`` is made once, after that generation's fence. A newer holder empties and
@@ -20,6 +21,7 @@ removes the older ones before it projects or saves, so a stalled deleter's renam
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
 
@@ -61,7 +63,15 @@ from ckptfs.commit.protocol import (
     successor_here,
 )
 from ckptfs.commit.shared_data import not_needed
-from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError, StorageError
+from ckptfs.errors import (
+    AccessError,
+    AlreadyExistsError,
+    ManifestError,
+    NotFoundError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+)
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
 __all__ = [
@@ -70,6 +80,9 @@ __all__ = [
     "discard_own_attempt",
     "enter_delete",
     "finish_delete",
+    "is_link",
+    "listed_files",
+    "move_to_trash",
     "remove_empty_attempt",
     "take_trash",
     "trash_of",
@@ -78,6 +91,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_LEFT = "the bytes of %s stay, they are not where they were written: %s"
 TRIES = 6  # a stalled deleter has a handful of renames left, a file open on this node stays open
 
 
@@ -224,7 +238,9 @@ def _erase(
     holder: Generation,
     caps: Capabilities,
 ) -> Program[bool]:
-    """Whether the bytes are gone; not while a successor in doubt leaves ``.metadata`` to this one."""
+    """Whether the bytes are gone; not while a successor in doubt leaves ``.metadata`` to this one, and
+    not where something else stands in the place of its directory.
+    """
     mine = pieces(whole, domain)
     if caps.shape is Shape.FILESYSTEM:
         # Its projection sources first, or somebody who stalls over them projects a deleted save.
@@ -232,7 +248,7 @@ def _erase(
         for seal in mine:
             keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
             target = f"{trash_of(holder)}/{seal.save_id}.attempt"
-            waited = (yield from _to_trash(keys.attempt, target)) or waited
+            waited = (yield from move_to_trash(keys.attempt, target)) or waited
         if waited:
             yield Sync(ATTEMPTS)
     successor = successor_here(views[domain], whole)
@@ -242,19 +258,53 @@ def _erase(
         # From here `.metadata` is the successor's: ours to leave alone.
         yield from project(successor, views, domain, caps)
     names = set() if successor is None else {seal.name for seal in pieces(successor, domain)}
+    if caps.shape is Shape.FILESYSTEM and (yield from is_link(whole.name)):
+        logger.warning(_LEFT, whole.name, "a link, or no directory")
+        return False
+    whole_gone = True
     for seal in mine:
         keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
         if caps.shape is Shape.OBJECT:
             log = (seal, views[domain])
             done = yield from _wipe_objects(keys, projected=seal.name not in names, deleted=log)
         else:
-            done = yield from _erase_files(keys, seal, holder, alone=seal.name not in names)
-        if not done:
+            done = yield from _erase_real(keys, seal, holder, alone=seal.name not in names)
+        if not done and caps.shape is Shape.OBJECT:
             return False
+        whole_gone = whole_gone and done
+    if not whole_gone:
+        return False
     if successor is not None and successor.parts and not whole.parts:
         # Each part of the successor has a `.metadata` of its own: this one is nobody else's.
         yield from _drop_metadata(whole, holder, caps)
     return True
+
+
+def is_link(name: str) -> Program[bool]:
+    """Whether a link (or a file) stands in the place of a directory of ours.
+
+    Asked by a removal, which a real directory with anything in it refuses: no cache can answer that,
+    and an empty one is in the way of nobody.
+    """
+    try:
+        yield RemoveDir(name)
+    except AlreadyExistsError as error:
+        return error.errno == errno.ENOTDIR
+    except (TransientError, AccessError):
+        return False  # a mount point is busy, another's directory stays: the renames tell
+    return False
+
+
+def _erase_real(keys: AttemptKeys, seal: Seal, holder: Generation, *, alone: bool) -> Program[bool]:
+    """Never stops a claim for what somebody moved away and linked, or mounted, in its place."""
+    if seal.name.count("/") and (yield from is_link(seal.name)):
+        logger.warning(_LEFT, seal.name, "a link, or no directory")
+        return False
+    try:
+        return (yield from _erase_files(keys, seal, holder, alone=alone))
+    except UnsupportedError as error:
+        logger.warning(_LEFT, seal.name, error)
+        return False
 
 
 def _erase_files(
@@ -264,7 +314,7 @@ def _erase_files(
     trash = trash_of(holder)
     if alone:
         yield from _unproject(keys, seal, trash)
-    yield from _to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
+    yield from move_to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
     # Nobody looks again once the log says "gone": no power cut may bring the names back.
     yield from _sync_if_there(keys.name)
     try:
@@ -287,19 +337,19 @@ def _drop_metadata(seal: Seal, holder: Generation, caps: Capabilities) -> Progra
         if caps.shape is Shape.OBJECT:
             yield Remove(key)
         else:
-            yield from _to_trash(key, f"{trash_of(holder)}/{seal.save_id}.{METADATA}")
+            yield from move_to_trash(key, f"{trash_of(holder)}/{seal.save_id}.{METADATA}")
 
 
 def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
     """Take `.metadata` first: stock readers see the whole save or nothing."""
     for piece in (METADATA, MANIFEST):
         if (yield from _names_it(f"{keys.name}/{piece}", keys.save_id)):
-            yield from _to_trash(f"{keys.name}/{piece}", f"{trash}/{seal.save_id}.{piece}")
+            yield from move_to_trash(f"{keys.name}/{piece}", f"{trash}/{seal.save_id}.{piece}")
     # Or after a power cut `.metadata` is back and its data is not.
     yield from _sync_if_there(keys.name)
     if seal.artifact is Kind.DIRECTORY:
         for top in (yield from _plain_names(keys)):
-            yield from _to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
+            yield from move_to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
 
 
 def _names_it(key: str, save_id: str) -> Program[bool]:
@@ -320,11 +370,11 @@ def _plain_names(keys: AttemptKeys) -> Program[list[str]]:
 
 def _plain_files(keys: AttemptKeys) -> Program[list[str]]:
     """What a directory artifact put beside its data directory, by its own manifest."""
-    paths = [f.path for f in (yield from _listed_files(keys)) if not f.is_shared]
+    paths = [f.path for f in (yield from listed_files(keys)) if not f.is_shared]
     return [path for path in paths if path.split("/", 1)[0] != keys.save_id]
 
 
-def _listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
+def listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
     """What a save's own manifest lists, each path once; empty where it was never written or is gone."""
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
@@ -334,7 +384,7 @@ def _listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
         return []
 
 
-def _to_trash(source: str, target: str) -> Program[bool]:
+def move_to_trash(source: str, target: str) -> Program[bool]:
     """Whether it was there to be moved and removed."""
     try:
         yield Rename(source, target)
@@ -369,9 +419,13 @@ def discard_attempt(
     if caps.shape is Shape.OBJECT:
         yield from _wipe_attempt(keys)
         return
-    yield from _to_trash(keys.attempt, f"{trash}/{save_id}.attempt")
+    yield from move_to_trash(keys.attempt, f"{trash}/{save_id}.attempt")
     if name:
-        yield from _to_trash(keys.projected_data, f"{trash}/{save_id}.data")
+        try:
+            yield from move_to_trash(keys.projected_data, f"{trash}/{save_id}.data")
+        except UnsupportedError as error:
+            # Another disk stands there; what was never committed was never moved to it.
+            logger.warning(_LEFT, name, error)
 
 
 def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[None]:
@@ -392,7 +446,7 @@ def _wipe_objects(
     committed save and a log that holds its delete: of what it shares with other saves goes what
     none of them needs. False, and all of it stays, where that cannot be told.
     """
-    listed = (yield from _listed_files(keys)) if keys.name else []
+    listed = (yield from listed_files(keys)) if keys.name else []
     alone: tuple[str, ...] = ()
     if deleted is not None:
         found = yield from not_needed(deleted[0], listed, deleted[1], keys.shape)

@@ -58,8 +58,10 @@ __all__ = [
     "AttemptRecord",
     "Plan",
     "Report",
+    "attempts_here",
     "encode_record",
     "plan_recovery",
+    "read_record",
     "report",
     "settle",
     "settle_plan",
@@ -81,6 +83,11 @@ def report(
     yield Sync(LOG)
     state = yield from catch_up(state)
     yield from take_trash(generation, caps)
+    return Report(domain, state, (yield from attempts_here(caps)))
+
+
+def attempts_here(caps: Capabilities) -> Program[tuple[AttemptRecord, ...]]:
+    """What the attempts that lie here say of themselves. Reads only."""
     try:
         yield Refresh(CONTROL)
         entries = yield List(ATTEMPTS)
@@ -88,11 +95,12 @@ def report(
         entries = []
     records: tuple[AttemptRecord, ...] = ()
     for entry in entries:
-        records += ((yield from _record(entry.name, caps)),)
-    return Report(domain, state, records)
+        records += ((yield from read_record(entry.name, caps)),)
+    return records
 
 
-def _record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
+def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
+    """What an attempt says of itself; without a base where it died before it said so."""
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
         raw = json.loads((yield Read(key)))

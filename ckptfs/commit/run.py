@@ -73,6 +73,7 @@ class Takeover(Enum):
     AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still
     NEVER = "never"
     FORCE = "force"
+    DEAD = "dead"  # as AUTO, but the same job is no reason: for what is run beside a job
 
 
 class _Holder(Enum):
@@ -146,7 +147,9 @@ class Run:
     def _append_release(self) -> None:
         try:
             known = self.seat.known.state if self.seat.caps.exclusive_create else None
-            program = _release(self.generation, fresh_ids(), known)
+            world = self.seat.control.world
+            stamp = Stamp(now_text(), world.hostname, os.getpid(), self.seat.control.rank)
+            program = _release(self.generation, fresh_ids(), known, stamp)
             drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, the next owner will wait: %s", error)
@@ -168,14 +171,14 @@ class Run:
 
 
 def _release(
-    generation: Generation, ids: Iterator[str], known: LogState | None
+    generation: Generation, ids: Iterator[str], known: LogState | None, stamp: Stamp
 ) -> Program[Appended | Refused[Refusal]]:
     def decide(state: LogState) -> Release | Refused[Refusal]:
         if state.generation != generation or state.released:
             return Refused(Refusal.NOTHING, state)
         return Release(generation)
 
-    return (yield from append(decide, write_id=next(ids), state=known))
+    return (yield from append(decide, write_id=next(ids), stamp=stamp, state=known))
 
 
 def claim(
@@ -271,6 +274,7 @@ class _Claimant:
         free = fence.generation == GENESIS or all(v.released for v in held)
         me = who_am_i(self._seat.control.world)
         same_job = fence.job is not None and fence.job == me.job
+        same_job = same_job and self._takeover is not Takeover.DEAD
         if free or same_job or self._takeover is Takeover.FORCE:
             return survey
         if self._takeover is Takeover.NEVER:

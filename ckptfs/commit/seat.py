@@ -13,9 +13,9 @@ from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
 
-__all__ = ["Seat"]
+__all__ = ["TOUCH_AFTER_S", "Seat"]
 
-_TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
+TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Seat:
         Of two entries within one tick of the server's clock, an NFSv3 reader that saw the first may
         never see the second: its cached directory looks unchanged.
         """
-        timer = threading.Timer(_TOUCH_AFTER_S, self._touch_log)
+        timer = threading.Timer(TOUCH_AFTER_S, self._touch_log)
         timer.daemon = True
         with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread starts
             timer.start()

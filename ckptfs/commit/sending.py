@@ -28,10 +28,10 @@ from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
 
-__all__ = ["PlainNames", "Sender", "walk"]
+__all__ = ["SMALL_BYTES", "PlainNames", "Sender", "walk"]
 
 _CHUNK_BYTES = 4 << 20
-_SMALL_BYTES = 16 << 20  # files up to this are sent many at a time
+SMALL_BYTES = 16 << 20  # files up to this are sent many at a time
 
 
 def walk(top: str, skip: str | None = None) -> Iterator[str]:
@@ -110,8 +110,8 @@ class Sender:
         """
         started = time.perf_counter()
         sizes = {name: os.path.getsize(os.path.join(self._path, name)) for name in names}
-        small = [name for name in names if sizes[name] <= _SMALL_BYTES]
-        large = [name for name in names if sizes[name] > _SMALL_BYTES]
+        small = [name for name in names if sizes[name] <= SMALL_BYTES]
+        large = [name for name in names if sizes[name] > SMALL_BYTES]
         self._go_on()  # before the files too: a conflict costs no upload
         found = {**self._send_all(small, sizes, 8), **self._send_all(large, sizes, 2)}
         for folder in sorted({self._key(name).rpartition("/")[0] for name in names}):
@@ -159,7 +159,7 @@ class Sender:
         if self._stopped.is_set():
             raise _Stopped
         storage.make_dir(key.rpartition("/")[0])
-        if size_hint_bytes <= _SMALL_BYTES and guard is not None:
+        if size_hint_bytes <= SMALL_BYTES and guard is not None:
             with open(os.path.join(self._path, name), "rb") as whole:
                 data = whole.read()
             guard.put(key, data)

@@ -27,7 +27,7 @@ from ckptfs.errors import AlreadyExistsError, ManifestError, NotFoundError
 from ckptfs.storage.base import Shape
 from ckptfs.uri import Uri
 
-__all__ = ["file_key", "is_there", "link_file", "not_needed", "stock_path"]
+__all__ = ["file_key", "is_there", "link_file", "needed", "not_needed", "stock_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +115,18 @@ def not_needed(
                 return None
             needed |= paths
     return tuple(shared_key(path) for path in shared if path not in needed)
+
+
+def needed(writer: str, state: LogState, shape: Shape) -> Program[frozenset[str] | None]:
+    """Paths of shared files of ``writer`` that some save with bytes lists. None: that cannot be told."""
+    paths: frozenset[str] = frozenset()
+    for save in state.saves.values():
+        if _may_need(save, writer):
+            found = yield from _shared_paths(save, shape)
+            if found is None:
+                return None
+            paths |= found
+    return paths
 
 
 def _may_need(save: SaveState, origin: str | None) -> bool:

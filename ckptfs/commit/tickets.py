@@ -186,12 +186,14 @@ def begin_parts(
     *,
     if_exists: IfExists = IfExists.ERROR,
     artifact: Kind = Kind.CHECKPOINT,
+    save_id: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     then: Then | None = None,
 ) -> Ticket:
     """Collective over the run's ranks. Begin a checkpoint of parts; nothing is visible yet.
 
     artifact: what all its parts are: state dicts (``ckptfs.save``), or directories (``part_dir``).
+    save_id: of a copy, one that was never tried here.
     storage_options: how the groups open the run, where they need other options than their own.
     then: called after the commit, on every rank of the run that made it.
     CommitConflictError: the name is taken. FencedError: the run has a newer owner. StateError: the
@@ -199,7 +201,9 @@ def begin_parts(
     """
     _check_names(name, parts, run.seat.storage.uri(name))
     run.check(run.uri / name)
-    desk = Desk(run, name, step, tuple(parts), if_exists=if_exists, artifact=artifact)
+    desk = Desk(
+        run, name, step, tuple(parts), if_exists=if_exists, artifact=artifact, save_id=save_id
+    )
     word = desk.begin()
     return Ticket(
         run.uri / name,

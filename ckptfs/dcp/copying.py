@@ -1,6 +1,6 @@
 """One committed checkpoint once more, at another place: collective, whole or not at all.
 
-    find     every rank finds the save's files on its own disk; each listed domain by some rank
+    find     every rank finds the save's files on its own disk            copy_source.py
     begin    an attempt at the target, as for any save
     write    each file by one rank that sees it, compared with its digests on the way
     seal     the target's ordinary commit                        -> SaveResult
@@ -16,15 +16,16 @@ import dataclasses
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import Found, find
 from ckptfs.commit.copying import (
     CopyTask,
     Readable,
+    Tally,
     Writable,
     copy_share,
     new_path,
@@ -34,16 +35,33 @@ from ckptfs.commit.copying import (
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
+from ckptfs.commit.sending import PlainNames
+from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.copies import Place, places_for
+from ckptfs.dcp.copy_source import Held, Original, find_held
 from ckptfs.dcp.metadata import decode_metadata, describe, encode_metadata
 from ckptfs.dcp.opened import read_metadata
-from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StateError
+from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import SaveResult
+from ckptfs.progress import SILENT, progress
+from ckptfs.storage.base import Shape
 
-__all__ = ["copy_checkpoint"]
+__all__ = ["Manner", "copy_checkpoint", "copy_files", "spec_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How files are copied. jobs: at once, by each rank. kept: what is on its way outlives this
+    process. stopped: set by any thread of any rank to give up between two reads. shows: somebody waits
+    for it in a terminal. tally: this rank's.
+    """
+
+    jobs: int = 1
+    kept: bool = False
+    stopped: threading.Event | None = None
+    shows: bool = False
+    tally: Tally = field(default_factory=Tally)
 
 
 def copy_checkpoint(
@@ -55,6 +73,7 @@ def copy_checkpoint(
     name: str | None = None,
     save_id: str | None = None,
     stopped: threading.Event | None = None,
+    shows: bool = False,
 ) -> SaveResult:
     """Collective. Copy a committed save to another run; committed and durable when it returns.
 
@@ -62,58 +81,75 @@ def copy_checkpoint(
     save, as the source's catalog has it. run: the generation of the target's held run, which may
     replace an older save of the name; None is exclusive by name. name, save_id: in the target, None
     for those of the source. An id that was tried there and aborted is spent: pass a fresh one.
-    stopped: set by any thread of any rank to give up between two reads.
+    stopped: set by any thread of any rank to give up between two reads. shows: somebody waits for it
+    in a terminal, and rank 0 draws how far its share has come.
 
     IncompleteCheckpointError: files of it, or a domain, are missing. What single ranks meet is a
     CollectiveError on all, with IntegrityError in its ``failures`` where the source is damaged.
     Otherwise as for ``ckptfs.save``: after an error or a crash the target is as it was.
-    StateError: a directory of plain files, or a checkpoint that consists of parts.
+    StateError: a directory of plain files, or a checkpoint that consists of parts (``ckptfs cp``).
     """
     started = time.perf_counter()
     if seal.artifact is Kind.DIRECTORY:
         raise StateError(
             f"{seal.name} is a directory of plain files, not a checkpoint of tensors",
             uri=source.storage.uri(seal.name),
-            hint="copy it with any tool that copies files",
+            hint="copy it with ckptfs cp",
         )
     if seal.parts:
         raise StateError(
             f"{seal.name} consists of parts that several groups of processes wrote",
             uri=source.storage.uri(seal.name),
-            hint="load each part and save it elsewhere",
+            hint="copy it with ckptfs cp, or load each part and save it elsewhere",
         )
     control = source.control
     if stopped is not None:
         control.step("stopped?", lambda: _check_stopped(stopped, source, seal))
-    held = _find(source, seal)
-    spec = SaveSpec(
-        name or seal.name,
-        seal.step,
-        IfExists.ERROR if run is None else IfExists.REPLACE,
-        artifact=seal.artifact,
-        run=run,
-        failure=seal.failure,
-        per_rank=held.manifest.per_rank,
-        metrics=seal.metrics,
-        save_id=save_id or seal.save_id,
-        world_size=held.manifest.world_size,
-    )
+    held = find_held(source, Original(seal.name, seal))
+    spec = spec_of(held, seal, name or seal.name, run, save_id or seal.save_id)
     attempt = Attempt(target, spec)
+    manner = Manner(stopped=stopped, shows=shows)
+    committed = copy_files(source, held, attempt, manner)
+    uri, wall_s = str(target.storage.uri(spec.name)), time.perf_counter() - started
+    return committed.result(uri, spec.step, control.rank, wall_s)
+
+
+def spec_of(
+    held: Held, seal: Seal | None, name: str, run: Generation | None, save_id: str
+) -> SaveSpec:
+    """What the copy is to be: as the original, under its name and id there."""
+    manifest = held.manifest
+    return SaveSpec(
+        name,
+        manifest.step,
+        IfExists.ERROR if run is None else IfExists.REPLACE,
+        artifact=manifest.artifact,
+        run=run,
+        failure=seal is not None and seal.failure,
+        per_rank=manifest.per_rank,
+        metrics=() if seal is None else seal.metrics,
+        save_id=save_id,
+        world_size=manifest.world_size,
+    )
+
+
+def copy_files(source: Seat, held: Held, attempt: Attempt, manner: Manner = Manner()) -> Committed:
+    """Collective. The save ``attempt``, of the files that ``held`` tells; committed when it returns.
+    Errors as for ``copy_checkpoint``.
+    """
 
     def write() -> WrittenPart:
-        return _write(source, held, attempt, stopped)
+        return _write(source, held, attempt, manner)
 
     def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
         return _finish(parts, held, attempt)
 
     try:
         attempt.begin()
-        committed = attempt.commit(write, finish)
+        return attempt.commit(write, finish)
     except BaseException:
         attempt.abandon()
         raise
-    uri, wall_s = str(target.storage.uri(spec.name)), time.perf_counter() - started
-    return committed.result(uri, spec.step, control.rank, wall_s)
 
 
 def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
@@ -121,120 +157,49 @@ def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
         raise StateError("the copy was stopped", uri=source.storage.uri(seal.name))
 
 
-# -- find -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What is copied, the same on all ranks but for ``found``: None on ranks that see none of it.
-
-    readers: the ranks that see the files of a listed domain; None: files that each of them has.
-    """
-
-    manifest: Manifest
-    found: Found | None
-    readers: Mapping[str | None, Sequence[int]]
-
-    @property
-    def everybody(self) -> Sequence[int]:
-        """The ranks that see any of it."""
-        return self.readers[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """What one rank tells: owners send the manifest, for ranks that find none."""
-
-    found: bool
-    manifest: Manifest | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Shown:
-    """The manifest, where some rank has found none by itself."""
-
-    manifest: Manifest | None
-
-
-def _find(source: Seat, seal: Seal) -> _Held:
-    """Collective. Each listed domain is found by the ranks that see it."""
-    kept: list[Found] = []
-
-    def look() -> _Seen:
-        if source.placement.mine.id not in seal.domains:
-            return _Seen(found=False, manifest=None)  # a node that came later
-        kept.append(_found_here(source, seal))
-        return _Seen(found=True, manifest=kept[0].manifest if source.placement.is_owner else None)
-
-    def decide(answers: Sequence[_Seen]) -> _Shown:
-        here = {d.id for d in source.placement.domains}
-        manifest = next((a.manifest for a in answers if a.manifest is not None), None)
-        lost = [d for d in seal.domains if d not in here]
-        if lost or manifest is None:
-            raise _lost(lost, manifest, source, seal)
-        # They are equal by the sealed digest; thousands of ranks need not be sent one.
-        return _Shown(None if all(a.found for a in answers) else manifest)
-
-    shown = source.control.step("find the source", look, decide)
-    found = kept[0] if kept else None
-    manifest = shown.manifest if found is None else found.manifest
-    if manifest is None:
-        raise AssertionError("a sealed save has a manifest")
-    listed = [d for d in source.placement.domains if d.id in seal.domains]
-    readers: dict[str | None, Sequence[int]] = {d.id: d.ranks for d in listed}
-    readers[None] = tuple(sorted(rank for d in listed for rank in d.ranks))
-    return _Held(manifest, found, readers)
-
-
-def _found_here(source: Seat, seal: Seal) -> Found:
-    try:
-        return drive(find(seal, source.caps.shape, source.storage.root), source.storage)
-    except (NotFoundError, StaleError) as error:
-        raise IncompleteCheckpointError(
-            f"{seal.name} cannot be copied: {error.message}",
-            uri=source.storage.uri(seal.name),
-            rank=source.control.rank,
-            hint="it was removed by hand, or this node does not see the disk that holds it",
-        ) from error
-
-
-def _lost(
-    lost: Sequence[str], manifest: Manifest | None, source: Seat, seal: Seal
-) -> IncompleteCheckpointError:
-    hosts = {d.id: ", ".join(d.hosts) for d in (() if manifest is None else manifest.domains)}
-    places = ", ".join(f"{d} ({hosts[d]})" if hosts.get(d) else d for d in lost)
-    return IncompleteCheckpointError(
-        f"{seal.name} cannot be copied: no rank sees its domains {places}",
-        uri=source.storage.uri(seal.name),
-        hint="start on the nodes that hold them",
-    )
-
-
 # -- write ----------------------------------------------------------------------------------------
 
 
-def _write(
-    source: Seat, held: _Held, attempt: Attempt, stopped: threading.Event | None
-) -> WrittenPart:
+def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
     """Local. This rank's share of the files, and where it is asked to, its domain's metadata."""
     found, rank = held.found, source.control.rank
     if found is None:
         return WrittenPart(())
     tasks = tasks_of(held.manifest)
-    part = copy_share(
-        share_out(tasks, held.readers, source.control.size)[rank],
-        Readable(source.storage, found.home, rank),
-        Writable(attempt.storage, attempt.prefix, attempt.save_id, attempt.seat.placement.mine.id),
-        held.manifest.save_id,
-        stopped,
-    )
-    if rank not in _tellers(held, attempt.seat):
+    mine = share_out(tasks, held.readers, source.control.size)[rank]
+    title = f"copying {source.storage.uri(held.manifest.name)}"
+    total = sum(task.record.size_bytes for task in mine)
+    with progress(title, total, rank=rank) if manner.shows else nullcontext(SILENT) as meter:
+        part = copy_share(
+            mine,
+            Readable(source.storage, found.home, rank),
+            _place(attempt, kept=manner.kept),
+            held.manifest.save_id,
+            manner.stopped,
+            meter=meter,
+            jobs=manner.jobs,
+            tally=manner.tally,
+        )
+    if attempt.spec.artifact is Kind.DIRECTORY or rank not in _tellers(held, attempt.seat):
         return part
     metadata = _moved(read_metadata(source.storage, found), tasks, held.manifest, attempt)
     return dataclasses.replace(part, payload=encode_metadata(metadata))
 
 
-def _tellers(held: _Held, target: Seat) -> set[int]:
+def _place(attempt: Attempt, *, kept: bool) -> Writable:
+    """Where files of an attempt go. Plain names keep theirs; on object stores these are final."""
+    domain, is_object = attempt.seat.placement.mine.id, attempt.keys.shape is Shape.OBJECT
+    storage, save_id = attempt.storage, attempt.save_id
+    if attempt.spec.artifact is not Kind.DIRECTORY:
+        return Writable(storage, attempt.prefix, save_id, domain, kept=kept)
+    guard = PlainNames(attempt) if is_object else None
+    if guard is not None:
+        guard.check()  # before the files too: a conflict costs no upload
+    prefix, held_by = f"{attempt.directory}/", None if is_object else domain
+    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=kept)
+
+
+def _tellers(held: Held, target: Seat) -> set[int]:
     """The ranks that send their domain's metadata: one, where the copy is one domain."""
     if len(target.placement.domains) == 1:
         return {min(held.everybody)}
@@ -266,9 +231,11 @@ def _moved(
 # -- finish: coordinator only ---------------------------------------------------------------------
 
 
-def _finish(parts: Sequence[WrittenPart], held: _Held, attempt: Attempt) -> dict[str, SmallFile]:
+def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[str, SmallFile]:
     """``.metadata`` of the copy, after everything that was to be copied is known to be there."""
     _check_all_copied(parts, held.manifest, attempt)
+    if attempt.spec.artifact is Kind.DIRECTORY:
+        return {}
     payloads = [part.payload for part in parts if part.payload]
     domains = attempt.seat.placement.domains
     if len(domains) == 1:
@@ -289,8 +256,12 @@ def _finish(parts: Sequence[WrittenPart], held: _Held, attempt: Attempt) -> dict
 
 
 def _check_all_copied(parts: Sequence[WrittenPart], manifest: Manifest, attempt: Attempt) -> None:
+    plain = attempt.spec.artifact is Kind.DIRECTORY
     wanted = {
-        (new_path(record, manifest.save_id, attempt.save_id), record.size_bytes)
+        (
+            record.path if plain else new_path(record, manifest.save_id, attempt.save_id),
+            record.size_bytes,
+        )
         for task in tasks_of(manifest)
         for record in (task.record, task.sidecar)
         if record is not None

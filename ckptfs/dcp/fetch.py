@@ -15,6 +15,7 @@ two digest blocks, and whole items (64 MiB of them, or one that is larger) until
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -34,14 +35,22 @@ from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want
 from ckptfs.dcp.wants import Asked, blob_wants, check_target, payload_wants, saved_as, unpickle
 from ckptfs.errors import CkptfsError, ManifestError, StateError
 from ckptfs.events import Counters
+from ckptfs.progress import SILENT, Meter
 
 __all__ = ["Source", "Verify", "fetch"]
 
 _BLOB_BYTES = 64 << 20  # whole items that wait for their bytes or for their turn
 
 
-def fetch(source: Source, plan: LoadPlan, planner: LoadPlanner, metadata: Metadata) -> Counters:
-    """Read every item of this rank's plan into the planner's tensors. Local.
+def fetch(
+    source: Source,
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    metadata: Metadata,
+    meter: Meter = SILENT,
+) -> Counters:
+    """Read every item of this rank's plan into the planner's tensors. Local. meter: counts the bytes
+    that were asked for, and learns how many there are.
 
     The planner is asked by the calling thread only. IncompleteCheckpointError: a file is missing.
     IntegrityError: it is short or its bytes differ; both name file, key and rank. After an error
@@ -54,10 +63,14 @@ def fetch(source: Source, plan: LoadPlan, planner: LoadPlanner, metadata: Metada
         files[info.relative_path].append((item, info))
     if not files:
         return Counters()
+    if meter is not SILENT:
+        meter.expect(
+            sum(_asked_bytes(*pair, metadata) for pairs in files.values() for pair in pairs)
+        )
     try:
         # At 20,000 tensors the collector would take as long as everything else together.
         with gc_paused():
-            lanes, work = _read_all(source, files, planner, metadata)
+            lanes, work = _read_all(source, files, planner, metadata, meter)
     except CkptfsError as error:
         error.rank = source.rank if error.rank is None else error.rank
         raise
@@ -79,10 +92,11 @@ def _read_all(
     files: dict[str, list[tuple[ReadItem, Any]]],
     planner: LoadPlanner,
     metadata: Metadata,
+    meter: Meter,
 ) -> tuple[Lanes, _Work]:
     paths = sorted(files)
     with Readers(source) as readers, Lanes(readers.open(paths[0]).concurrency) as lanes:
-        work = _Work(lanes, readers, planner, metadata)
+        work = _Work(lanes, readers, planner, metadata, meter)
         for file in opened(source, paths, readers, lanes):
             items = sorted(files[file.path], key=lambda pair: pair[1].offset)
             file.check_size(max(info.offset + info.length for _, info in items))
@@ -115,12 +129,18 @@ class _Work:
     """Items in reading order: cut into requests, read by the lanes, committed from the front."""
 
     def __init__(
-        self, lanes: Lanes, readers: Readers, planner: LoadPlanner, metadata: Metadata
+        self,
+        lanes: Lanes,
+        readers: Readers,
+        planner: LoadPlanner,
+        metadata: Metadata,
+        meter: Meter,
     ) -> None:
         self._lanes = lanes
         self._readers = readers
         self._planner = planner
         self._metadata = metadata
+        self._meter = meter
         self._scratch = Scratch()
         self._items: deque[_Item] = deque()  # not committed yet
         self._blob_bytes = 0  # of them
@@ -173,6 +193,7 @@ class _Work:
             complete(stream)
             self.read_bytes += stream.read_bytes
             self.payload_bytes += stream.read_bytes
+            self._meter.advance(stream.read_bytes)
             self._items.append(owner)
             return ()
         blob = self._blob(reading, owner, info.length, complete)
@@ -207,9 +228,12 @@ class _Work:
     def _arrived(self, reading: _Reading, request: Request, ran: Ran) -> None:
         self.read_bytes += ran.size_bytes
         self.verify_s += ran.verify_s
+        wanted = 0
         for want in request.wants:
             want.owner.missing -= 1
-            self.payload_bytes += want.stop - want.start
+            wanted += want.stop - want.start
+        self.payload_bytes += wanted
+        self._meter.advance(wanted)
         reading.missing -= 1
         self._close_if_done(reading)
 
@@ -225,6 +249,13 @@ class _Work:
             if item.commit is not None:
                 item.commit()
             self._blob_bytes -= item.blob_bytes
+
+
+def _asked_bytes(item: ReadItem, info: Any, metadata: Metadata) -> int:
+    """What of a file an item asks for; blocks that it shares with others come on top."""
+    if item.type is LoadItemType.BYTE_IO:
+        return int(info.length)
+    return math.prod(item.lengths) * saved_as(metadata, item).dtype.itemsize
 
 
 def _refuse_extensions(info: Any, key: str) -> None:

@@ -26,6 +26,7 @@ from typing import Protocol
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs.commit.digests import FileDigests, encode_digests
+from ckptfs.commit.manifest import digest_of
 from ckptfs.dcp.resolve import Resolve
 from ckptfs.errors import CkptfsError
 from ckptfs.events import Counters
@@ -107,15 +108,18 @@ class WriteEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Written:
     """What one rank wrote. ``names`` of data files; ``placed[n]`` are the items of the n-th, and
-    ``digests[n]`` theirs, in the same order.
+    ``digests[n]`` theirs, in the same order. sidecars: size and digest of each data file's sidecar.
     """
 
     names: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
-    sidecar_sizes_bytes: tuple[int, ...]
+    sidecars: tuple[tuple[int, str], ...]
     placed: tuple[tuple[Placed, ...], ...]
     counters: Counters
     digests: tuple[FileDigests, ...] = ()
+
+
+_Done = tuple[FileWritten, tuple[int, str], float]  # of one file; size and digest of its sidecar
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error: another thread has that
@@ -174,13 +178,14 @@ def write_files(
     tasks = [FileTask(prefix + name, bucket) for name, bucket in zip(names, buckets, strict=True)]
     cancelled = Cancelled()
 
-    def job(task: FileTask) -> tuple[FileWritten, int, float]:
+    def job(task: FileTask) -> _Done:
         written = engine(storage, task, resolve, cancelled)
         started = time.perf_counter()
         sidecar = encode_digests(written.digests)
         with storage.open_write(sidecar_name(task.key), size_hint_bytes=len(sidecar)) as out:
             out.write(sidecar)
-        return written, len(sidecar), time.perf_counter() - started
+        told = len(sidecar), digest_of(sidecar)
+        return written, told, time.perf_counter() - started
 
     done = _run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
     started = time.perf_counter()
@@ -190,10 +195,10 @@ def write_files(
     return Written(
         names=tuple(names),
         sizes_bytes=tuple(written.size_bytes for written, _, _ in done),
-        sidecar_sizes_bytes=tuple(size for _, size, _ in done),
+        sidecars=tuple(sidecar for _, sidecar, _ in done),
         placed=tuple(written.placed for written, _, _ in done),
         counters=Counters(
-            size_bytes=sum(written.size_bytes + size for written, size, _ in done),
+            size_bytes=sum(written.size_bytes + size for written, (size, _), _ in done),
             payload_bytes=sum(written.payload_bytes for written, _, _ in done),
             files=2 * len(done),
             items=sum(len(written.placed) for written, _, _ in done),
@@ -206,14 +211,14 @@ def write_files(
 
 
 def _run_all(
-    jobs: Sequence[Callable[[], tuple[FileWritten, int, float]]], cancelled: Cancelled, at_once: int
-) -> list[tuple[FileWritten, int, float]]:
+    jobs: Sequence[Callable[[], _Done]], cancelled: Cancelled, at_once: int
+) -> list[_Done]:
     """Run every job, so many at once; all their results, or one error for all of them.
 
     torch's own writer loses the error of every thread but the first, and commits without the
     files of the lost ones (pytorch #191391).
     """
-    results: dict[int, tuple[FileWritten, int, float]] = {}
+    results: dict[int, _Done] = {}
     errors: list[BaseException] = []
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in range(len(jobs)):

@@ -22,6 +22,7 @@ from ckptfs.dcp.opened import read_metadata, source_of, who_holds
 from ckptfs.dcp.pipeline import PlannedLoad, plan_load, read, restore_stateful, unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
+from ckptfs.progress import progress
 from ckptfs.uri import Uri
 
 __all__ = ["Loadable", "load_at", "load_into"]
@@ -87,7 +88,8 @@ def load_into(
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(seat.storage, found, checking, control.rank)
-    per_rank = tuple(control.step("read", lambda: _read(planned, source, found)))
+    title = f"loading {target}"
+    per_rank = tuple(control.step("read", lambda: _read(planned, source, found, title)))
     # A step of its own: what one object refuses must not leave the other ranks training.
     control.step("hand over", loadable.hand_over)
     return LoadResult(
@@ -104,9 +106,10 @@ def load_into(
     )
 
 
-def _read(planned: PlannedLoad, source: Source, found: Found) -> Counters:
+def _read(planned: PlannedLoad, source: Source, found: Found, title: str) -> Counters:
     try:
-        return read(planned, source)
+        with progress(title, rank=source.rank or 0) as meter:
+            return read(planned, source, meter)
     except IncompleteCheckpointError as error:
         error.hint = who_holds(error.uri or "", found) or error.hint
         raise

@@ -9,7 +9,7 @@ from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.metadata import decode_metadata
-from ckptfs.errors import IntegrityError
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NotFoundError
 from ckptfs.storage.base import Storage
 
 __all__ = ["read_metadata", "source_of", "who_holds"]
@@ -19,10 +19,20 @@ def read_metadata(storage: Storage, found: Found) -> Metadata:
     """The checkpoint's ``.metadata``, as sealed where it was sealed, with the manifest's own paths.
     Executes nothing.
 
-    IntegrityError: it was changed after the commit. ManifestError: it is no DCP metadata.
+    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing where a
+    manifest speaks for it. ManifestError: it is no DCP metadata.
     """
-    raw, where = storage.read(found.metadata), storage.uri(found.metadata)
-    manifest = found.manifest
+    manifest, where = found.manifest, storage.uri(found.metadata)
+    try:
+        raw = storage.read(found.metadata)
+    except NotFoundError as error:
+        if manifest is None:
+            raise
+        raise IncompleteCheckpointError(
+            "the metadata is missing",
+            uri=where,
+            hint="ckptfs verify tells what else is; restore the file, or load another checkpoint",
+        ) from error
     if manifest is not None:
         path = f"{manifest.save_id}/{METADATA}"
         # Several where domains have copies of their own; a copied directory may have come from any.

@@ -45,6 +45,7 @@ from ckptfs.dcp.resolve import Loan
 from ckptfs.dcp.share import LiveShare, Share, local_plan, unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
 from ckptfs.events import Counters
+from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
@@ -55,6 +56,7 @@ __all__ = [
     "decode_placed",
     "encode_placed",
     "finish_save",
+    "item_bytes",
     "local_plan",
     "metadata_files",
     "plan_load",
@@ -90,7 +92,7 @@ class PlannedSave:
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensors that this rank writes; objects count when they are written."""
-        return sum(_item_bytes(item) for item in self.items)
+        return sum(item_bytes(item) for item in self.items)
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
         """The data of one of ``items``. Any thread."""
@@ -147,7 +149,7 @@ def plan_save(
             plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
             chosen, metadata = share.planner.create_global_plan(plans)
             kept = [{i.index for i in plan.items} for plan in chosen]
-            held = [[(i.index, _item_bytes(i)) for i in plan.items] for plan in plans]
+            held = [[(i.index, item_bytes(i)) for i in plan.items] for plan in plans]
             extra = copies_for(domains, held, kept)
             writes = [one | other for one, other in zip(kept, extra, strict=True)]
             # As the metadata names them: with the place of each chunk in its tensor.
@@ -211,13 +213,13 @@ def written_part(
     origin: ``save_id`` where later saves may use these files too.
     """
     files = []
-    for name, size, sidecar_size in zip(
-        written.names, written.sizes_bytes, written.sidecar_sizes_bytes, strict=True
+    for name, size, (sidecar_size, digest) in zip(
+        written.names, written.sizes_bytes, written.sidecars, strict=True
     ):
         path = f"{save_id}/{name}"
         sidecar = sidecar_name(path)
         files.append(FileRecord(path, size, domain, sidecar, origin=origin))
-        files.append(FileRecord(sidecar, sidecar_size, domain, origin=origin))
+        files.append(FileRecord(sidecar, sidecar_size, domain, digest=digest, origin=origin))
     return WrittenPart(tuple(files), written.counters, encode_placed(written.placed))
 
 
@@ -369,14 +371,14 @@ def plan_load(
     )
 
 
-def read(planned: PlannedLoad, source: Source) -> Counters:
+def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counters:
     """Local. Read this rank's part into its tensors, verified as ``source.verify`` says.
 
     IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
     undefined.
     """
     plan = planned.planner.finish_plan(planned.plan)
-    counters = fetch(source, plan, planned.planner, planned.metadata)
+    counters = fetch(source, plan, planned.planner, planned.metadata, meter)
     return dataclasses.replace(counters, plan_s=planned.plan_s)
 
 
@@ -400,7 +402,8 @@ def _bitmap(plan: SavePlan, writes: set[MetadataIndex]) -> bytes:
     return np.packbits(bits).tobytes()
 
 
-def _item_bytes(item: WriteItem) -> int:
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of its tensor; 0 of an object, which is as large as its pickle turns out."""
     if item.tensor_data is None:
         return 0
     size = item.tensor_data.properties.dtype.itemsize

@@ -158,7 +158,9 @@ def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | Non
     """The base's file and sidecar under names of our own, or None: they are written."""
     origin = base.origin_of(held)
     data = FileRecord(path, held.record.size_bytes, site.domain, sidecar_name(path), origin=origin)
-    sidecar = FileRecord(sidecar_name(path), held.sidecar.size_bytes, site.domain, origin=origin)
+    sidecar = dataclasses.replace(
+        held.sidecar, path=sidecar_name(path), domain=site.domain, origin=origin
+    )
     folder = site.prefix.rstrip("/").rsplit("/", 1)[0]
     for old, new in ((held.record, data), (held.sidecar, sidecar)):
         program = link_file(base.homes, old.path, f"{folder}/{new.path}")

@@ -161,7 +161,7 @@ class FileWriter:
             writer.write(data)
         return [
             FileRecord(name, size, self._domain, path),
-            FileRecord(path, len(data), self._domain),
+            FileRecord(path, len(data), self._domain, None, xxhash.xxh3_128_hexdigest(data)),
         ]
 
 

@@ -42,7 +42,7 @@ from ckptfs.dcp.safetensors_format import (
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 
-__all__ = ["Layout", "read_layout", "with_aliases"]
+__all__ = ["Layout", "read_file_layout", "read_layout", "with_aliases"]
 
 _SHARDING = "DCP_SHARDING_INFO"  # torch's name in __metadata__
 _FIRST_BYTES = 64 << 10  # most headers fit: one request
@@ -121,6 +121,11 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
     with ThreadPoolExecutor(min(_AT_ONCE, len(names)), thread_name_prefix="ckptfs-header") as pool:
         headers = dict(zip(names, pool.map(lambda n: _read_header(source, n), names), strict=True))
     return _laid_out(headers, weight_map, where)
+
+
+def read_file_layout(source: Source, name: str) -> Layout:
+    """Local. The tensors of one file by itself. Errors as for ``read_layout``."""
+    return _laid_out({name: _read_header(source, name)}, None, source.storage.uri(source.home))
 
 
 def with_aliases(layout: Layout, asked: Iterable[str]) -> Layout:

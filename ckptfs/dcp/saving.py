@@ -8,21 +8,27 @@ Collective on the seat's control, and on nothing else: it runs as well on a thre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.pending import Phase, Watch
-from ckptfs.dcp.pipeline import PlannedSave, finish_save, plan_save, write
+from ckptfs.dcp.pipeline import PlannedSave, finish_save, item_bytes, plan_save, write
+from ckptfs.dcp.planner import SavePlanner
+from ckptfs.dcp.resolve import Loan
 from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
 from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.slots import writer_slot
 from ckptfs.dcp.space import check_space
 from ckptfs.events import Event, SaveResult, Written
+from ckptfs.progress import SILENT, Meter, progress
 from ckptfs.uri import Uri
 
 __all__ = ["Tell", "WriteOptions", "save_at", "tell_nobody"]
@@ -68,13 +74,15 @@ def save_at(
 
     state_dict: live, it must not change before this returns; or what ``stage`` took of one. started:
     ``time.perf_counter()`` at the user's call. tell: hears of Written. watch: follows the save.
-    attempt: of another kind than a save that commits by itself. Errors and what a crash leaves are as
+    attempt: of another kind than a save that commits by itself. Without a watch somebody waits for the
+    save, and rank 0 draws how far it has come, in a terminal. Errors and what a crash leaves are as
     for ``ckptfs.save``.
     """
     started = time.perf_counter() if started is None else started
     if options.unchanged is Unchanged.REFERENCE:
         need_run(spec, target)
     control = seat.control
+    shows = watch is None
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
     domains = {d.id: d.ranks for d in seat.placement.domains}
@@ -88,7 +96,8 @@ def save_at(
     def write_mine() -> WrittenPart:
         with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
             watch.enter(Phase.WRITE)
-            part = _write(planned, seat, attempt, options)
+            with _meter(target, planned, shows=shows) as meter:
+                part = _write(_metered(planned, meter), seat, attempt, options)
         tell(Written(str(target), spec.step, part.counters))
         watch.durable(part.counters)
         watch.enter(Phase.COMMIT)
@@ -112,6 +121,44 @@ def save_at(
         raise
     wall_s = time.perf_counter() - started
     return committed.result(str(target), spec.step, control.rank, wall_s, warnings)
+
+
+def _meter(target: Uri, planned: PlannedSave, *, shows: bool) -> AbstractContextManager[Meter]:
+    if not shows:
+        return nullcontext(SILENT)
+    return progress(f"saving {target}", planned.size_bytes, rank=planned.rank)
+
+
+def _metered(planned: PlannedSave, meter: Meter) -> PlannedSave:
+    return planned if meter is SILENT else replace(planned, share=_Metered(planned.share, meter))
+
+
+@dataclass(frozen=True, slots=True)
+class _Metered:
+    """A share whose items are counted when the writer has them. A ``Share``."""
+
+    share: Share
+    meter: Meter
+
+    @property
+    def planner(self) -> SavePlanner:
+        return self.share.planner
+
+    def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
+        return self.share.plan(rank, per_rank)
+
+    def take_on(self, items: Sequence[WriteItem]) -> None:
+        self.share.take_on(items)
+
+    def resolve(self, item: WriteItem) -> Loan:
+        data = self.share.resolve(item)
+        loan = data if isinstance(data, Loan) else Loan(data)
+
+        def done() -> None:
+            loan.done()
+            self.meter.advance(item_bytes(item))
+
+        return replace(loan, done=done)
 
 
 def _write(

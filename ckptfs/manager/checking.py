@@ -16,7 +16,14 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.opened import read_metadata
-from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError, StorageError
+from ckptfs.errors import (
+    IncompleteCheckpointError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+)
 from ckptfs.manager.damage import Contents, Damage, Flaw, Report, contents_of, describe, judge
 from ckptfs.manager.survey import missing, share_of
 from ckptfs.storage.base import Shape, Storage
@@ -71,7 +78,7 @@ def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> R
         if seat.control.rank in ranks:
             share = share_of(files, mine.id, ranks.index(seat.control.rank), len(ranks))
         return Report(mine.id, missing=drive(missing(share, found.home, shape), storage))
-    except (NotFoundError, StaleError) as error:
+    except (NotFoundError, StaleError, IncompleteCheckpointError) as error:
         return Report(mine.id, Flaw.INCOMPLETE, error.message)
     except IntegrityError as error:
         return Report(mine.id, Flaw.CHANGED, f"{error.message} ({error.uri})")

@@ -22,6 +22,7 @@ from enum import Enum
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.protocol import Views, catalog, commits
+from ckptfs.commit.resuming import AGAIN, origin_of
 from ckptfs.manager.retention import Keep, plan_retention
 
 __all__ = [
@@ -34,8 +35,6 @@ __all__ = [
     "origin_of",
     "plan_copies",
 ]
-
-_AGAIN = "~"  # between a save's id and what tells two tries to copy it apart
 
 
 class Every(Enum):
@@ -79,18 +78,13 @@ def can_be_copied(seal: Seal) -> bool:
     return seal.artifact is not Kind.DIRECTORY and not seal.parts
 
 
-def origin_of(save_id: str) -> str:
-    """The id of the save that this one is a copy of; its own where it is none."""
-    return save_id.partition(_AGAIN)[0]
-
-
 def fresh_id(origin: str, views: Views, tried: Collection[str] = ()) -> str:
     """The id of the next try to copy a save: the save's own the first time, so that the copy has its
     paths and names. Once a try began, that id is spent: an abort of it voids every later seal.
     """
     if origin not in tried and all(origin not in view.saves for view in views.values()):
         return origin
-    return f"{origin}{_AGAIN}{secrets.token_hex(4)}"
+    return f"{origin}{AGAIN}{secrets.token_hex(4)}"
 
 
 def plan_copies(

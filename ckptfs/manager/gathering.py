@@ -64,7 +64,9 @@ def gather(
                 lambda: _look(reading, writing),
                 lambda all_: _choose(all_, name, at),
             )
-            return copy_checkpoint(reading, one.seal, writing, name=to.name, save_id=one.save_id)
+            return copy_checkpoint(
+                reading, one.seal, writing, name=to.name, save_id=one.save_id, shows=True
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +92,7 @@ def _choose(seen: Sequence[_Seen], name: str, at: Uri) -> One:
         raise NotFoundError(
             "no committed checkpoint there that a log knows",
             uri=at,
-            hint="see list_checkpoints() of its parent; what was copied without its log is copied "
-            "again with any tool that copies files",
+            hint="see list_checkpoints() of its parent; ckptfs cp copies what has no log too",
         )
     seal, _ = part_of(whole, part, at)
     return One(seal, fresh_id(seal.save_id, dict(s.target for s in seen if s.target is not None)))

@@ -19,8 +19,8 @@ safe, who may call it at once, which errors when. A backend is done when it subc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from types import TracebackType
 from typing import Self
@@ -37,6 +37,7 @@ __all__ = [
     "Space",
     "Stat",
     "Storage",
+    "UnfinishedUpload",
     "first_of",
 ]
 
@@ -68,11 +69,24 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """size_bytes of a file (0 for a directory); etag identifies the bytes where the store has one."""
+    """size_bytes of a file (0 for a directory); etag identifies the bytes where the store has one.
+
+    modified_s: when it was written, on the server's clock (Unix time), where that is told. For people
+    and for what is old by days; no decision of the protocol reads it.
+    """
 
     size_bytes: int
     is_dir: bool
     etag: str | None = None
+    modified_s: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class UnfinishedUpload:
+    """An upload that nobody completed yet: the key it is for, and its age on the server's clock."""
+
+    key: str
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +110,13 @@ class DataWriter(ABC):
 
     Leaving the ``with`` block normally closes; leaving it by any exception, Ctrl-C included,
     aborts and leaves nothing over. One thread at a time.
+
+    there_bytes: what an earlier writer left of this file (``open_kept``), to be read, compared and
+    skipped. spared_bytes: of what was written, bytes that the place held already.
     """
+
+    there_bytes: int = 0
+    spared_bytes: int = 0
 
     @abstractmethod
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -108,6 +128,15 @@ class DataWriter(ABC):
         A writer lets go of it once its bytes are sent; staged copies live as long as that.
         """
         return self.write(data)
+
+    def read_there(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what an earlier writer left, from ``offset``; below ``there_bytes``."""
+        raise UnsupportedError("nothing is left of an earlier writer")
+
+    def skip(self, size_bytes: int) -> None:
+        """Before the first write: the first bytes are right as they are there, go on behind them."""
+        if size_bytes:
+            raise UnsupportedError("nothing is left of an earlier writer")
 
     @abstractmethod
     def close(self) -> None:
@@ -249,6 +278,15 @@ class Storage(ABC):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         """Begin one file. The parent must exist (filesystems). Other writers of the key: last wins."""
 
+    def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
+        """As ``open_write``, but what is on its way outlives an abort, and this process: the next
+        ``open_kept`` of the key goes on with it. The bytes are the same each time, by the caller's
+        word. AlreadyExistsError: another living process is at it, where that can be told.
+
+        Filesystems keep a partial file, S3 the parts of an upload (through s3fs); elsewhere nothing.
+        """
+        return self.open_write(key, size_hint_bytes=size_bytes)
+
     @abstractmethod
     def open_read(self, key: str) -> DataReader:
         """Open one file for ranged reads. NotFoundError."""
@@ -327,9 +365,16 @@ class Storage(ABC):
     def touch(self, key: str) -> None:
         """Move a directory's timestamps, so that NFSv3 readers look again. Optional."""
 
-    def sweep_uploads(self, older_than_s: float) -> int:
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        """Uploads below the root that are on their way, or that a dead writer left. Empty where there
+        is no such thing. AccessError: not permitted to look.
+        """
+        return ()
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
         """Abort uploads below the root that nobody completed and that began at least so long ago on
-        the server's clock; how many. 0 where there is no such thing. AccessError: not permitted.
+        the server's clock; how many. keys: only those for these keys. 0 where there is no such thing.
+        AccessError: not permitted.
         """
         return 0
 

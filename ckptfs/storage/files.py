@@ -97,11 +97,14 @@ class LocalWriter(DataWriter):
         self._fd: int | None = None
         self._state = _State.BROKEN
         try:
-            self._fd = posix.open(partial, _NEW)
+            self._fd = self._opened()
         except BaseException:
             self.abort()
             raise
         self._state = _State.OPEN
+
+    def _opened(self) -> int:
+        return self._posix.open(self._partial, _NEW)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
@@ -134,11 +137,14 @@ class LocalWriter(DataWriter):
         self._state = _State.BROKEN
         with translated(self._uri, "write"):
             self._flush(fd)
-            self._posix.fsync(fd)
-            self._fd = None
-            self._posix.close(fd)
-            self._publish(self._partial)
+            self._finish(fd)
         self._state = _State.PUBLISHED
+
+    def _finish(self, fd: int) -> None:
+        self._posix.fsync(fd)
+        self._fd = None
+        self._posix.close(fd)
+        self._publish(self._partial)
 
     def abort(self) -> None:
         if self._state in (_State.PUBLISHED, _State.ABORTED):
@@ -152,6 +158,9 @@ class LocalWriter(DataWriter):
             except OSError as error:
                 # The bytes are thrown away: that some did not arrive is no news.
                 log.debug("close while aborting %s: %s", self._uri, error)
+        self._discard()
+
+    def _discard(self) -> None:
         unlink_quietly(self._posix, self._partial)
 
     def __del__(self) -> None:

@@ -15,7 +15,7 @@ removed when their last key is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -36,6 +36,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    UnfinishedUpload,
     first_of,
 )
 from ckptfs.storage.hdfs_aside import PARTIAL, Aside, beside
@@ -134,7 +135,12 @@ class HdfsStorage(Storage):
 
     def stat(self, key: str) -> Stat:
         found = self._status(key)
-        return Stat(found.size_bytes, is_dir=False, etag=_etag(found))
+        return Stat(
+            found.size_bytes,
+            is_dir=False,
+            etag=_etag(found),
+            modified_s=found.modified_ms / 1000 or None,
+        )
 
     def list(self, key: str) -> list[Entry]:
         found = self._listed(self._at(key))
@@ -201,22 +207,35 @@ class HdfsStorage(Storage):
     def refresh(self, key: str) -> None:
         self.uri(key)
 
-    def sweep_uploads(self, older_than_s: float) -> int:
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
         """Delete files on their way that nobody finished, by the NameNode's clock, which notes a
         file's time when it is closed: also when its writer died.
         """
-        swept, folders = 0, [self._at("")]
+        swept, root = 0, self._at("").rstrip("/") + "/"
+        for path, age_s in self._partials():
+            if age_s > older_than_s and (keys is None or path.removeprefix(root) in keys):
+                swept += self._was_there(path)
+        return swept
+
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        root = self._at("").rstrip("/") + "/"
+        return tuple(
+            UnfinishedUpload(path.removeprefix(root), age_s) for path, age_s in self._partials()
+        )
+
+    def _partials(self) -> Iterator[tuple[str, float]]:
+        """Paths and ages of files on their way."""
+        folders = [self._at("")]
         while folders:
             folder = folders.pop()
             found = self._listed(folder)
-            oldest_ms = self._client.now_ms() - older_than_s * 1000
+            now_ms = self._client.now_ms()
             for entry, status in found:
                 path = f"{folder.rstrip('/')}/{entry.name}"
                 if entry.is_dir:
                     folders.append(path)
-                elif entry.name.startswith(PARTIAL) and 0 < status.modified_ms < oldest_ms:
-                    swept += self._was_there(path)
-        return swept
+                elif entry.name.startswith(PARTIAL) and status.modified_ms > 0:
+                    yield path, (now_ms - status.modified_ms) / 1000
 
     def space(self) -> Space | None:
         """None: what is free depends on quotas of any directory above, counted with all copies."""

@@ -32,6 +32,7 @@ from ckptfs.errors import (
 from ckptfs.storage.base import Capabilities, Entry, Shape, Space, Stat, Storage
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.storage.files import LocalReader, LocalWriter, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.kept import KeptFile, kept_name
 from ckptfs.storage.names import (
     make_dirs,
     refresh_dir,
@@ -172,7 +173,8 @@ class LocalStorage(Storage):
         is_dir = stat.S_ISDIR(found.st_mode)
         if is_dir and self.capabilities.shape is Shape.OBJECT:
             raise NotFoundError("stat failed: a prefix, not a file", uri=self.uri(key))
-        return Stat(size_bytes=0 if is_dir else found.st_size, is_dir=is_dir)
+        size_bytes = 0 if is_dir else found.st_size
+        return Stat(size_bytes, is_dir, modified_s=found.st_mtime)
 
     def list(self, key: str) -> list[Entry]:
         path = self._path(key)
@@ -200,6 +202,20 @@ class LocalStorage(Storage):
                 )
 
         return self._in_directory(key, begin)
+
+    def open_kept(self, key: str, *, size_bytes: int) -> LocalWriter:
+        """As ``Storage.open_kept``: ``.partial-kept-<name>``, locked by who writes it."""
+        if self.capabilities.shape is Shape.OBJECT:
+            return self.open_write(key, size_hint_bytes=size_bytes)
+        path, uri = self._path(key), self.uri(key)
+        with translated(uri, "write"):
+            return KeptFile(
+                self._posix,
+                uri,
+                kept_name(path),
+                lambda partial: self._publish(partial, path, key),
+                size_bytes,
+            )
 
     def open_read(self, key: str) -> LocalReader:
         path, uri = self._path(key), self.uri(key)
@@ -262,6 +278,15 @@ class LocalStorage(Storage):
                 self._posix.rmdir(path)
             except FileNotFoundError:
                 return
+            except NotADirectoryError as error:
+                if not self._stands(path):
+                    return  # it lies below something that is no directory: it is not there
+                # A link to a directory is one too: what lies behind it was not made here.
+                raise AlreadyExistsError(
+                    "remove_dir failed: no directory stands there, but a link or a file",
+                    errno=errno.ENOTDIR,
+                    uri=self.uri(key),
+                ) from error
 
     def remove_tree(self, key: str) -> None:
         if not key:
@@ -302,6 +327,8 @@ class LocalStorage(Storage):
                     # Not made yet: it will be on the filesystem of its nearest ancestor.
                     path = os.path.dirname(path)
                     continue
+                if not found.f_blocks:
+                    return None  # ramfs and its like count nothing: that is not "full"
                 return Space(
                     free_bytes=found.f_bavail * found.f_frsize,
                     free_inodes=found.f_favail if found.f_files else None,

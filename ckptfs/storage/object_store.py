@@ -17,7 +17,7 @@ there are new ones.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    UnfinishedUpload,
 )
 from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
 from ckptfs.storage.clients.choose import open_client
@@ -168,7 +169,7 @@ class ObjectStorage(Storage):
     def stat(self, key: str) -> Stat:
         path = self._path(key)
         found = self.retrier.run(lambda: self.client.head(path))
-        return Stat(found.size_bytes, is_dir=False, etag=found.etag)
+        return Stat(found.size_bytes, is_dir=False, etag=found.etag, modified_s=found.modified_s)
 
     def list(self, key: str) -> list[Entry]:
         path = self._path(key)
@@ -187,6 +188,13 @@ class ObjectStorage(Storage):
         """As ``Storage.open_write``. With the size, parts are no larger than they must be; a size
         that no object may have is UnsupportedError at once.
         """
+        return self._writer(key, size_hint_bytes, kept=False)
+
+    def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
+        """As ``Storage.open_kept``: parts of an upload that was left are not sent again."""
+        return self._writer(key, size_bytes, kept=True)
+
+    def _writer(self, key: str, size_hint_bytes: int | None, *, kept: bool) -> ObjectWriter:
         uri = self.uri(key)
         try:
             cut = plan_parts(
@@ -198,7 +206,7 @@ class ObjectStorage(Storage):
         except StorageError as error:
             error.uri = str(uri)
             raise
-        return ObjectWriter(self._route, self._path(key), uri, cut)
+        return ObjectWriter(self._route, self._path(key), uri, cut, kept=kept)
 
     def open_read(self, key: str) -> DataReader:
         path = self._path(key)
@@ -239,11 +247,17 @@ class ObjectStorage(Storage):
     def refresh(self, key: str) -> None:
         self.uri(key)
 
-    def sweep_uploads(self, older_than_s: float) -> int:
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        pending = self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
+        return tuple(UnfinishedUpload(p.key.removeprefix(self._prefix), p.age_s) for p in pending)
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
         pending = self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
         swept = 0
         for upload in pending:
             if upload.age_s < older_than_s:
+                continue
+            if keys is not None and upload.key.removeprefix(self._prefix) not in keys:
                 continue
             try:
                 self.retrier.run(lambda u=upload: self.client.abort_pending(u))  # type: ignore[misc]

@@ -11,6 +11,7 @@ of calls on which durability rests.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -51,6 +52,18 @@ class Posix:
     def write(self, fd: int, data: Buffer) -> int:
         """write(2); may be short."""
         return os.write(fd, data)
+
+    def seek(self, fd: int, offset: int) -> None:
+        """lseek(2) from the start."""
+        os.lseek(fd, offset, os.SEEK_SET)
+
+    def truncate(self, fd: int, size_bytes: int) -> None:
+        """ftruncate(2)."""
+        os.ftruncate(fd, size_bytes)
+
+    def lock(self, fd: int) -> None:
+        """flock(2), exclusive, without waiting; ends with the last descriptor, so with its process."""
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def read(self, fd: int, size_bytes: int) -> bytes:
         """read(2); may be short, b"" at the end."""

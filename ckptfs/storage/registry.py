@@ -18,17 +18,19 @@ connection: clients are lazy. A URI's query is merged into the options, which wi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfs.errors import MissingDriverError, UriError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import open_memory
 from ckptfs.uri import HasProtocol, Uri, options_of
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["GROUP", "Factory", "open_storage"]
 
@@ -135,3 +137,10 @@ def _need_driver(uri: Uri) -> None:
             hint="a path, file://, s3://, gs://, az://, hdfs://, any protocol of fsspec, "
             f"or a package with an entry point in the group {GROUP!r}",
         ) from error
+
+
+def entry_points(*, group: str, name: str) -> Iterable[EntryPoint]:
+    """What is installed. Imported at first use: for ``ckptfs ls`` it would take as long as the rest."""
+    from importlib.metadata import entry_points as installed
+
+    return installed(group=group, name=name)

@@ -134,8 +134,10 @@ class _Room:
 class ObjectWriter(DataWriter):
     """Writes one object. See ``Storage.open_write``; nothing is requested before the first part."""
 
-    def __init__(self, route: Route, key: str, uri: Uri, cut: Cut) -> None:
+    def __init__(self, route: Route, key: str, uri: Uri, cut: Cut, *, kept: bool = False) -> None:
         self._route = route
+        self._kept = kept and route.client.resumes  # parts outlive this writer
+        self._spared: list[int] = []
         self._key = key
         self._uri = uri
         self._cut = cut
@@ -202,9 +204,7 @@ class ObjectWriter(DataWriter):
     def _send(self) -> None:
         """Hand the part that fills to the pool, and begin the next."""
         if self._upload is None:
-            self._upload = self._route.retrier.run(
-                lambda: self._route.client.begin_upload(self._key, part_bytes=self._part_bytes)
-            )
+            self._upload = self._begun()
         data, buffer = self._part()
         self._room.begin()
         upload, number = self._upload, self._number
@@ -212,7 +212,11 @@ class ObjectWriter(DataWriter):
         def put() -> None:
             failure: BaseException | None = None
             try:
-                if not self._room.stopped.is_set():
+                if self._room.stopped.is_set():
+                    pass
+                elif self._kept and upload.holds(number, data):
+                    self._spared.append(len(data))
+                else:
                     self._route.retrier.run(
                         lambda: upload.put_part(number, data), stop=self._room.stopped
                     )
@@ -232,6 +236,18 @@ class ObjectWriter(DataWriter):
         self._offset += self._filled
         self._filled = 0
         self._lent = self._buffer = None
+
+    def _begun(self) -> Upload:
+        client, retrier = self._route.client, self._route.retrier
+        left = retrier.run(lambda: client.resume_upload(self._key)) if self._kept else None
+        if left is not None:
+            return left
+        return retrier.run(lambda: client.begin_upload(self._key, part_bytes=self._part_bytes))
+
+    @property
+    def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
+        """Bytes of parts that the store had."""
+        return sum(self._spared)
 
     def _dropped(self, buffer: bytearray | None) -> None:
         """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
@@ -313,7 +329,7 @@ class ObjectWriter(DataWriter):
         ended = self._room.stop(_ABORT_WAIT_S)
         upload, self._upload = self._upload, None
         self._drop_part()
-        if upload is None:
+        if upload is None or self._kept:
             return
         brief = replace(self._route.retrier, policy=RetryPolicy(retry_s=_ABORT_S))
         try:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ckptfs.errors import AnswerLostError, CkptfsError, StorageError
@@ -43,6 +43,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    UnfinishedUpload,
 )
 from ckptfs.storage.failures import typed
 from ckptfs.storage.registry import open_storage
@@ -135,6 +136,14 @@ class FaultyStorage(Storage):
 
         return self._do("open_write", key, opened)
 
+    def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
+        """Counted as ``open_write``."""
+
+        def opened() -> DataWriter:
+            return _FaultyWriter(self, key, self.inner.open_kept(key, size_bytes=size_bytes))
+
+        return self._do("open_write", key, opened)
+
     def open_read(self, key: str) -> DataReader:
         return self._do(
             "open_read", key, lambda: _FaultyReader(self, key, self.inner.open_read(key))
@@ -177,8 +186,11 @@ class FaultyStorage(Storage):
             lambda: self._half_tree(key),
         )
 
-    def sweep_uploads(self, older_than_s: float) -> int:
-        return self._do("sweep_uploads", "", lambda: self.inner.sweep_uploads(older_than_s))
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        return self._do("unfinished_uploads", "", self.inner.unfinished_uploads)
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
+        return self._do("sweep_uploads", "", lambda: self.inner.sweep_uploads(older_than_s, keys))
 
     def sync(self, key: str) -> None:
         self._do("sync", key, lambda: self.inner.sync(key))
@@ -261,6 +273,20 @@ class _FaultyWriter(DataWriter):
         self._key = key
         self._inner = inner
         self._send = inner.write
+        self.there_bytes = inner.there_bytes
+
+    @property
+    def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
+        """That of inner."""
+        return self._inner.spared_bytes
+
+    def read_there(self, offset: int, buffer: memoryview) -> None:
+        """That of inner; not counted."""
+        self._inner.read_there(offset, buffer)
+
+    def skip(self, size_bytes: int) -> None:
+        """That of inner; not counted."""
+        self._inner.skip(size_bytes)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         def half() -> None:

@@ -9,11 +9,20 @@ Put it under a reader to show that the reader needs read permission only, and ch
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
 from ckptfs.errors import AccessError
-from ckptfs.storage.base import Capabilities, DataReader, DataWriter, Entry, Space, Stat, Storage
+from ckptfs.storage.base import (
+    Capabilities,
+    DataReader,
+    DataWriter,
+    Entry,
+    Space,
+    Stat,
+    Storage,
+    UnfinishedUpload,
+)
 
 __all__ = ["ReadOnlyStorage"]
 
@@ -72,7 +81,10 @@ class ReadOnlyStorage(Storage):
     def remove_tree(self, key: str) -> None:
         self._refuse("remove_tree", key)
 
-    def sweep_uploads(self, older_than_s: float) -> int:
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        return self.inner.unfinished_uploads()
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
         self._refuse("sweep_uploads", "")
 
     def sync(self, key: str) -> None:

@@ -180,6 +180,12 @@ def test_a_word_from_the_future_makes_an_entry_foreign(body: Body, field: str) -
     assert decode_entry(json.dumps(record).encode(), "x").body == Foreign(record["kind"])
 
 
+def wrong(name: str, value: object) -> bytes:
+    """A seal with one field of another type."""
+    record = json.loads(encode_entry(Entry("w", seal("a"))))
+    return json.dumps({**record, name: value}).encode()
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -197,6 +203,16 @@ def test_a_word_from_the_future_makes_an_entry_foreign(body: Body, field: str) -
         b'{"kind":"abort","id":"w","save_id":"","by":[1,"x"]}',
         b'{"kind":"pin","id":"w","save_id":".."}',
         b"[" * 100_000,
+        b'{"kind":"pin","id":"w","save_id":"a","pinned":[]}',
+        b'{"kind":"fence","id":"w","generation":[1,"x"],"pid":"7"}',
+        b'{"kind":"release","id":"w","generation":[Infinity,"x"]}',
+        b'{"kind":"snapshot","id":"w","state":[]}',
+        *(
+            wrong(name, value)
+            for name in ("seq", "step", "digest", "fenced", "failure")
+            for value in ({"a": 1}, [1])
+        ),
+        wrong("seq", None),
     ],
 )
 def test_damage_is_a_typed_error_that_names_the_place(data: bytes) -> None:

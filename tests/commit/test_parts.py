@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.catalog import find, list_unlogged
+from ckptfs.commit.beside import list_unlogged
+from ckptfs.commit.catalog import find
 from ckptfs.commit.entries import Abort, Decided, Delete, Outcome, Part, PartRef
 from ckptfs.commit.layout import ATTEMPTS
 from ckptfs.commit.locate import locate

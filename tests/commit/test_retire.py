@@ -219,3 +219,17 @@ def test_only_what_is_sealed_and_there_is_pinned() -> None:
         refused = may_pin(state, "one", G1, pinned=True)
         assert isinstance(refused, Refused)
         assert refused.reason is reason
+
+
+@pytest.mark.parametrize("storage", [Shape.FILESYSTEM], indirect=True, ids=["filesystem"])
+def test_bytes_behind_another_mount_wait(storage: MemoryStorage) -> None:
+    """What cannot be renamed away stays and is not called gone; who comes when it can removes it."""
+    let_go(storage)
+    for key in ("s1/.metadata", "s1/old"):
+        far = Fault("rename", key, 1, Fail(OSError(errno.EXDEV, "another disk")))
+        again = FaultyStorage(storage, Plan([far]))
+        what, state = drive(erase("old", means(storage, key[-1]), G1, None), again)
+        assert (what, state.save("old").gone) == (Erasure.LATER, False)
+        assert storage.read("s1/old/.metadata") == OLD.metadata
+    assert drive(erase("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
+    assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]

@@ -18,7 +18,8 @@ from typing import Any
 
 from ckptfs.commit.artifact import collected_files
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import Found, list_live, list_unlogged, read_view
+from ckptfs.commit.beside import list_unlogged
+from ckptfs.commit.catalog import Found, list_live, read_view
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.locate import locate
 from ckptfs.commit.manifest import FileRecord

@@ -1,69 +1,85 @@
-"""The benchmark over object stores still runs, and its verdicts are medians of rounds."""
+"""The benchmark over object stores still runs, and its goals are medians of rounds."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from benchmarks import object_report
+from benchmarks import goals, object_store
+from benchmarks.object_store import asked_goals
+from ckptfs.bench.files import read_result
+from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 from tests.lab.server import Server
 
-ROOT = Path(__file__).resolve().parents[2]
+RADOSGW = "s3://ckptfs-lab/radosgw"
 
 
 @pytest.mark.timeout(200)
-def test_the_benchmark_runs_from_end_to_end(sink: Server, tmp_path: Path) -> None:
+def test_the_benchmark_runs_from_end_to_end(
+    sink: Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Tiny sizes against a sink of its own: every round is measured, compared, and written down."""
     out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "benchmarks.object_store", "--servers", "sink"]
-    command += ["--mib", "2", "--small-mib", "1", "--rounds", "1", "--out", str(out)]
-    command += ["--peers", "s3fs,fsspec,raw"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False
+    told = ["--servers", "sink", "--mib", "2", "--small-mib", "0", "--rounds", "1"]
+    told += ["--engines", "ckptfs:s3fs,dcp,raw", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["bench", *told])
+    assert object_store.main() == 0
+    result = read_result(out)
+    assert result.command == f"python -m benchmarks.object_store {' '.join(told)}"
+    assert [one.uri for one in result.targets] == ["s3://ckptfs-lab/sink"]
+    found = {(one.workload[:3], one.engine, one.phase) for one in result.samples}
+    engines, phases = ("ckptfs:s3fs", "dcp", "raw"), ("save", "load_warm")
+    assert found == {("llm", engine, phase) for engine in engines for phase in phases}
+    assert len(result.samples) == len(found)
+    assert all(one.wall_s > 0 and one.size_bytes >= 1 << 20 for one in result.samples)
+    assert "ckptfs:s3fs" in capsys.readouterr().out
+
+
+def _result(ours: list[float], dcp: list[float], raw: list[float], cpu: float) -> Result:
+    """Three engines on radosgw, the same seconds for save and load; ours takes ``cpu`` CPU seconds."""
+    seconds = {"ckptfs:obstore": (ours, cpu), "dcp": (dcp, 2.0), "raw": (raw, 0.1)}
+    return Result(
+        what="x",
+        date="2026-11-22",
+        command="x",
+        machine={},
+        versions={},
+        settings={},
+        workloads=(Workload("llm", 1, 10**9),),
+        targets=(Target(RADOSGW, "s3"),),
+        engines=tuple(Engine(name, "", "", "", is_limit=name == "raw") for name in seconds),
+        samples=tuple(
+            Sample(name, "llm", RADOSGW, phase, number, wall, cpu_s, 10**9)
+            for name, (rounds, cpu_s) in seconds.items()
+            for phase in ("save", "load_warm")
+            for number, wall in enumerate(rounds)
+        ),
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    result = json.loads(out.read_text())
-    assert {"date", "command", "machine", "load_average", "note", "versions"} <= result.keys()
-    assert [(job["server"], job["state"]) for job in result["jobs"]] == [
-        ("sink", "large"),
-        ("sink", "small"),
-    ]
-    for job in result["jobs"]:
-        assert len(job["peers"]) == 3
-        for peer in job["peers"].values():
-            assert len(peer["save"]["rounds"]) == len(peer["load"]["rounds"]) == 1
-            assert peer["save"]["s"]["median"] > 0
-    assert "FsspecWriter" in done.stdout
 
 
-def _result(ours: list[float], fsspec: list[float], raw: list[float], cpu: float) -> dict[str, Any]:
-    """Three peers on radosgw, the same seconds for save and load; ours takes ``cpu`` CPU seconds."""
-
-    def rounds(seconds: list[float], cpu_s: float) -> dict[str, Any]:
-        measured = [{"s": s, "cpu_s": cpu_s} for s in seconds]
-        return {"save": measured, "load": measured}
-
-    peers = {
-        "ckptfs (obstore)": rounds(ours, cpu),
-        "FsspecWriter": rounds(fsspec, 2.0),
-        "obstore put / get_range": rounds(raw, 0.1),
-    }
-    job = SimpleNamespace(server="radosgw", state="large")
-    return {
-        "jobs": [object_report.summary(job, {"bytes": 10**9, "tensors": 1, "peers": peers})],
-    }
+def _holds(result: Result) -> bool:
+    return goals.holds(goals.goals_of(result, asked_goals()))
 
 
 def test_a_goal_is_met_by_the_median_round() -> None:
     """One slow round of three misses no goal, two do; CPU and bare obstore count too."""
-    fsspec, raw = [3.3, 3.3, 3.3], [0.95, 0.95, 0.95]
-    assert object_report.holds(_result([1.0, 1.05, 3.0], fsspec, raw, 1.0))
-    assert not object_report.holds(_result([1.0, 2.0, 3.0], fsspec, raw, 1.0))
-    assert not object_report.holds(_result([1.0, 1.0, 1.0], fsspec, raw, 1.1))
-    assert not object_report.holds(_result([1.0, 1.0, 1.0], fsspec, [0.8, 0.8, 0.8], 1.0))
+    dcp, raw = [3.3, 3.3, 3.3], [0.95, 0.95, 0.95]
+    assert _holds(_result([1.0, 1.05, 3.0], dcp, raw, 1.0))
+    assert not _holds(_result([1.0, 2.0, 3.0], dcp, raw, 1.0))
+    assert not _holds(_result([1.0, 1.0, 1.0], dcp, raw, 1.1))
+    assert not _holds(_result([1.0, 1.0, 1.0], dcp, [0.8, 0.8, 0.8], 1.0))
+
+
+def test_other_places_decide_nothing() -> None:
+    """Goals are about radosgw; what another server shows is a table without them."""
+    result = _result([9.0], [1.0], [1.0], 9.0)
+    moved = "s3://ckptfs-lab/sink"
+    samples = tuple(replace(one, target=moved) for one in result.samples)
+    assert len(goals.goals_of(result, asked_goals())) == 6
+    assert goals.goals_of(replace(result, samples=samples), asked_goals()) == []

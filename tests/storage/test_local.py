@@ -400,6 +400,23 @@ def test_refresh_opens_what_exists(tmp_path: Path) -> None:
     assert opened == ["/run/log/a/b", "/run/log/a", "/run/log", "/run/log/a", "/run/log/a/b"]
 
 
+def test_remove_dir_leaves_what_is_no_directory(tmp_path: Path) -> None:
+    """A link to a directory, a dead link and a file are somebody's; below a file there is nothing."""
+    (tmp_path / "far").mkdir()
+    os.symlink(tmp_path / "far", tmp_path / "linked")
+    os.symlink(tmp_path / "nowhere", tmp_path / "dead")
+    (tmp_path / "file").write_text("x")
+    storage = LocalStorage(Uri.parse(tmp_path))
+    for name in ("linked", "dead", "file"):
+        with pytest.raises(AlreadyExistsError) as raised:
+            storage.remove_dir(name)
+        assert raised.value.errno == errno.ENOTDIR
+        assert os.path.lexists(tmp_path / name)
+    storage.remove_dir("file/below")
+    storage.remove_dir("absent")
+    assert (tmp_path / "far").is_dir()
+
+
 def test_touch_moves_the_directory(tmp_path: Path) -> None:
     """Touch changes the directory's times, which is what an NFSv3 reader compares."""
     storage = ready(tmp_path)

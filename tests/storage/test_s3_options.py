@@ -17,6 +17,13 @@ PLACE = Uri.parse("s3://bucket/run")
 KEYS = {"key": "AKIAKEY", "secret": "wJalrSecret"}
 
 
+class Session:
+    """Somebody's own session; printed alike in every process, for tests are named after it."""
+
+    def __repr__(self) -> str:
+        return "Session()"
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -38,7 +45,7 @@ KEYS = {"key": "AKIAKEY", "secret": "wJalrSecret"}
         ({**KEYS, "username": "AKIAKEY"}, "username"),
         ({"endpoint_url": "http://a", "client_kwargs": {"endpoint_url": "http://b"}}, "endpoint"),
         ({**KEYS, "client_kwargs": {"aws_access_key_id": "other"}}, "aws_access_key_id"),
-        ({"session": object(), "profile": "p"}, "profile"),
+        ({"session": Session(), "profile": "p"}, "profile"),
     ],
     ids=str,
 )
@@ -99,7 +106,7 @@ def test_options_show_no_secret_and_pickle() -> None:
         ({"config_kwargs": {"client_cert": "c"}}, "client_cert"),
         ({"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}}, "use_accelerate_endpoint"),
         ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, None),
-        ({"session": object()}, "session"),
+        ({"session": Session()}, "session"),
     ],
     ids=str,
 )

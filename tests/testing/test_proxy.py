@@ -37,6 +37,7 @@ from ckptfs.testing.proxy import (
     ProxyPlan,
     Refuse,
     Reset,
+    Strip,
     Trickle,
     Truncate,
     parse_faults,
@@ -451,6 +452,7 @@ def test_counting_and_chance() -> None:
         ("bandwidth=1e6:*:*:*", HttpFault("*", "*", Each(), Bandwidth(1e6))),
         ("trickle=10:*:*:*", HttpFault("*", "*", Each(), Trickle(10))),
         ("refuse:*:*:3", HttpFault("*", "*", Nth(3), Refuse())),
+        ("strip=if-match:PUT:*:*", HttpFault("PUT", "*", Each(), Strip("if-match"))),
     ],
 )
 def test_text_form(text: str, fault: HttpFault) -> None:

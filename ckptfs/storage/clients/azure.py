@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import unquote
 from xml.etree import ElementTree as ET
@@ -229,7 +230,9 @@ def _nothing(answer: Answer) -> None:
 def _head(answer: Answer, uri: Uri) -> Head:
     if _is_directory(answer.headers):
         raise NotFoundError("head failed: a directory, not a blob", uri=uri)
-    return Head(int(answer.headers["Content-Length"]), _etag(answer))
+    modified = answer.headers.get("Last-Modified")
+    modified_s = None if modified is None else parsedate_to_datetime(modified).timestamp()
+    return Head(int(answer.headers["Content-Length"]), _etag(answer), modified_s)
 
 
 def _is_directory(headers: Mapping[str, str]) -> bool:

@@ -23,8 +23,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+
+from ckptfs.storage.clients.bucket_rules import BucketRules
 
 __all__ = [
     "ALWAYS",
@@ -97,10 +99,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One object: its size, and what identifies its bytes (opaque; never taken for an MD5)."""
+    """One object: its size, what identifies its bytes (opaque; never taken for an MD5), and when it
+    was written, as Unix time on the server's clock, where the answer tells.
+    """
 
     size_bytes: int
     etag: str | None
+    modified_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,13 @@ class Upload(ABC):
     def put_part(self, number: int, data: Buffer) -> None:
         """Part ``number``, from 0. ``data`` may be reused when it returns."""
 
+    def holds(self, number: int, data: Buffer) -> bool:
+        """Whether the store has this part with these very bytes, from an upload that was left. Then it
+        need not be put. Tells nothing that it does not know.
+        """
+        del number, data
+        return False
+
     @abstractmethod
     def complete(self) -> str | None:
         """Make the object visible, all parts in order; its etag where the answer has one.
@@ -165,6 +177,8 @@ class ObjectClient(ABC):
     # Whether the library copies what it sends, while it sends it: half of an upload's memory_bytes is
     # the library's then. Nothing of a part is held after put_part returned.
     copies_parts: bool = True
+    # Whether ``resume_upload`` may find an upload again that nobody completed.
+    resumes: bool = False
 
     @abstractmethod
     def get(self, key: str) -> tuple[bytes, str | None]:
@@ -200,6 +214,11 @@ class ObjectClient(ABC):
         not known (``limits.equal_parts`` is False) later ones may be larger. No request is needed yet.
         """
 
+    def resume_upload(self, key: str) -> Upload | None:
+        """The upload of that key that was left with the most bytes, None where there is none to find."""
+        del key
+        return None
+
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         """Uploads below a prefix that nobody completed; none where the store forgets them itself."""
         del prefix
@@ -207,6 +226,10 @@ class ObjectClient(ABC):
 
     def abort_pending(self, upload: PendingUpload) -> None:
         """Abort one that ``list_uploads`` told of."""
+
+    def bucket_rules(self) -> BucketRules | None:
+        """What the bucket does to objects by itself; None: this client cannot ask. For `doctor`."""
+        return None
 
     def close(self) -> None:
         """Release connections; harmless twice."""

@@ -1,6 +1,6 @@
 """GCS through gcsfs: its credentials and session, requests asked one by one.
 
-    get  get_range   GET alt=media (Range, ifGenerationMatch)         head       GET fields=size,generation
+    get  get_range   GET alt=media (Range, ifGenerationMatch)         head       GET fields=size,generation,updated
     put              POST uploadType=multipart (ifGenerationMatch)    list_keys  GET prefix, delimiter
     delete           DELETE one, or a batch of up to 100              upload     XML API: POST ?uploads, PUT
                                                                                  parts, POST, DELETE
@@ -22,6 +22,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import quote
@@ -42,6 +43,7 @@ from ckptfs.storage.clients.base import (
     Refused,
     Upload,
 )
+from ckptfs.storage.clients.bucket_rules import BucketRules, of_gcs
 from ckptfs.storage.clients.failures import Asked, Reason, failed
 from ckptfs.storage.clients.gcs_batch import batch_body, batch_replies
 from ckptfs.storage.clients.gcs_errors import refused, said_of
@@ -90,10 +92,12 @@ class GcsClient(ObjectClient):
         return reply.body, reply.headers.get("X-Goog-Generation")
 
     def head(self, key: str) -> Head:
-        fields = {"fields": "size,generation"}
+        fields = {"fields": "size,generation,updated"}
         asked = self._requests.asked("head", key)
         found = _parsed(asked, self._requests.json(asked, "GET", self._object(key), fields))
-        return Head(int(found["size"]), str(found["generation"]))
+        updated = found.get("updated")
+        modified_s = None if updated is None else datetime.fromisoformat(updated).timestamp()
+        return Head(int(found["size"]), str(found["generation"]), modified_s)
 
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
         asked = replace(
@@ -221,6 +225,12 @@ class GcsClient(ObjectClient):
 
     def abort_pending(self, upload: PendingUpload) -> None:
         abort_upload(self._requests, upload.key, upload.upload_id)
+
+    def bucket_rules(self) -> BucketRules:
+        asked = self._requests.asked("get bucket", "")
+        query = {"fields": "versioning,retentionPolicy,lifecycle"}
+        at = self._objects.removesuffix("/o")
+        return of_gcs(lambda: _parsed(asked, self._requests.json(asked, "GET", at, query)))
 
     def close(self) -> None:
         self._requests.wire.close()

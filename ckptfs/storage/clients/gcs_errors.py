@@ -47,6 +47,7 @@ GCS: Final = Dialect(
         "delete": "storage.objects.delete on this prefix",
         "list": "storage.objects.list on the bucket",
         "list uploads": "storage.multipartUploads.list on the bucket",
+        "get bucket": "storage.buckets.get on the bucket",
     },
     hints={
         Reason.NO_CREDENTIALS: "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or the storage "

@@ -152,7 +152,8 @@ class ObstoreClient(ObjectClient):
                 wanted = {"range": (0, 1)}
                 self._say(asked, lambda: _obstore().get(self._store(), key, options=wanted))
             raise
-        return Head(int(meta["size"]), self._flavour.etag(meta))
+        modified = meta["last_modified"]
+        return Head(int(meta["size"]), self._flavour.etag(meta), modified.timestamp())
 
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
         asked = self._asked("put", key, changes=True)
@@ -274,6 +275,10 @@ class ObstoreClient(ObjectClient):
     def close(self) -> None:
         with self._lock:
             self._stores.clear()
+
+    def library_store(self, part_bytes: int) -> Any:
+        """obstore's own store of this bucket, configured as ours: what benchmarks hold us against."""
+        return self._store(part_bytes, sends=True, retries=True)
 
     # -- one request -------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl
 
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.clients.base import ObjectClient, PendingUpload
+from ckptfs.storage.clients.bucket_rules import BucketRules
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
 from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3
@@ -159,6 +160,12 @@ class S3ObstoreClient(ObstoreClient):
     def versions(self, prefix: str) -> Any:
         """As ``S3Client.versions``."""
         return self._other().versions(prefix)
+
+    def bucket_rules(self) -> BucketRules | None:
+        if find_spec("s3fs") is None:
+            return None
+        found: BucketRules | None = self._other().bucket_rules()
+        return found
 
     def _other(self) -> Any:
         if find_spec("s3fs") is None:

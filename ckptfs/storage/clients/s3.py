@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckptfs.errors import (
+    AccessError,
     AnswerLostError,
     CkptfsError,
     CredentialsError,
@@ -49,9 +50,11 @@ from ckptfs.storage.clients.base import (
     Refused,
     Upload,
 )
+from ckptfs.storage.clients.bucket_rules import BucketRules, of_s3
 from ckptfs.storage.clients.failures import Asked, Said, answered
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3, told
 from ckptfs.storage.clients.s3_options import parse_s3_options
+from ckptfs.storage.clients.s3_upload import Held, S3Upload
 from ckptfs.storage.clients.s3_versions import Versions, summed
 from ckptfs.storage.clients.s3_wire import Body, S3Wire, Short
 from ckptfs.storage.options import Times
@@ -75,6 +78,7 @@ class S3Client(ObjectClient):
     limits = Limits()
     conditions = Conditions(if_absent=True, if_match=True)
     copies_parts = False
+    resumes = True
 
     def __init__(self, uri: Uri, wire: S3Wire) -> None:
         self._wire = wire
@@ -86,22 +90,24 @@ class S3Client(ObjectClient):
     # -- small -------------------------------------------------------------------------
 
     def get(self, key: str) -> tuple[bytes, str | None]:
-        data, answer = self._say(self._asked("get", key), lambda: self._wire.fetch(self._at(key)))
+        data, answer = self._say(self._asked("get", key), lambda: self._wire.fetch(self.at(key)))
         return data, answer.get("ETag")
 
     def head(self, key: str) -> Head:
         asked = self._asked("head", key)
         try:
-            answer = self._say(asked, lambda: self._wire.ask("HeadObject", self._at(key)))
+            answer = self._say(asked, lambda: self._wire.ask("HeadObject", self.at(key)))
         except (NotFoundError, TransientError, AnswerLostError):
             raise
         except StorageError:
             # A HEAD has no body, so it cannot tell an expired token from a missing permission.
             with suppress(IntegrityError):
-                wanted = self._at(key) | {"Range": "bytes=0-0"}
+                wanted = self.at(key) | {"Range": "bytes=0-0"}
                 self._say(asked, lambda: self._wire.fetch(wanted))
             raise
-        return Head(int(answer["ContentLength"]), answer.get("ETag"))
+        modified = answer.get("LastModified")
+        modified_s = None if modified is None else modified.timestamp()
+        return Head(int(answer["ContentLength"]), answer.get("ETag"), modified_s)
 
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
         asked = replace(
@@ -111,7 +117,7 @@ class S3Client(ObjectClient):
         return answer.get("ETag")
 
     def _put(self, key: str, body: Body, condition: Condition) -> dict[str, Any]:
-        wanted = self._at(key) | self._checksum("put", key, body)
+        wanted = self.at(key) | self.checksum("put", key, body)
         if isinstance(condition, IfAbsent):
             wanted["IfNoneMatch"] = "*"
         elif not isinstance(condition, Always):
@@ -125,7 +131,7 @@ class S3Client(ObjectClient):
         if not view:
             return
         asked = self._asked("get", key)
-        wanted = self._at(key) | {"Range": f"bytes={offset}-{offset + len(view) - 1}"}
+        wanted = self.at(key) | {"Range": f"bytes={offset}-{offset + len(view) - 1}"}
         if etag is not None and not self._wire.options.etag_by_client:
             wanted["IfMatch"] = etag
         try:
@@ -158,7 +164,7 @@ class S3Client(ObjectClient):
             "Delete": {"Objects": [{"Key": key} for key in keys], "Quiet": True},
         }
         try:
-            answer = self._change("delete", _folder(keys), "DeleteObjects", wanted)
+            answer = self.change("delete", _folder(keys), "DeleteObjects", wanted)
         except UnsupportedError:
             return self._delete_each(keys)
         refused = (
@@ -171,7 +177,7 @@ class S3Client(ObjectClient):
         refused = []
         for key in keys:
             try:
-                self._change("delete", key, "DeleteObject", self._at(key))
+                self.change("delete", key, "DeleteObject", self.at(key))
             except NotFoundError as error:
                 if error.hint is not None:  # the bucket, not the key
                     raise
@@ -188,11 +194,37 @@ class S3Client(ObjectClient):
 
     def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
         del part_bytes
-        wanted = self._at(key)
+        wanted = self.at(key)
         if self._adds_crc32("begin upload", key):
             wanted["ChecksumAlgorithm"] = "CRC32"
-        answer = self._change("begin upload", key, "CreateMultipartUpload", wanted)
-        return _S3Upload(self, key, answer["UploadId"])
+        answer = self.change("begin upload", key, "CreateMultipartUpload", wanted)
+        return S3Upload(self, key, answer["UploadId"])
+
+    def resume_upload(self, key: str) -> Upload | None:
+        """As ``ObjectClient.resume_upload``; None too where it may not look (s3:ListBucketMultipartUploads,
+        s3:ListMultipartUploadParts).
+        """
+        found: list[S3Upload] = []
+        try:
+            for pending in self.list_uploads(key):
+                if pending.key == key:
+                    parts = self._parts(key, pending.upload_id)
+                    found.append(S3Upload(self, key, pending.upload_id, parts))
+        except (AccessError, UnsupportedError) as error:
+            _log.info("what was left of %s is not looked for: %s", key, error)
+        return max(found, key=lambda upload: upload.held_bytes, default=None)
+
+    def _parts(self, key: str, upload_id: str) -> dict[int, Held]:
+        wanted = self.at(key) | {"UploadId": upload_id}
+        held: dict[int, Held] = {}
+        try:
+            for page in self._pages("list parts", key, "ListParts", wanted, _NEXT_PARTS):
+                for item in page.get("Parts", ()):
+                    crc32 = item.get("ChecksumCRC32")
+                    held[int(item["PartNumber"]) - 1] = Held(int(item["Size"]), item["ETag"], crc32)
+        except NotFoundError:
+            return {}  # completed or aborted meanwhile
+        return held
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         wanted = {"Bucket": self._bucket, "Prefix": prefix}
@@ -206,12 +238,12 @@ class S3Client(ObjectClient):
             _log.info("unfinished uploads stay: %s", error)
 
     def abort_pending(self, upload: PendingUpload) -> None:
-        self._abort(upload.key, upload.upload_id)
+        self.abort(upload.key, upload.upload_id)
 
-    def _abort(self, key: str, upload_id: str) -> None:
-        wanted = self._at(key) | {"UploadId": upload_id}
+    def abort(self, key: str, upload_id: str) -> None:
+        wanted = self.at(key) | {"UploadId": upload_id}
         try:
-            self._change("abort upload", key, "AbortMultipartUpload", wanted)
+            self.change("abort upload", key, "AbortMultipartUpload", wanted)
         except NotFoundError:
             return
 
@@ -230,6 +262,13 @@ class S3Client(ObjectClient):
         except UnsupportedError:
             return None
 
+    def bucket_rules(self) -> BucketRules:
+        def ask(operation: str) -> dict[str, Any]:
+            asked = self._asked(operation, "")
+            return self._say(asked, lambda: self._wire.ask(operation, {"Bucket": self._bucket}))
+
+        return of_s3(ask)
+
     def close(self) -> None:
         self._wire.forget()
 
@@ -247,7 +286,7 @@ class S3Client(ObjectClient):
                 return
             wanted |= {name: page[source] for name, source in next_by.items() if source in page}
 
-    def _change(
+    def change(
         self,
         action: str,
         key: str,
@@ -285,47 +324,15 @@ class S3Client(ObjectClient):
     def _asked(self, action: str, key: str) -> Asked:
         return Asked(self._dialect, action, self._root / key.strip("/"), self.endpoint)
 
-    def _at(self, key: str) -> dict[str, Any]:
+    def at(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._bucket, "Key": key}
 
     def _adds_crc32(self, action: str, key: str) -> bool:
         # The first question may make the client, and that may fail.
         return self._say(self._asked(action, key), lambda: self._wire.adds_crc32)
 
-    def _checksum(self, action: str, key: str, body: Body) -> dict[str, str]:
+    def checksum(self, action: str, key: str, body: Body) -> dict[str, str]:
         return {"ChecksumCRC32": body.crc32()} if self._adds_crc32(action, key) else {}
-
-
-class _S3Upload(Upload):
-    """One multipart upload. Parts are numbered from 1 there and from 0 here."""
-
-    def __init__(self, client: S3Client, key: str, upload_id: str) -> None:
-        self._client = client
-        self._key = key
-        self._upload_id = upload_id
-        self._parts: dict[int, dict[str, Any]] = {}
-
-    def put_part(self, number: int, data: Buffer) -> None:
-        client, body = self._client, Body(data)
-        checksum = client._checksum("put part", self._key, body)  # noqa: SLF001 - one module
-        wanted = self._at() | {"PartNumber": number + 1} | checksum
-        answer = client._change("put part", self._key, "UploadPart", wanted, body)  # noqa: SLF001
-        self._parts[number] = {"PartNumber": number + 1, "ETag": answer["ETag"]} | checksum
-
-    def complete(self) -> str | None:
-        parts = [self._parts[number] for number in sorted(self._parts)]
-        wanted = self._at() | {"MultipartUpload": {"Parts": parts}}
-        answer = self._client._change(  # noqa: SLF001
-            "complete upload", self._key, "CompleteMultipartUpload", wanted
-        )
-        # radosgw 16.2 completes with an empty one.
-        return answer.get("ETag") or None
-
-    def abort(self) -> None:
-        self._client._abort(self._key, self._upload_id)  # noqa: SLF001
-
-    def _at(self) -> dict[str, Any]:
-        return self._client._at(self._key) | {"UploadId": self._upload_id}  # noqa: SLF001
 
 
 class _Surplus(Exception):  # noqa: N818 - a finding, never seen outside
@@ -335,6 +342,7 @@ class _Surplus(Exception):  # noqa: N818 - a finding, never seen outside
 _Next = Mapping[str, str]
 _NEXT_KEYS: _Next = {"ContinuationToken": "NextContinuationToken"}
 _NEXT_UPLOADS: _Next = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+_NEXT_PARTS: _Next = {"PartNumberMarker": "NextPartNumberMarker"}
 _NEXT_VERSIONS: _Next = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
 
 

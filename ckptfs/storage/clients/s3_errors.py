@@ -42,6 +42,9 @@ S3: Final = Dialect(
         "list": "s3:ListBucket for this prefix",
         "list uploads": "s3:ListBucketMultipartUploads on the bucket",
         "list versions": "s3:ListBucketVersions for this prefix",
+        "GetBucketVersioning": "s3:GetBucketVersioning on the bucket",
+        "GetObjectLockConfiguration": "s3:GetBucketObjectLockConfiguration on the bucket",
+        "GetBucketLifecycleConfiguration": "s3:GetLifecycleConfiguration on the bucket",
     },
     hints={
         Reason.NO_CREDENTIALS: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or "

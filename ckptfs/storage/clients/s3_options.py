@@ -44,7 +44,12 @@ OPERATIONS: Final = (
     "CompleteMultipartUpload",
     "AbortMultipartUpload",
     "ListMultipartUploads",
+    "ListParts",
     "ListObjectVersions",
+    # `ckptfs doctor` alone:
+    "GetBucketVersioning",
+    "GetObjectLockConfiguration",
+    "GetBucketLifecycleConfiguration",
 )
 
 # As botocore: older and other stores have names that AWS gives nobody any more.

@@ -17,6 +17,7 @@
     trickle=B              the answer, headers too, byte by byte, B a second
     hold=PATH              make PATH.reached, forward when PATH exists
     hold-acted=PATH        the same between the server's answer and the client
+    strip=HEADER           forwarded without this header: a server that does not know it
     refuse                 reset, and refuse connections from now on
 
 METHOD and PATH PATTERN are shell patterns; the pattern is tried on the path and on path?query, with
@@ -56,6 +57,7 @@ __all__ = [
     "ProxyPlan",
     "Refuse",
     "Reset",
+    "Strip",
     "Trickle",
     "Truncate",
     "Which",
@@ -162,6 +164,15 @@ class HoldFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Strip:
+    """The request goes on without this header: the server acts as one that does not know it. Where
+    the header is signed, the server must not check signatures (moto does not).
+    """
+
+    header: str
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Reset this one and refuse every connection until ``FaultProxy.accept`` is called."""
 
@@ -175,7 +186,7 @@ def matches(method: str, target: str, method_pattern: str, path_pattern: str) ->
     )
 
 
-Action = Delay | Bandwidth | Reset | Answer | Truncate | Trickle | Hold | HoldFile | Refuse
+Action = Delay | Bandwidth | Reset | Answer | Truncate | Trickle | Hold | HoldFile | Refuse | Strip
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +323,8 @@ def _parse_action(text: str) -> Action:
             return Truncate(int(value), Cut.LYING if name.endswith("lying") else Cut.CLOSED)
         case "hold" | "hold-acted" if value:
             return HoldFile(value, At.ACTED if name.endswith("acted") else At.BEFORE)
+        case "strip" if value:
+            return Strip(value)
         case "refuse":
             return Refuse()
     raise ValueError(f"no such action: {text!r}")

@@ -27,6 +27,7 @@ from ckptfs.testing._proxy.faults import (
     HoldFile,
     Refuse,
     Reset,
+    Strip,
     Trickle,
     Truncate,
 )
@@ -135,7 +136,9 @@ class Relay:
         reader, writer = upstream
         cut = _first(actions, Reset)
         stop = _stop(cut, At.REQUEST, head)
-        writer.write(head.without("expect").encode())
+        gone = [a.header.lower() for a in actions if isinstance(a, Strip)]
+        exchange.done += [f"stripped {name}" for name in gone if head.get(name)]
+        writer.write(head.without("expect", *gone).encode())
         if head.get("expect"):
             # Ours to say: it is never forwarded, so that the server's own does not come later.
             self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

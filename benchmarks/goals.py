@@ -1,0 +1,103 @@
+"""What a comparison was made for: a ratio that has to be reached, and whether it was. Pure.
+
+    goals_of(result, asked)     every Goal that the result can tell about
+    holds(goals)                whether all that count are met
+
+A ratio belongs to one round: seconds (or CPU seconds) of one engine by those of another in the same
+round, so that a slow minute of the machine counts for both. Its median over the rounds is compared with
+the goal.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ckptfs.bench.results import Result, Sample
+from ckptfs.bench.summary import grouped
+from ckptfs.bench.words import phase_text
+
+
+class What(Enum):
+    """What is divided."""
+
+    SECONDS = "seconds"
+    CPU_SECONDS = "CPU seconds"
+
+    def of(self, sample: Sample) -> float:
+        """Of one call."""
+        return sample.wall_s if self is What.SECONDS else sample.cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """engine by the best of others, in each round, is at most this. counts: else it is told only.
+
+    where: (workload, target) to which it applies.
+    """
+
+    engine: str
+    others: tuple[str, ...]
+    at_most: float
+    what: What = What.SECONDS
+    counts: bool = True
+    where: Callable[[str, str], bool] = lambda _workload, _target: True
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One goal at one place, in one phase."""
+
+    workload: str
+    target: str
+    phase: str
+    asked: Asked
+    ratio: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the median ratio is good enough."""
+        return self.ratio <= self.asked.at_most
+
+    def text(self) -> str:
+        """One line for a person."""
+        word = ("met" if self.is_met else "MISSED") if self.asked.counts else "(told)"
+        others = " or ".join(self.asked.others)
+        return (
+            f"{word:6} {self.asked.engine} by {others}, {self.asked.what.value}, "
+            f"{phase_text(self.phase)} of {self.workload} at {self.target}: "
+            f"{self.ratio:.2f}, goal {self.asked.at_most:.2f}"
+        )
+
+
+def goals_of(result: Result, asked: Iterable[Asked]) -> list[Goal]:
+    """Of everything that was measured; what took no part has no goal."""
+    wanted = list(asked)
+    found = []
+    for (workload, target, phase), engines in grouped(result):
+        for one in wanted:
+            ratio = _ratio(engines, one) if one.where(workload, target) else None
+            if ratio is not None:
+                found.append(Goal(workload, target, phase, one, ratio))
+    return found
+
+
+def _ratio(engines: dict[str, list[Sample]], asked: Asked) -> float | None:
+    there = [engines[name] for name in asked.others if name in engines]
+    if asked.engine not in engines or not there:
+        return None
+    best = {
+        number: min(asked.what.of(one) for other in there for one in other if one.round == number)
+        for number in {one.round for one in there[0]}
+    }
+    ratios = [
+        asked.what.of(one) / best[one.round] for one in engines[asked.engine] if best.get(one.round)
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def holds(goals: Sequence[Goal]) -> bool:
+    """Whether every goal that counts is met."""
+    return all(goal.is_met for goal in goals if goal.asked.counts)

@@ -1,0 +1,5 @@
+"""``python -m ckptfs``: the command line, where the script is not on the path."""
+
+from ckptfs.cli.main import main
+
+main()

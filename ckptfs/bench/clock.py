@@ -1,0 +1,204 @@
+"""One timed call on all ranks: seconds, CPU, bytes on the wire, memory.
+
+    spent = clock.time(call)      collective: a barrier, the call, a barrier
+
+Inside: the call alone. wall_s is the slowest rank's, cpu_s the sum over all ranks with all their
+threads and the processes that they waited for, memory what the call added to the largest rank.
+A call that fails on one rank is the same error on all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from ckptfs.errors import CkptfsError
+from ckptfs.uri import mask_credentials
+
+__all__ = ["Clock", "Group", "Spent", "Wire", "WireKind", "together"]
+
+_KIB = 1024
+_LOOPBACK = "lo"
+
+
+class Group(Protocol):
+    """What measuring needs of the ranks; collective, all of it."""
+
+    rank: int
+    size: int
+
+    def barrier(self) -> None:
+        """All are here."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one call cost; see ``results.Sample``."""
+
+    wall_s: float
+    cpu_s: float
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+    peak_memory_bytes: int | None = None
+
+
+class WireKind(Enum):
+    """Which interfaces carry the bytes. LOOPBACK counts both directions as one number."""
+
+    NONE = "none"
+    NETWORK = "network"
+    LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """The byte counters of this machine's network interfaces: all programs' traffic is in them.
+
+    counts: on the one process of each machine that looks.
+    """
+
+    kind: WireKind = WireKind.NONE
+    counts: bool = True
+
+    def read(self) -> tuple[int, int] | None:
+        """Bytes sent and received until now; None where they cannot be told."""
+        if self.kind is WireKind.NONE or not self.counts:
+            return None
+        try:
+            with open("/proc/net/dev", encoding="ascii") as file:
+                lines = file.read().splitlines()[2:]
+        except OSError:
+            return None
+        sent = received = 0
+        for line in lines:
+            name, _, numbers = line.partition(":")
+            counted = numbers.split()
+            if (name.strip() == _LOOPBACK) is (self.kind is WireKind.LOOPBACK):
+                received += int(counted[0])
+                sent += int(counted[8])
+        return sent, received
+
+
+@dataclass(frozen=True, slots=True)
+class _Mine:
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    sent_bytes: int | None = None
+    received_bytes: int | None = None
+    peak_bytes: int | None = None
+    error: CkptfsError | None = None
+
+
+class Clock:
+    """Times calls of a group."""
+
+    def __init__(self, group: Group, wire: Wire | None = None) -> None:
+        self._group = group
+        self._wire = wire or Wire()
+
+    def time(self, call: Callable[[], None]) -> Spent:
+        """Collective. What the call cost; CkptfsError, the lowest failed rank's, on every rank."""
+        gc.collect()
+        before_bytes = _restart_peak()
+        self._group.barrier()
+        wire = self._wire.read()
+        cpu, started = _cpu_s(), time.perf_counter()
+        error = _error_of(call, self._group.rank)
+        wall_s = time.perf_counter() - started
+        self._group.barrier()
+        cpu_s = _cpu_s() - cpu
+        now = self._wire.read()
+        sent = received = None
+        if wire is not None and now is not None:
+            sent, received = now[0] - wire[0], now[1] - wire[1]
+        mine = _Mine(wall_s, cpu_s, sent, received, _added_bytes(before_bytes), error)
+        return _spent(self._group.gather(mine))
+
+
+def together(group: Group, call: Callable[[], object]) -> None:
+    """Collective. The call, on no clock; CkptfsError, the lowest failed rank's, on every rank."""
+    _raise_first(group.gather(_error_of(call, group.rank)))
+
+
+def _error_of(call: Callable[[], object], rank: int) -> CkptfsError | None:
+    try:
+        call()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as raised:  # noqa: BLE001 - torch's CheckpointException is no Exception, and a rank that says nothing leaves the others waiting
+        return _plain(raised, rank)
+    return None
+
+
+def _raise_first(errors: Iterable[CkptfsError | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _spent(told: list[_Mine]) -> Spent:
+    _raise_first(one.error for one in told)
+    return Spent(
+        max(one.wall_s for one in told),
+        sum(one.cpu_s for one in told),
+        _sum(one.sent_bytes for one in told),
+        _sum(one.received_bytes for one in told),
+        max((one.peak_bytes for one in told if one.peak_bytes is not None), default=None),
+    )
+
+
+def _sum(values: Any) -> int | None:
+    there = [value for value in values if value is not None]
+    return sum(there) if there else None
+
+
+def _plain(raised: BaseException, rank: int) -> CkptfsError:
+    """An error that travels: an exception of another library may not survive pickling."""
+    if isinstance(raised, CkptfsError):
+        return raised
+    where = traceback.extract_tb(raised.__traceback__)[-1]
+    found = CkptfsError(mask_credentials(f"{type(raised).__name__}: {raised}"), rank=rank)
+    found.add_note(f"{os.path.basename(where.filename)}:{where.lineno}")
+    return found
+
+
+def _cpu_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _restart_peak() -> int | None:
+    """Let the kernel's high-water mark begin at what is resident now; that many bytes."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")
+    except OSError:
+        return None
+    return _status_bytes("VmRSS:")
+
+
+def _added_bytes(before_bytes: int | None) -> int | None:
+    peak = None if before_bytes is None else _status_bytes("VmHWM:")
+    return None if peak is None or before_bytes is None else max(0, peak - before_bytes)
+
+
+def _status_bytes(name: str) -> int | None:
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            found = [line.split()[1] for line in file if line.startswith(name)]
+    except OSError:
+        return None
+    return int(found[0]) * _KIB if found else None

@@ -1,0 +1,55 @@
+"""ckptfs itself: a committed, verified checkpoint in a run of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ckptfs
+from ckptfs.bench.choosing import OBJECT_STORES
+from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, version_text
+from ckptfs.bench.results import Engine
+from ckptfs.bench.states import State
+from ckptfs.storage.clients.choose import PROTOCOLS
+from ckptfs.storage.object_store import ObjectStorage
+
+__all__ = ["Ckptfs"]
+
+
+class Ckptfs(Driver):
+    """``ckptfs.save`` and ``ckptfs.load``. client: the library of an object store, by name."""
+
+    def __init__(self, setting: Setting, client: str | None = None) -> None:
+        super().__init__(setting)
+        self._client = client
+        self.options: dict[str, Any] = dict(self.home.asked.storage_options)
+        if client is not None:
+            self.options["client"] = client
+
+    def about(self) -> Engine:
+        stored = self.home.place.protocol in OBJECT_STORES
+        library = self._library() if stored else None
+        return Engine(
+            f"ckptfs:{self._client}" if self._client else "ckptfs",
+            version_text("ckptfs", *([library] if library else [])),
+            "always: every object's answer, then the commit"
+            if stored
+            else "always: files and directories fsynced, then the commit",
+            "every block's digest",
+        )
+
+    def save(self, state: State, at: Attempt) -> None:
+        # A new run each time: its log, its domain and its probe are made anew, and in the time.
+        ckptfs.save(state, at.checkpoint(), storage_options=self.options)
+
+    def load(self, target: State, at: Attempt, cached: Cached) -> None:
+        ckptfs.load(dict(target), at.checkpoint(), storage_options=self.options)
+
+    def _library(self) -> str | None:
+        storage = self.home.storage
+        if not isinstance(storage, ObjectStorage):
+            return None
+        module = type(storage.client).__module__
+        if self._client is not None:
+            return self._client
+        fast = module.rpartition(".")[2].startswith("obstore")
+        return "obstore" if fast else PROTOCOLS[self.home.place.protocol].usual

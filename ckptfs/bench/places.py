@@ -1,0 +1,229 @@
+"""A target as the benchmark sees it: what it is, what may be cached, its files, its end.
+
+    Home(asked)    the directory or prefix of one benchmark: nothing outside of it is written or removed
+      .describe()    the ``Target`` of the result          .wire      which interfaces carry its bytes
+      .check_space() refuses what does not fit             .remove()  everything, unfinished uploads too
+      .clear(name)   one attempt's files                   .evict / .fill   the page cache
+
+No torch: whoever starts the ranks also cleans up after them, however they ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ckptfs.bench.ask import TargetAsked
+from ckptfs.bench.clock import WireKind
+from ckptfs.bench.machine import filesystem
+from ckptfs.bench.resident import resident_share
+from ckptfs.bench.results import Target
+from ckptfs.errors import NoSpaceError, StorageError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.options import OURS
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
+
+__all__ = ["Home", "endpoint_of", "fsspec_options", "fsspec_uri", "has_cold"]
+
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+_OVER_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "9p",
+    "virtiofs",
+)
+_SPARE = 1.05  # metadata, digests, a filesystem's own
+_CHUNK_BYTES = 8 << 20
+
+
+class Home:
+    """One target's home."""
+
+    def __init__(self, asked: TargetAsked) -> None:
+        self.asked = asked
+        self.place = asked.place
+        self.root = asked.root
+        self._storage: Storage | None = None
+
+    @property
+    def path(self) -> Path | None:
+        """The home as a directory, where it is one."""
+        return Path(self.root.local_path) if self.root.is_local else None
+
+    def describe(self) -> Target:
+        """Without credentials."""
+        return Target(str(self.place), self.kind, self.cached)
+
+    @property
+    def kind(self) -> str:
+        """``ext4``, ``s3 at 127.0.0.1:9000``, ``gs``."""
+        if self.place.is_local:
+            return filesystem(_nearest(Path(self.place.local_path)))
+        endpoint = endpoint_of(self.place, self.asked.storage_options)
+        return f"{self.place.protocol} at {endpoint}" if endpoint else self.place.protocol
+
+    @property
+    def cached(self) -> str:
+        """What of it may be in a cache when it is read, in words."""
+        if not self.place.is_local:
+            return "the server's caches cannot be emptied from here: every load may find them warm"
+        if not has_cold(self):
+            return "it is memory: there is no cold load"
+        told = "cold: this machine's page cache was emptied of the files"
+        if self.kind in _OVER_NETWORK or self.kind.startswith("fuse"):
+            return f"{told}; the server's caches were not"
+        return f"{told}; caches of the disk and of a hypervisor were not"
+
+    @property
+    def wire(self) -> WireKind:
+        """Where its bytes can be counted."""
+        if self.place.is_local:
+            return WireKind.NETWORK if self.kind in _OVER_NETWORK else WireKind.NONE
+        if self.place.protocol.rpartition("+")[2] in ("file", "memory"):
+            return WireKind.NONE
+        endpoint = endpoint_of(self.place, self.asked.storage_options)
+        return WireKind.LOOPBACK if endpoint and _is_loopback(endpoint) else WireKind.NETWORK
+
+    # -- its files
+
+    @property
+    def storage(self) -> Storage:
+        """Rooted at the home, with the target's options; one for all attempts: opening costs CPU."""
+        if self._storage is None:
+            self._storage = open_storage(self.root, self.asked.storage_options)
+        return self._storage
+
+    def make(self) -> None:
+        """The home exists; nothing to do where names need no directory. StorageError."""
+        self.storage.make_dir("")
+
+    def clear(self, name: str) -> None:
+        """Remove one attempt; what was never there is gone too. StorageError."""
+        self.storage.remove_tree(name)
+        if self.path is not None:
+            # Else a journalled filesystem would free its blocks in somebody's measured time.
+            self._fsync(self.path)
+
+    def remove(self) -> None:
+        """Remove the home. Only names below it are touched. StorageError: something stayed."""
+        # The root of a storage is never removed, so this one is rooted above the home.
+        with contextlib.closing(open_storage(self.place, self.asked.storage_options)) as above:
+            above.remove_tree(self.asked.home)
+        # And uploads are swept below a storage's root: those of the home, of nobody else.
+        with contextlib.closing(self.storage) as storage, contextlib.suppress(StorageError):
+            self._storage = None
+            storage.sweep_uploads(0.0)
+
+    def evict(self, name: str) -> float | None:
+        """Take an attempt's files out of this machine's page cache; needs no privileges.
+
+        The share of their pages that stayed (a filesystem over tmpfs keeps all), None: nobody can tell.
+        """
+        for path in self._files(name):
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)  # pages that were not written yet would stay
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+        return resident_share(self._files(name))
+
+    def fill(self, name: str) -> None:
+        """Read an attempt's files once: some writers leave them in the page cache, others do not."""
+        buffer = memoryview(bytearray(_CHUNK_BYTES))
+        for path in self._files(name):
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    @staticmethod
+    def _fsync(directory: Path) -> None:
+        fd = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _files(self, name: str) -> Iterator[Path]:
+        if self.path is not None:
+            yield from (path for path in (self.path / name).rglob("*") if path.is_file())
+
+    # -- its space
+
+    def check_space(self, needed_bytes: int) -> None:
+        """NoSpaceError: so many bytes do not fit where free space can be told; nothing was written."""
+        if not self.place.is_local:
+            return
+        found = os.statvfs(_nearest(Path(self.place.local_path)))
+        if not found.f_blocks:  # ramfs and its like count nothing: they are not full
+            return
+        free_bytes = found.f_bavail * found.f_frsize
+        if needed_bytes * _SPARE > free_bytes:
+            raise NoSpaceError(
+                f"this keeps up to {needed_bytes / 1e9:.1f} GB at once, and "
+                f"{free_bytes / 1e9:.1f} GB are free",
+                uri=self.place,
+                hint="give a smaller --size or --params, or another URI; --keep keeps every engine's",
+            )
+
+
+def has_cold(home: Home) -> bool:
+    """True where files can be taken out of the cache that loads read."""
+    return home.place.is_local and home.kind not in _IN_MEMORY and hasattr(os, "posix_fadvise")
+
+
+def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
+    """``host:port`` of a server that was named, by option, query or environment; no credentials."""
+    client = options.get("client_kwargs")
+    told = (
+        options.get("endpoint_url")
+        or (client.get("endpoint_url") if isinstance(client, Mapping) else None)
+        or place.options.get("endpoint_url")
+        or (os.environ.get("AWS_ENDPOINT_URL_S3") if place.protocol in ("s3", "s3a") else None)
+        or (os.environ.get("AWS_ENDPOINT_URL") if place.protocol in ("s3", "s3a") else None)
+    )
+    if told:
+        parts = urlsplit(str(told))
+        return f"{parts.hostname}:{parts.port}" if parts.port else parts.hostname
+    if place.protocol in ("webhdfs", "hdfs", "http", "https"):
+        return place.authority or None
+    return None
+
+
+def fsspec_options(home: Home) -> dict[str, Any]:
+    """The options that fsspec's library knows: ours left out."""
+    found = {**home.place.options, **home.asked.storage_options}
+    return {name: value for name, value in found.items() if name not in OURS}
+
+
+def fsspec_uri(place: Uri) -> str:
+    """The place for fsspec's library, which takes a query for letters of a name: see fsspec_options."""
+    return replace(place, query="").full
+
+
+def _is_loopback(endpoint: str) -> bool:
+    host = endpoint.rpartition(":")[0] or endpoint
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in found)
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the lowest directory above it that exists."""
+    return next(p for p in (path, *path.parents) if p.exists())

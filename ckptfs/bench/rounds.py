@@ -1,0 +1,272 @@
+"""The measuring itself, as every rank runs it.
+
+    for each workload: make its tensors
+        for each target, round 0 (a warm-up, counts for nobody), 1, 2, ...
+            for each engine, each round another one first, every second one backwards:
+                save                     timed
+                fill the page cache      load_warm, timed      compare
+                empty it, if it can be   load_cold, timed      compare
+                remove the files
+
+Nothing but the call is in the time: no making of data, no comparing, no deleting, no cache handling.
+An engine that fails where nobody asked for it by name leaves its target and becomes a note; ckptfs,
+and one that was asked for, ends the benchmark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ckptfs.bench.ask import Asked, WorkloadAsked
+from ckptfs.bench.choosing import Chosen, choose
+from ckptfs.bench.clock import Clock, Spent, Wire, WireKind, together
+from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, ready
+from ckptfs.bench.loop import LOOPERS, loop_round, open_looper
+from ckptfs.bench.places import Home, has_cold
+from ckptfs.bench.ranks import TorchGroup
+from ckptfs.bench.results import Phase, Sample, Workload
+from ckptfs.bench.states import State, clear, differences, make_blank, make_state
+from ckptfs.bench.told import Progress, Told
+from ckptfs.bench.workloads import WorkloadSpec
+from ckptfs.errors import CkptfsError, IntegrityError
+from ckptfs.uri import mask_credentials
+
+__all__ = ["measure_ranks"]
+
+Tell = Callable[[Told], None]
+_MAY_STAY = 0.05  # of the pages: a few that are in use somewhere change no cold load
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """What one workload is on this rank."""
+
+    spec: WorkloadSpec
+    state: State
+    target: State
+
+
+def measure_ranks(asked: Asked, group: TorchGroup, tell: Tell) -> None:
+    """Collective. Everything that was asked; ``tell`` is called on rank 0 alone. CkptfsError: the
+    same on every rank.
+    """
+    say: Tell = tell if group.rank == 0 else lambda _: None
+    homes = [Home(target) for target in asked.targets]
+    for home in homes:
+        say(home.describe())
+        if home.wire is WireKind.LOOPBACK:
+            say(
+                f"bytes on the wire of {home.place}: of the loopback, where both directions are one "
+                "number, and other programs' and ranks' are in it"
+            )
+        elif home.wire is WireKind.NETWORK:
+            say(f"bytes on the wire of {home.place}: of this machine, other programs' are in it")
+    for workload in asked.workloads:
+        moved = _made(workload, group)
+        say(Progress(f"{moved.spec.name}: {moved.spec.size_bytes / 1e9:.2f} GB were made"))
+        say(
+            Workload(
+                moved.spec.name, len(moved.spec.tensors), moved.spec.size_bytes, moved.spec.told
+            )
+        )
+        for home in homes:
+            at_target = _AtTarget(asked, group, say, home, moved)
+            if workload.kind == "loop":
+                at_target.run_loop()
+            else:
+                at_target.run()
+
+
+def _made(workload: WorkloadAsked, group: TorchGroup) -> _Moved:
+    spec = workload.made()
+    state = make_state(spec, group.rank, group.size)
+    return _Moved(spec, state, make_blank(spec, group.rank, group.size))
+
+
+class _AtTarget:
+    """One workload at one target."""
+
+    def __init__(
+        self, asked: Asked, group: TorchGroup, say: Tell, home: Home, moved: _Moved
+    ) -> None:
+        self._asked, self._group, self._say = asked, group, say
+        self._home, self._moved = home, moved
+        self._setting = Setting(home, group, asked.durable)
+        self._clock = Clock(group, Wire(home.wire, counts=group.is_first_of_node))
+        self._samples: list[Sample] = []
+
+    # -- saves and loads
+
+    def run(self) -> None:
+        """All rounds."""
+        chosen, notes = choose(self._asked.engines, self._home.place)
+        self._note(notes)
+        drivers = self._drivers(chosen)
+        for number in range(self._asked.rounds + 1):
+            for label in _turn(list(drivers), number):
+                self._tell_round(number, label)
+                try:
+                    self._once(label, drivers[label], number)
+                except CkptfsError as error:
+                    del drivers[label]
+                    self._leave(label, error)
+        self._finish()
+
+    def _once(self, label: str, driver: Driver, number: int) -> None:
+        at = self._attempt(label, number)
+        try:
+            save = self._clock.time(lambda: driver.save(self._moved.state, at))
+            self._sample(label, "save", number, save)
+            self._load(label, driver, number, at, Cached.WARM)
+            if has_cold(self._home):
+                self._load(label, driver, number, at, Cached.COLD)
+        except CkptfsError:
+            with contextlib.suppress(CkptfsError):
+                self._clear(at)
+            raise
+        if not (self._asked.keep and number == self._asked.rounds):
+            self._clear(at)
+
+    def _load(self, label: str, driver: Driver, number: int, at: Attempt, cached: Cached) -> None:
+        clear(self._moved.target)
+        if cached is Cached.COLD:
+            if not self._evicted(at):
+                return
+        elif self._group.is_first_of_node:
+            self._home.fill(at.name)
+        spent = self._clock.time(lambda: driver.load(self._moved.target, at, cached))
+        if not driver.about().is_limit:
+            self._check(label)
+        self._sample(label, "load_cold" if cached is Cached.COLD else "load_warm", number, spent)
+
+    def _evicted(self, at: Attempt) -> bool:
+        """Collective. False: what was evicted is still in memory, so a load would be cold in name only."""
+        stayed = self._group.gather(self._home.evict(at.name))
+        if max((one for one in stayed if one is not None), default=0.0) <= _MAY_STAY:
+            return True
+        self._say(
+            f"{self._home.place}: files stayed in memory after they were taken out of the page cache; "
+            "such loads are not cold and were left out"
+        )
+        return False
+
+    def _check(self, label: str) -> None:
+        """Collective. IntegrityError on all ranks: some tensor is not what was saved."""
+        wrong = self._group.gather(differences(self._moved.state, self._moved.target)[:1])
+        names = [name for one in wrong for name in one]
+        if names:
+            raise IntegrityError(
+                f"{label} did not load {names[0]} as it was saved", uri=self._home.place
+            )
+
+    def _clear(self, at: Attempt) -> None:
+        self._group.barrier()
+        here = self._group.is_first_of_node if self._home.place.is_local else self._group.rank == 0
+        together(self._group, lambda: self._home.clear(at.name) if here else None)
+
+    # -- a training loop
+
+    def run_loop(self) -> None:
+        """All rounds of a loop; engines without asynchronous saves have no part in it."""
+        chosen, notes = choose(self._asked.engines, self._home.place)
+        self._note(notes)
+        quiet = [one.label for one in chosen if one.name not in LOOPERS]
+        self._note(f"{name} takes no part in a training loop" for name in quiet)
+        drivers = self._drivers([one for one in chosen if one.name in LOOPERS])
+        names = {one.label: one.name for one in chosen}
+        for number in range(self._asked.rounds + 1):
+            for label in _turn(list(drivers), number):
+                self._tell_round(number, label)
+                try:
+                    self._loop_once(label, names[label], drivers[label], number)
+                except CkptfsError as error:
+                    del drivers[label]
+                    self._leave(label, error)
+        self._finish()
+
+    def _loop_once(self, label: str, name: str, driver: Driver, number: int) -> None:
+        at = self._attempt(label, number)
+        try:
+            with contextlib.closing(open_looper(name, driver, at, self._moved.state)) as looper:
+                found = loop_round(
+                    self._clock, looper, self._moved.state, self._asked.loop, self._setting
+                )
+        finally:
+            self._clear(at)
+        self._sample(label, "stall", number, Spent(found.stall_wall_s, found.stall_cpu_s))
+        if name != "raw":
+            self._sample(label, "steps", number, found.alone)
+            self._sample(label, "steps_saving", number, found.saving)
+
+    # -- both
+
+    def _drivers(self, chosen: Sequence[Chosen]) -> dict[str, Driver]:
+        drivers: dict[str, Driver] = {}
+        made: list[Driver] = []
+        for one in chosen:
+            try:
+                together(self._group, partial(self._open, one, made))
+            except CkptfsError as error:
+                self._leave(one.label, error)
+                continue
+            drivers[one.label] = made[-1]
+            self._say(made[-1].about())
+        return drivers
+
+    def _open(self, one: Chosen, made: list[Driver]) -> None:
+        made.append(ready(one, self._setting))
+
+    def _leave(self, label: str, error: CkptfsError) -> None:
+        """An engine failed: the end of it here, or of everything."""
+        if label in self._asked.engines or label == "ckptfs":
+            raise error
+        self._samples = [one for one in self._samples if one.engine != label]
+        told = mask_credentials(str(error))
+        self._say(f"{label} failed at {self._home.place} and was left out there: {told}")
+
+    def _attempt(self, label: str, number: int) -> Attempt:
+        name = f"{self._moved.spec.name}-{label.replace(':', '-')}-{number}"
+        return Attempt(self._home, name)
+
+    def _sample(self, label: str, phase: Phase, number: int, spent: Spent) -> None:
+        if not number:
+            return
+        sent, received = spent.sent_bytes, spent.received_bytes
+        if self._home.wire is WireKind.LOOPBACK:
+            sent, received = (sent, None) if phase == "save" else (None, received)
+        self._samples.append(
+            Sample(
+                label,
+                self._moved.spec.name,
+                str(self._home.place),
+                phase,
+                number,
+                spent.wall_s,
+                spent.cpu_s,
+                self._moved.spec.size_bytes,
+                sent,
+                received,
+                spent.peak_memory_bytes,
+            )
+        )
+
+    def _tell_round(self, number: int, label: str) -> None:
+        told = f"round {number} of {self._asked.rounds}" if number else "warm-up"
+        self._say(Progress(f"{self._moved.spec.name} at {self._home.place}: {told}, {label}"))
+
+    def _note(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            self._say(note)
+
+    def _finish(self) -> None:
+        for sample in self._samples:
+            self._say(sample)
+
+
+def _turn(labels: list[str], number: int) -> list[str]:
+    """Every round another one first, and every second one backwards: so everybody's neighbour changes."""
+    way = -1 if number % 2 else 1
+    return [labels[(number + way * i) % len(labels)] for i in range(len(labels))]

@@ -1,0 +1,271 @@
+"""A whole benchmark: checks, ranks, measuring, cleaning up, the result.
+
+    measure(asked, command) -> Result      under torchrun: collective, None on all ranks but 0
+
+Without torchrun the ranks are processes of this machine that are started here, and this process, which
+never imports torch, removes what they wrote: also after an error, Ctrl-C, SIGTERM or SIGHUP. What stays after
+a SIGKILL of this very process lies below one name, ``ckptfs-bench-...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckptfs.bench.ask import Asked, TargetAsked, settings_of
+from ckptfs.bench.choosing import choose
+from ckptfs.bench.machine import available_memory_bytes, describe, versions
+from ckptfs.bench.places import Home
+from ckptfs.bench.results import Result
+from ckptfs.bench.starting import OMP_NUM_THREADS, run_ranks
+from ckptfs.bench.summary import rows_of
+from ckptfs.bench.told import Gathered, Progress, Told
+from ckptfs.bench.words import phase_text
+from ckptfs.errors import CkptfsError, StateError, StorageError
+from ckptfs.uri import HasProtocol, Uri
+
+__all__ = ["home_name", "measure", "target_asked", "under_torchrun"]
+
+PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")
+_PASSED = 0.95  # of the limit's seconds; nearer than that is the spread
+_PROGRESS = "CKPTFS_PROGRESS"
+_CLIENTS = ("s3fs", "gcsfs", "adlfs", "obstore", "aiobotocore", "safetensors", "s3torchconnector")
+
+
+def target_asked(
+    uri: str | os.PathLike[Any] | HasProtocol | Uri,
+    storage_options: Mapping[str, Any] | None = None,
+) -> TargetAsked:
+    """A target with a home that nobody used. UriError: ``uri`` cannot mean anything."""
+    return TargetAsked(Uri.parse(uri).full, home_name(), dict(storage_options or {}))
+
+
+def home_name() -> str:
+    """The name of one benchmark's directory or prefix."""
+    return f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%S}-{uuid.uuid4().hex[:8]}"
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher started this process as one rank of many."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def measure(
+    asked: Asked,
+    *,
+    command: str = "",
+    progress: Callable[[str], None] | None = None,
+    first: Callable[[], None] | None = None,
+) -> Result | None:
+    """Everything that was asked. command: as it shall stand in the result, without credentials.
+
+    first: called once, on rank 0, before anything is written; its CkptfsError ends it on every rank.
+
+    NoSpaceError, StateError: it does not fit the storage or the memory, or no engine has that name;
+    MissingDriverError: one that was asked for is not installed. Nothing was written then. Any other
+    CkptfsError: what ckptfs, or an engine that was asked for by name, failed with. After every end
+    but SIGKILL the targets are as they were, unless ``asked.keep``.
+    """
+    show = progress or (lambda _: None)
+    gathered = Gathered()
+
+    def take(told: Told) -> None:
+        if isinstance(told, Progress):
+            show(told.text)
+        gathered.take(told)
+
+    for target in asked.targets:
+        choose(asked.engines, target.place)  # a name that nobody has is told at once
+    started = datetime.now(UTC)
+    load_before = list(os.getloadavg())
+    with _terminable():
+        if under_torchrun():
+            asked, machine = _as_one_of_many(asked, take, first)
+            if machine is None:
+                return None
+        else:
+            if first is not None:
+                first()
+            machine = _here(asked, take)
+    result = gathered.result(
+        date=started.isoformat(timespec="seconds"),
+        command=command,
+        machine={
+            **machine,
+            "load_average": {"before": load_before, "after": list(os.getloadavg())},
+        },
+        versions={n: v for n, v in versions(*PACKAGES, *_CLIENTS).items() if v != "none"},
+        settings=settings_of(asked)
+        | {"omp_num_threads": os.environ.get("OMP_NUM_THREADS", OMP_NUM_THREADS)},
+    )
+    return replace(result, notes=(*result.notes, *_beaten(result)))
+
+
+def _beaten(result: Result) -> Iterator[str]:
+    """A limit that others pass bounds nothing: whoever reads ratios to it has to know."""
+    for row in rows_of(result):
+        if row.to_limit is not None and row.to_limit.ratio < _PASSED:
+            yield (
+                f"{row.engine} took {row.to_limit.ratio:.2f} times as long as {row.limit} in "
+                f"{phase_text(row.phase)} of {row.workload} at {row.target}: the limit was beaten, "
+                "it is no limit there"
+            )
+
+
+def _here(asked: Asked, take: Callable[[Told], None]) -> dict[str, Any]:
+    homes = [Home(target) for target in asked.targets]
+    check_fits(asked, homes, asked.ranks)
+    with cleaned(homes, keep=asked.keep):
+        machine = describe(_local_directory(homes))
+        with tempfile.TemporaryDirectory(prefix="ckptfs-bench-") as scratch:
+            run_ranks(asked, scratch, take)
+    return machine
+
+
+def _as_one_of_many(
+    asked: Asked, take: Callable[[Told], None], first: Callable[[], None] | None
+) -> tuple[Asked, dict[str, Any] | None]:
+    from ckptfs.bench.clock import together
+    from ckptfs.bench.ranks import joined_group
+    from ckptfs.bench.rounds import measure_ranks
+
+    group = joined_group()
+    # Names of homes were made on every rank; rank 0's count.
+    asked = replace(group.gather(asked)[0], ranks=group.size)
+    homes = [Home(target) for target in asked.targets]
+    if first is not None:
+        together(group, lambda: first() if group.rank == 0 else None)
+    _agree(group.gather(_refused(asked, homes) if group.is_first_of_node else None))
+    mine = [h for h in homes if (group.is_first_of_node if h.place.is_local else group.rank == 0)]
+    with _undrawn(), cleaned(mine, keep=asked.keep):
+        group.barrier()
+        machine = describe(_local_directory(homes)) if group.rank == 0 else None
+        measure_ranks(asked, group, take)
+        group.barrier()
+    group.barrier()
+    return asked, machine
+
+
+def _agree(told: Iterable[CkptfsError | None]) -> None:
+    for error in told:
+        if error is not None:
+            raise error
+
+
+def _refused(asked: Asked, homes: list[Home]) -> CkptfsError | None:
+    try:
+        check_fits(asked, homes, int(os.environ.get("LOCAL_WORLD_SIZE", asked.ranks)))
+    except CkptfsError as error:
+        return error
+    return None
+
+
+def check_fits(asked: Asked, homes: list[Home], local_ranks: int) -> None:
+    """NoSpaceError, StateError: what is kept at once fits neither the storage nor the memory here.
+
+    local_ranks: how many of the ranks this machine holds the state and its copy of.
+    """
+    largest = most = 0
+    for workload in asked.workloads:
+        size_bytes = workload.made().size_bytes
+        saves = (asked.loop.steps - 1) // asked.loop.every if workload.kind == "loop" else 1
+        largest = max(largest, size_bytes)
+        most = max(most, size_bytes * saves)
+    engines = len(asked.engines) or 6
+    kept = sum(w.made().size_bytes for w in asked.workloads) * engines if asked.keep else 0
+    for home in homes:
+        home.check_space(most + kept)
+    # The state, the tensors that are loaded into, and what torch.load and others hold beside.
+    needed = 3 * largest * local_ranks // asked.ranks
+    free = available_memory_bytes()
+    if free is not None and needed > free:
+        raise StateError(
+            f"this needs {needed / 1e9:.1f} GB of memory here, three times the state, and "
+            f"{free / 1e9:.1f} GB are available",
+            hint="give a smaller --size or --params, or more machines under torchrun",
+        )
+
+
+@contextlib.contextmanager
+def cleaned(homes: list[Home], *, keep: bool) -> Iterator[None]:
+    """The homes exist inside; afterwards they are gone, and so are directories made for them.
+
+    keep: what was written stays if all went well. A failure to remove is raised only where nothing
+    else went wrong.
+    """
+    made = [_missing(home) for home in homes]
+    whole = False
+    try:
+        for home in homes:
+            home.make()
+        yield
+        whole = True
+    finally:
+        if not (keep and whole):
+            failures: list[StorageError] = []
+            for home, directories in zip(homes, made, strict=True):
+                try:
+                    home.remove()
+                except StorageError as error:
+                    failures.append(error)
+                for directory in directories:
+                    with contextlib.suppress(OSError):
+                        directory.rmdir()
+            if failures and whole:
+                raise failures[0]
+
+
+def _missing(home: Home) -> list[Path]:
+    """Directories of the target that do not exist yet, lowest first."""
+    if not home.place.is_local:
+        return []
+    path = Path(home.place.local_path)
+    return [p for p in (path, *path.parents) if not p.exists()]
+
+
+def _local_directory(homes: list[Home]) -> Path:
+    """Of the first directory among the targets: that disk's fsync is told."""
+    return next((home.path for home in homes if home.path is not None), Path(tempfile.gettempdir()))
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the work as Ctrl-C does: a scheduler's end, or that of a terminal, must
+    leave nothing behind either. What is ignored (nohup) stays so.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _undrawn() -> Iterator[None]:
+    """No progress bar of ckptfs: it would draw inside a measured time."""
+    before = os.environ.get(_PROGRESS)
+    os.environ[_PROGRESS] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PROGRESS]
+        else:
+            os.environ[_PROGRESS] = before

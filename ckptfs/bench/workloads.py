@@ -1,0 +1,309 @@
+"""What is moved: names, shapes and dtypes of a training state, made from a number of parameters. Pure.
+
+    llm    a decoder and AdamW: bf16 weights, two fp32 moments and a step each      10 bytes a parameter
+    moe    the same with experts: 16 of three matrices each in every layer          10
+    rl     actor and critic as llm, a frozen reference: weights only                22 of the actor's
+    many   tensors of 4 to 64 KiB, no structure at all
+    loop   llm, saved every n steps of a training loop while it runs
+
+With several ranks every tensor of one dimension or more is sharded over all of them along its first
+dimension, as FSDP2 does; scalars are on every rank. Tensors made of this: ``states``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain
+
+from ckptfs.errors import StateError
+
+__all__ = [
+    "DEFAULT_SIZES",
+    "KINDS",
+    "DType",
+    "TensorSpec",
+    "WorkloadSpec",
+    "make_workload",
+    "parse_params",
+    "parse_size",
+    "rows_of",
+]
+
+_KIB = 1 << 10
+_MOST_SMALL = 1_000_000  # their names and shapes alone take memory and minutes
+_VOCABULARY = 32_000
+_HEAD_WIDTH = 128
+_EXPERTS = 16
+_TIED_BELOW = 2_000_000_000  # smaller models share the embedding with the head
+_SMALL_SIZES = (4 * _KIB, 6 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB)  # 20 KiB on average
+_COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_BYTES = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_LEAST_PARAMS = 10_000
+_LEAST_WIDTH = 8
+_GRAINS = ((2048, 256), (256, 64))  # from this width on, widths are multiples of that
+
+
+class DType(Enum):
+    """Of a tensor; the value is torch's name."""
+
+    BF16 = "bfloat16"
+    FP32 = "float32"
+
+    @property
+    def size_bytes(self) -> int:
+        """Of one element."""
+        return 2 if self is DType.BF16 else 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor, of all ranks together."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all its shards."""
+        return self.numel * self.dtype.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """A whole state. told: what it is, in words."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    told: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    def local_bytes(self, rank: int, ranks: int) -> int:
+        """Bytes that one rank holds: its rows of every tensor, and all scalars."""
+        return sum(
+            (b - a) * (t.size_bytes // t.shape[0]) if t.shape else t.size_bytes
+            for t in self.tensors
+            for a, b in (rows_of(t, rank, ranks),)
+        )
+
+
+def rows_of(tensor: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
+    """First row of a rank's shard and the one after its last: chunks of equal length, the last ones shorter or
+    empty, as torch's ``Shard(0)`` has it. A scalar is (0, 1) everywhere.
+    """
+    if not tensor.shape:
+        return 0, 1
+    rows = tensor.shape[0]
+    chunk = -(-rows // ranks)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+def parse_params(text: str) -> int:
+    """``7B``, ``125M``, ``1.5B``. ValueError: it is none, or too few to make a model of."""
+    found = _parsed(text, _COUNT, "number of parameters such as 7B or 125M")
+    if found < _LEAST_PARAMS:
+        raise ValueError(f"{text!r}: a model has at least {_LEAST_PARAMS} parameters here")
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``2GB``, ``512MiB``. ValueError: it is none."""
+    return _parsed(text, _BYTES, "size such as 2GB or 512MiB")
+
+
+def _parsed(text: str, units: Mapping[str, int], what: str) -> int:
+    found = _NUMBER.fullmatch(text.strip())
+    factor = units.get(str(found[2]).upper()) if found else None
+    if found is None or factor is None:
+        raise ValueError(f"{text!r} is no {what}")
+    return round(float(found[1]) * factor)
+
+
+def make_workload(
+    kind: str, *, params: int | None = None, size_bytes: int | None = None
+) -> WorkloadSpec:
+    """The workload of a kind, by parameters or by bytes (not both); its default size without.
+
+    The sum is exact to 3 %, below 100 000 parameters to 15 %. StateError: no such kind, too small, or
+    parameters of ``many``, which has none.
+    """
+    if kind not in KINDS:
+        raise StateError(f"no workload is called {kind!r}", hint=f"one of {', '.join(KINDS)}")
+    if params is not None and size_bytes is not None:
+        raise StateError("a workload has a number of parameters or a size, not both")
+    if kind == "many":
+        if params is not None:
+            raise StateError("the workload 'many' is no model", hint="give it a size in bytes")
+        return _many(DEFAULT_SIZES["many"] if size_bytes is None else size_bytes)
+    if params is None:
+        wanted = DEFAULT_SIZES[kind] if size_bytes is None else size_bytes
+        params = wanted // _BYTES_PER_PARAM[kind]
+    if params < _LEAST_PARAMS:
+        raise StateError(
+            f"{params} parameters make no workload {kind!r}",
+            hint=f"at least {_LEAST_PARAMS}, which are {_LEAST_PARAMS * _BYTES_PER_PARAM[kind]} bytes",
+        )
+    return KINDS[kind](params)
+
+
+# -- the kinds ---------------------------------------------------------------------------------
+
+
+def _llm(params: int, name: str = "llm") -> WorkloadSpec:
+    weights = tuple(_decoder("model", params, experts=1))
+    return WorkloadSpec(
+        name,
+        tuple(chain.from_iterable(_with_adamw("optimizer", one) for one in weights)),
+        f"{_count_text(params)} parameters: bf16 weights, AdamW with fp32 moments",
+    )
+
+
+def _moe(params: int) -> WorkloadSpec:
+    weights = tuple(_decoder("model", params, experts=_EXPERTS))
+    return WorkloadSpec(
+        "moe",
+        tuple(chain.from_iterable(_with_adamw("optimizer", one) for one in weights)),
+        f"{_count_text(params)} parameters, {_EXPERTS} experts in every layer: bf16 weights, AdamW "
+        "with fp32 moments",
+    )
+
+
+def _rl(params: int) -> WorkloadSpec:
+    trained = chain.from_iterable(
+        _with_adamw(f"{role}.optimizer", one)
+        for role in ("actor", "critic")
+        for one in _decoder(f"{role}.model", params, experts=1)
+    )
+    return WorkloadSpec(
+        "rl",
+        (*trained, *_decoder("reference.model", params, experts=1)),
+        f"actor, critic and frozen reference of {_count_text(params)} parameters each: bf16 weights, "
+        "AdamW with fp32 moments for the first two",
+    )
+
+
+def _loop(params: int) -> WorkloadSpec:
+    made = _llm(params, "loop")
+    return WorkloadSpec("loop", made.tensors, f"{made.told}; saved while training goes on")
+
+
+def _many(size_bytes: int) -> WorkloadSpec:
+    if size_bytes > _MOST_SMALL * sum(_SMALL_SIZES) // len(_SMALL_SIZES):
+        raise StateError(
+            f"{size_bytes / 1e9:.1f} GB would be more than {_MOST_SMALL} small tensors",
+            hint="give the workload 'many' less; large ones are the other workloads' business",
+        )
+
+    def tensors() -> Iterator[TensorSpec]:
+        left, number = size_bytes, 0
+        while left >= _SMALL_SIZES[0]:
+            wanted = min(_SMALL_SIZES[number % len(_SMALL_SIZES)], left // _KIB * _KIB)
+            yield TensorSpec(f"small.{number}", (wanted // 1024, 256), DType.FP32)
+            left -= wanted
+            number += 1
+
+    made = tuple(tensors())
+    if not made:
+        raise StateError(f"{size_bytes} bytes make no tensor of 4 KiB", hint="give more")
+    return WorkloadSpec("many", made, f"{len(made)} tensors of 4 to 64 KiB, fp32")
+
+
+KINDS: Mapping[str, Callable[[int], WorkloadSpec]] = {
+    "llm": _llm,
+    "many": _many,
+    "moe": _moe,
+    "rl": _rl,
+    "loop": _loop,
+}
+_BYTES_PER_PARAM = {"llm": 10, "moe": 10, "rl": 22, "loop": 10}
+DEFAULT_SIZES: Mapping[str, int] = {
+    "llm": 1_250_000_000,
+    "many": 100_000_000,
+    "moe": 1_250_000_000,
+    "rl": 1_250_000_000,
+    "loop": 1_250_000_000,
+}
+
+
+# -- shapes ------------------------------------------------------------------------------------
+
+
+def _decoder(prefix: str, params: int, *, experts: int) -> Iterator[TensorSpec]:
+    """The weights of a decoder of about so many parameters: Llama's layers, twelve d^2 each."""
+    width, layers, inner = _dimensions(params, experts)
+    rows = _vocabulary(params, width)
+    tied = params < _TIED_BELOW
+
+    def weight(name: str, *shape: int) -> TensorSpec:
+        return TensorSpec(f"{prefix}.{name}", shape, DType.BF16)
+
+    yield weight("embed_tokens.weight", rows, width)
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield weight(f"{at}.self_attn.{name}.weight", width, width)
+        if experts > 1:
+            yield weight(f"{at}.mlp.router.weight", experts, width)
+        for expert in range(experts):
+            where = f"{at}.mlp.experts.{expert}" if experts > 1 else f"{at}.mlp"
+            yield weight(f"{where}.gate_proj.weight", inner, width)
+            yield weight(f"{where}.up_proj.weight", inner, width)
+            yield weight(f"{where}.down_proj.weight", width, inner)
+        yield weight(f"{at}.input_norm.weight", width)
+        yield weight(f"{at}.post_attention_norm.weight", width)
+    yield weight("norm.weight", width)
+    if not tied:
+        yield weight("lm_head.weight", rows, width)
+
+
+def _dimensions(params: int, experts: int) -> tuple[int, int, int]:
+    """Width, layers and the inner width of one expert, which takes up what the others left."""
+    width = int((params * _HEAD_WIDTH / 12 / experts) ** (1 / 3))
+    while True:
+        grain = next((grain for least, grain in _GRAINS if width >= least), _LEAST_WIDTH)
+        width = max(_LEAST_WIDTH, width // grain * grain)
+        body = params - _vocabulary(params, width) * width * (1 if params < _TIED_BELOW else 2)
+        layers = max(1, round(width / _HEAD_WIDTH))
+        fixed = 4 * width * width + (2 + (experts if experts > 1 else 0)) * width
+        inner = round((body / layers - fixed) / (3 * width * experts))
+        # Narrower than the model: too wide a model for so few parameters. Llama's has 8/3.
+        if inner >= 2 * width / (1 if experts == 1 else 4) or width == _LEAST_WIDTH:
+            return width, layers, max(1, inner)
+        width -= grain
+
+
+def _vocabulary(params: int, width: int) -> int:
+    """Rows of the embedding; a small model has fewer words, a fifth of its parameters at most."""
+    return max(1, min(_VOCABULARY, params // 5 // width))
+
+
+def _with_adamw(prefix: str, weight: TensorSpec) -> Iterator[TensorSpec]:
+    yield weight
+    name = f"{prefix}.state.{weight.name.partition('model.')[2]}"
+    yield TensorSpec(f"{name}.exp_avg", weight.shape, DType.FP32)
+    yield TensorSpec(f"{name}.exp_avg_sq", weight.shape, DType.FP32)
+    yield TensorSpec(f"{name}.step", (), DType.FP32)
+
+
+def _count_text(params: int) -> str:
+    for unit in ("T", "B", "M", "K"):
+        if params >= _COUNT[unit]:
+            return f"{params / _COUNT[unit]:.3g}{unit}"
+    return str(params)

@@ -1,0 +1,291 @@
+"""``ckptfs bench URI...`` measures; ``bench report`` and ``bench compare`` read what it wrote.
+
+    ckptfs bench URI...            short for ckptfs bench run URI...
+    ckptfs bench report FILE...    in bench_report, imported when asked for
+    ckptfs bench compare A B
+
+What is not the name of a command is a URI, so a directory called ``report`` is written ``./report``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.cli.answer import Answer, error_document, table
+from ckptfs.cli.command import group_command
+from ckptfs.cli.exits import exit_of
+from ckptfs.cli.options import storage_options
+from ckptfs.errors import CkptfsError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptfs.bench.results import Result
+
+__all__ = ["bench"]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT = "run"
+# Command: the module whose add_to(group) puts it there, and what the help says without importing that.
+_READERS = {
+    "report": ("ckptfs.cli.bench_report", "Plots and one self-contained HTML page of results."),
+    "compare": (
+        "ckptfs.cli.bench_report",
+        "Two results side by side: faster, slower, or no verdict.",
+    ),
+}
+_WORKLOADS = ("llm", "many", "moe", "rl", "loop")
+
+
+class _Bench(click.Group):
+    """A group whose first word may be a URI, or an option of ``run``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = {_DEFAULT, *_READERS, *self.get_help_option_names(ctx)}
+        if args and args[0] not in known:
+            args = [_DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [_DEFAULT, *_READERS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in _READERS and cmd_name not in self.commands:
+            import_module(_READERS[cmd_name][0]).add_to(self)
+        return super().get_command(ctx, cmd_name)
+
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, "[OPTIONS] URI... | report ... | compare ...")
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        self.commands[_DEFAULT].format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        told = [(name, text) for name, (_, text) in _READERS.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl([(_DEFAULT, "Measure; what bench does without a command."), *told])
+
+
+@click.group("bench", cls=_Bench)
+def bench() -> None:
+    """Measure how fast checkpoints go to each URI and come back, beside other writers.
+
+    Every engine saves and loads the same state in turn, each round another one first; what was loaded
+    is compared with what was saved. Everything is written below one name of its own at each URI, and
+    removed. The result goes to a JSON file; the table tells medians.
+    """
+
+
+def _reads(parse: Callable[[str], int]) -> Callable[..., int | None]:
+    def callback(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+        try:
+            return None if value is None else parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    return callback
+
+
+def _params(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    from ckptfs.bench.workloads import parse_params
+
+    return _reads(parse_params)(_, __, value)
+
+
+def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+    from ckptfs.bench.workloads import parse_size
+
+    return _reads(parse_size)(_, __, value)
+
+
+def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[str, ...]:
+    return tuple(word.strip() for text in told for word in text.split(",") if word.strip())
+
+
+@group_command(bench, _DEFAULT)
+@click.argument("uris", nargs=-1, required=True, metavar="URI...")
+@click.option(
+    "-w",
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=click.Choice(_WORKLOADS),
+    default=["llm"],
+    help="What is moved; repeatable. loop: a training loop that is saved while it runs.  [llm]",
+)
+@click.option("--params", callback=_params, metavar="7B", help="Parameters of the model.")
+@click.option("--size", callback=_size, metavar="2GB", help="Bytes instead of parameters.")
+@click.option(
+    "-e",
+    "--engines",
+    multiple=True,
+    callback=_words,
+    metavar="NAME,...",
+    help="ckptfs, ckptfs:CLIENT, dcp, torch.save, safetensors, s3torchconnector, raw.  [all]",
+)
+@click.option("--rounds", type=click.IntRange(1), default=5, help="After one warm-up.  [5]")
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    default=None,
+    help="Processes on this machine; under torchrun its own.  [1]",
+)
+@click.option(
+    "--durable/--no-durable", default=True, help="fsync, where a writer has the choice.  [durable]"
+)
+@click.option("--steps", type=click.IntRange(2), default=20, help="Of the training loop.  [20]")
+@click.option("--every", type=click.IntRange(1), default=5, help="Steps between its saves.  [5]")
+@click.option("--keep", is_flag=True, help="Leave what the last round wrote.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False), help="The result.  [./ckptfs-bench-TIME.json]"
+)
+@click.option("--note", help="For the result: what else ran meanwhile, what was special.")
+@storage_options(of="every URI that is no directory")
+def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -> Answer:
+    """Measure how fast checkpoints go to each URI and come back, beside other writers."""
+    from ckptfs.bench.files import try_place
+    from ckptfs.bench.running import measure
+
+    asked = _asked(uris, told)
+    path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
+    result = measure(
+        asked,
+        command=_command(asked, told, out),
+        progress=_progress,
+        first=lambda: try_place(path),
+    )
+    if result is None:  # another rank tells it
+        click.get_current_context().exit(0)
+    if note:
+        result = dataclasses.replace(result, notes=(note, *result.notes))
+    written, error = _written(path, result)
+
+    def show(console: Console) -> None:
+        _show(console, result)
+        console.print(f"\nevery measurement: {written or 'written nowhere'}")
+
+    document = {"file": written, "result": dataclasses.asdict(result)}
+    if error is None:
+        return Answer(document, show)
+    click.echo(f"ckptfs bench: {error} The result is in {written or 'no file'}.", err=True)
+    return Answer(document | {"error": error_document(error)}, show, exit_of(error))
+
+
+def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]:
+    """Where the result stands, and why not where it should: what was measured is not lost with a disk."""
+    from ckptfs.bench.files import write_result
+
+    try:
+        write_result(path, result)
+    except CkptfsError as error:
+        elsewhere = os.path.join(tempfile.gettempdir(), f"ckptfs-bench-{secrets.token_hex(8)}.json")
+        try:
+            write_result(elsewhere, result)
+        except CkptfsError:
+            return None, error
+        return elsewhere, error
+    return path, None
+
+
+def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
+    from ckptfs.bench.ask import Asked, LoopShape, WorkloadAsked
+    from ckptfs.bench.running import target_asked, under_torchrun
+    from ckptfs.uri import Uri
+
+    if told["params"] is not None and told["size"] is not None:
+        raise click.UsageError("--params and --size say the same: give one of them")
+    if told["ranks"] is not None and under_torchrun():
+        raise click.UsageError("under torchrun the ranks are torchrun's: leave --ranks out")
+    if told["every"] >= told["steps"]:
+        raise click.UsageError("--every has to be less than --steps: else the loop saves nothing")
+    options = told["storage_options"]
+    local = [Uri.parse(uri).is_local for uri in uris]
+    if options and all(local):
+        raise click.UsageError("a directory takes no storage options")
+    params, size = told["params"], told["size"]
+    return Asked(
+        targets=tuple(
+            target_asked(uri, None if here else options)
+            for uri, here in zip(uris, local, strict=True)
+        ),
+        workloads=tuple(
+            # many is no model: with --params it keeps its default size
+            WorkloadAsked(kind, None if kind == "many" else params, size)
+            for kind in dict.fromkeys(told["workloads"])
+        ),
+        engines=told["engines"],
+        rounds=told["rounds"],
+        ranks=told["ranks"] or 1,
+        durable=told["durable"],
+        keep=told["keep"],
+        loop=LoopShape(told["steps"], told["every"]),
+    )
+
+
+def _command(asked: Any, told: dict[str, Any], out: str | None) -> str:
+    """The call as it shall stand in the result; nothing of it is secret."""
+    from ckptfs.cli.bench_command import command_text
+
+    return command_text(asked, told, out)
+
+
+def _progress(text: str) -> None:
+    """Where it is: a line for whoever watches a terminal, or asked for it with -v."""
+    if sys.stderr.isatty():
+        click.echo(text, err=True)
+    else:
+        logger.info(text)
+
+
+def _show(console: Console, result: Result) -> None:
+    from ckptfs.bench.summary import rows_of, slowdowns_of
+    from ckptfs.bench.words import bytes_text, number_text, phase_text, spread_text
+
+    for workload in result.workloads:
+        size = bytes_text(workload.size_bytes)
+        console.print(f"{workload.name}: {size} in {workload.tensors} tensors; {workload.told}")
+    for target in result.targets:
+        console.print(f"{target.uri} ({target.kind}): {target.cached}")
+    console.print()
+    columns = ("workload", "target", "phase", "engine", "seconds>", "GB/s>", "of limit>")
+    rows = [
+        (
+            row.workload,
+            row.target,
+            phase_text(row.phase),
+            row.engine,
+            spread_text(row.seconds),
+            "-" if row.gb_per_s is None else number_text(row.gb_per_s.median),
+            "limit"
+            if row.is_limit
+            else "-"
+            if row.to_limit is None
+            else f"{100 / row.to_limit.ratio:.0f} %",
+            "-" if row.cpu_s_per_gb is None else number_text(row.cpu_s_per_gb.median),
+            bytes_text(None if row.peak_memory_bytes is None else row.peak_memory_bytes.median),
+        )
+        for row in rows_of(result)
+    ]
+    table(console, (*columns, "CPU s/GB>", "memory>"), rows)
+    for one in slowdowns_of(result):
+        if one.ratio is not None:
+            console.print(
+                f"{one.workload} at {one.target}: {one.engine} made the loop "
+                f"{one.ratio.ratio:.2f} times as long"
+            )
+    for note in result.notes:
+        console.print(f"note: {note}")
+    console.print("seconds are medians over the rounds (fastest-slowest)")

@@ -1,0 +1,143 @@
+"""``bench report``: plots and a page. ``bench compare``: two results, and whether something is slower.
+
+Both read what ``ckptfs bench`` and the scripts in benchmarks/ wrote; neither measures anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.bench.comparing import Beside, Compared, compare_results
+from ckptfs.bench.files import read_result
+from ckptfs.bench.report import Report, write_report
+from ckptfs.bench.results import Result
+from ckptfs.bench.stats import Verdict
+from ckptfs.bench.words import PHASES, number_text, phase_text, spread_text, verdict_text
+from ckptfs.cli.answer import Answer, table
+from ckptfs.cli.command import group_command
+from ckptfs.cli.exits import Exit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["add_to"]
+
+
+def add_to(group: click.Group) -> None:
+    """Put both commands on ``bench``; once, however often it is asked."""
+    if "report" not in group.commands:
+        group_command(group, "report")(_report)
+        group_command(group, "compare")(_compare)
+
+
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option(
+    "--out", default="bench-report", show_default=True, metavar="DIR", help="Where to write."
+)
+def _report(files: tuple[str, ...], out: str) -> Answer:
+    """Plots (PNG, SVG) and one self-contained HTML page of results.
+
+    The page has everything inside: it needs no network, no script and nothing beside it.
+    """
+    made = write_report(files, out)
+
+    def show(console: Console) -> None:
+        console.print(made.page)
+        console.print(f"{len(made.plots)} plots beside it")
+
+    return Answer(_report_document(made), show)
+
+
+def _report_document(made: Report) -> dict[str, Any]:
+    return {"page": made.page, "plots": list(made.plots), "results": list(made.results)}
+
+
+@click.argument("before")
+@click.argument("after")
+@click.option("--only", multiple=True, metavar="GLOB", help="Engines, workloads or targets.")
+@click.option("--phase", "phases", multiple=True, type=click.Choice(list(PHASES)))
+def _compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, ...]) -> Answer:
+    """Hold the result AFTER beside the result BEFORE.
+
+    Says first what makes the two not comparable. Exit code 1 if something is slower; a spread that is
+    too wide for a verdict is said, and fails nothing.
+    """
+    old, new = read_result(before), read_result(after)
+    found = compare_results(old, new, only=only, phases=phases)
+    if not found.rows:
+        raise click.UsageError(_nothing(found))
+    document = {
+        "before": _run_document(before, old),
+        "after": _run_document(after, new),
+        "differences": [asdict(one) for one in found.differences],
+        "rows": [_row_document(row) for row in found.rows],
+        "missing": list(found.missing),
+        "slower": len(found.slower),
+    }
+
+    def show(console: Console) -> None:
+        _show(console, {before: old, after: new}, found)
+
+    return Answer(document, show, Exit.NO if found.slower else Exit.OK)
+
+
+def _nothing(found: Compared) -> str:
+    """Why there is no row: a filter that fits nothing, or what was left out, the first of it."""
+    told = "the two results have nothing in common that was asked for"
+    more = f"; and {len(found.missing) - 1} more" if len(found.missing) > 1 else ""
+    return f"{told} ({found.missing[0]}{more})" if found.missing else told
+
+
+def _run_document(path: str, result: Result) -> dict[str, Any]:
+    return {"file": path, "date": result.date, "command": result.command}
+
+
+def _row_document(row: Beside) -> dict[str, Any]:
+    made = asdict(row)
+    told = made.pop("found")
+    return {**made, **told, "verdict": row.found.verdict.value}
+
+
+def _show(console: Console, runs: dict[str, Result], found: Compared) -> None:
+    for name, (path, result) in zip(("before", "after"), runs.items(), strict=False):
+        console.print(f"{name:7} {path}, {result.date[:19].replace('T', ' ')}: {result.command}")
+    console.print()
+    for title, prevents in (("not comparable", True), ("differs", False)):
+        for one in found.differences:
+            if one.prevents is prevents:
+                console.print(f"{title}: {one.what}: {one.before} -> {one.after}")
+    if found.differences:
+        console.print()
+    columns = ("workload", "target", "phase", "engine", "before s>", "after s>", "after/before>")
+    table(console, (*columns, "verdict"), [_cells(row) for row in found.rows])
+    console.print()
+    for line in found.missing:
+        console.print(line)
+    console.print(_in_short(found.rows))
+
+
+def _cells(row: Beside) -> Sequence[str]:
+    told = row.found
+    return (
+        row.workload,
+        row.target,
+        phase_text(row.phase),
+        row.engine + (" (limit)" * row.is_limit),
+        spread_text(row.before),
+        spread_text(row.after),
+        f"{number_text(told.ratio)} ({number_text(told.low)}-{number_text(told.high)})",
+        verdict_text(told),
+    )
+
+
+def _in_short(rows: Sequence[Beside]) -> str:
+    counted = Counter(row.found.verdict for row in rows if not row.is_limit)
+    names = {verdict: verdict.value for verdict in Verdict}
+    names[Verdict.SPREAD_TOO_WIDE] = "without a verdict"
+    told = [f"{counted[verdict]} {name}" for verdict, name in names.items() if counted[verdict]]
+    return ", ".join(told) or "limits only"

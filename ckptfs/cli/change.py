@@ -1,0 +1,125 @@
+"""``ckptfs rm``, ``ckptfs pin`` and ``ckptfs unpin``. No torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.cli.answer import Answer, error_document, print_error
+from ckptfs.cli.command import command
+from ckptfs.cli.exits import Exit, exit_of
+from ckptfs.cli.options import storage_options
+from ckptfs.cli.text import place_text, size_text
+from ckptfs.errors import CkptfsError
+from ckptfs.tools.changing import Pinned, doomed_at, remove, set_pin
+from ckptfs.uri import Uri, mask_credentials
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["pin", "rm", "unpin"]
+
+
+@command("rm")
+@click.argument("uris", metavar="URI...", nargs=-1, required=True)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--partial", is_flag=True, help="Also one that lies on other nodes' disks too: what is here."
+)
+@storage_options()
+def rm(uris: Sequence[str], storage_options: dict[str, Any], *, yes: bool, partial: bool) -> Answer:
+    """Delete checkpoints: first in the log, then their bytes. Files of others stay.
+
+    Ends with 2 for one that is pinned, or not all reached from here, with 3 for one that no log knows, and with 6 while a job holds
+    the run: retention is that job's own.
+    """
+    for uri in uris:
+        # Before anything is deleted: a wrong name among several stops all of it.
+        lines = doomed_at(uri, storage_options, partial=partial)
+        if yes:
+            continue
+        size = sum(line.size_bytes or 0 for line in lines)
+        if not sys.stdin.isatty():
+            raise click.UsageError("nobody can be asked here: --yes deletes without asking")
+        click.confirm(
+            f"delete {place_text(Uri.parse(uri))} ({size_text(size)})?", abort=True, err=True
+        )
+    return _each("rm", uris, lambda uri: _remove(uri, storage_options, partial=partial))
+
+
+def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[dict[str, Any], str]:
+    done = remove(uri, options, partial=partial)
+    told = f"deleted {place_text(done.uri)}"
+    if done.elsewhere:
+        told += (
+            f"; what lies in domains {', '.join(done.elsewhere)} was not reached and is there still"
+        )
+    return {"deleted": True, "elsewhere": list(done.elsewhere)}, told
+
+
+@command("pin")
+@click.argument("uris", metavar="URI...", nargs=-1, required=True)
+@storage_options()
+def pin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
+    """Retention leaves a pinned checkpoint alone, until it is unpinned. Also while a job trains."""
+    return _each("pin", uris, lambda uri: _pin(uri, storage_options, pinned=True))
+
+
+@command("unpin")
+@click.argument("uris", metavar="URI...", nargs=-1, required=True)
+@storage_options()
+def unpin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
+    """Retention may take it again, after the next commit of the run. Also while a job trains."""
+    return _each("unpin", uris, lambda uri: _pin(uri, storage_options, pinned=False))
+
+
+def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[dict[str, Any], str]:
+    done: Pinned = set_pin(uri, pinned=pinned, storage_options=options)
+    words = {
+        (True, True): "is pinned",
+        (True, False): "was pinned already",
+        (False, True): "is unpinned",
+        (False, False): "was not pinned",
+    }
+    told = f"{place_text(done.uri)} {words[pinned, done.changed]}"
+    if done.elsewhere and not pinned:
+        told += f"; on other nodes too? domains {', '.join(done.elsewhere)} were not reached"
+    document = {
+        "save_id": done.save_id,
+        "pinned": done.pinned,
+        "changed": done.changed,
+        "elsewhere": list(done.elsewhere),
+    }
+    return document, told
+
+
+def _each(
+    name: str, uris: Sequence[str], do: Callable[[str], tuple[dict[str, Any], str]]
+) -> Answer:
+    """Each in turn; one that fails does not keep the others, and the first failure is the exit."""
+    documents: list[dict[str, Any]] = []
+    done: list[str | CkptfsError] = []
+    for uri in uris:
+        try:
+            document, told = do(uri)
+        except CkptfsError as error:
+            if len(uris) == 1:
+                raise
+            document, told = {"error": error_document(error)}, ""
+            done.append(error)
+        else:
+            done.append(told)
+        documents.append({"uri": mask_credentials(uri), **document})
+    failed = [one for one in done if isinstance(one, CkptfsError)]
+
+    def show(console: Console) -> None:
+        for one in done:
+            if isinstance(one, CkptfsError):
+                print_error(name, one, as_json=False)
+            else:
+                console.print(one, soft_wrap=True)
+
+    return Answer({"checkpoints": documents}, show, exit_of(failed[0]) if failed else Exit.OK)

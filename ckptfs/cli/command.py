@@ -1,0 +1,87 @@
+"""What every command has: ``--json``, and errors as messages and exit codes.
+
+    @command("ls")
+    @click.argument("uri")
+    @storage_options()
+    def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
+
+Under torchrun every rank runs the command: rank 0 speaks, and all end with the same code.
+
+A body does its work and returns an ``Answer``; it prints nothing and exits nowhere. An error of
+ckptfs ends the command with its code (see ``exits``), any other exception is a bug and shows itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.cli.answer import Answer, print_answer, print_error
+from ckptfs.cli.exits import Exit, exit_of
+from ckptfs.errors import CkptfsError
+
+if TYPE_CHECKING:
+    from ckptfs.topology.control import Control
+
+__all__ = ["command", "group_command", "outlive"]
+
+
+def command(name: str, **settings: Any) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A command of its own."""
+    return _made(click.command, name, name, settings)
+
+
+def group_command(
+    group: click.Group, name: str, **settings: Any
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A command below another: ``bench report``."""
+    return _made(group.command, name, f"{group.name} {name}", settings)
+
+
+def _made(
+    make: Callable[..., Any], name: str, told: str, settings: dict[str, Any]
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    def decorate(body: Callable[..., Answer]) -> click.Command:
+        @functools.wraps(body)
+        def run(*args: Any, as_json: bool, **params: Any) -> None:
+            ended = _run(functools.partial(body, *args, **params), told, as_json=as_json)
+            click.get_current_context().exit(ended)
+
+        flag = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+        made: click.Command = make(name, **settings)(flag(run))
+        return made
+
+    return decorate
+
+
+def _run(body: Callable[[], Answer], told: str, *, as_json: bool) -> Exit:
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        answer = body()
+    except CkptfsError as error:
+        if speaks:
+            print_error(told, error, as_json=as_json)
+        return exit_of(error)
+    except KeyboardInterrupt:
+        click.echo(f"ckptfs {told}: interrupted", err=True)
+        return Exit.INTERRUPTED
+    if speaks:
+        print_answer(told, answer, as_json=as_json)
+    return answer.exit
+
+
+def outlive(control: Control) -> None:
+    """Collective. The first rank that ends with a failure makes torchrun end the others: nobody ends
+    before rank 0 is safe from that, and can say what failed.
+    """
+    if control.size == 1:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(CkptfsError):
+        control.step("told", lambda: None, lambda _: None)

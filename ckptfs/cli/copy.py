@@ -1,0 +1,128 @@
+"""``ckptfs cp``: a checkpoint, or what a run has and another lacks, between any two places.
+
+    ckptfs cp /nvme/run/step_100 s3://bucket/run/step_100
+    ckptfs cp s3://bucket/run /mnt/run -o profile=train
+    torchrun ... -m ckptfs cp file:///local/run/step_100 s3://bucket/run/step_100
+
+The work is ``ckptfs.tools.copying``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.cli.answer import Answer, table
+from ckptfs.cli.command import command, outlive
+from ckptfs.cli.options import storage_options
+from ckptfs.cli.text import size_text
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptfs.tools.copying import CopyReport
+
+__all__ = ["cp"]
+
+
+@command("cp")
+@click.argument("source")
+@click.argument("target")
+@click.option("--step", type=click.IntRange(min=0), help="Of a run, what it has of this step.")
+@click.option("--latest", is_flag=True, help="Of a run, the latest checkpoint alone.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace another save that has the name; but no directory of files.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be copied; write nothing.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Files at once, by each rank.",
+)
+@storage_options("-o", "--source-option", "SOURCE")
+@storage_options("-O", "--target-option", "TARGET")
+def cp(
+    source: str,
+    target: str,
+    source_options: dict[str, Any],
+    target_options: dict[str, Any],
+    **how: Any,
+) -> Answer:
+    """Copy a checkpoint, or all that a run has and TARGET lacks.
+
+    Every byte is compared with its digest on the way; the copy is committed at its end, or not at all.
+    Interrupted, by kill -9 too, the same command goes on where it was.
+
+    TARGET is the copy's URI; of a run, another run. A checkpoint keeps its name in a TARGET that is a
+    run, or ends with a slash. Under torchrun every node brings what lies on its disks.
+    """
+    from ckptfs.commit.opening import Place
+    from ckptfs.tools.copying import CopyOptions, copy_with
+    from ckptfs.topology.control import open_control
+
+    here, there = Place(source_options), Place(target_options)
+    with open_control() as control:
+        try:
+            report = copy_with(
+                control, (source, here), (target, there), CopyOptions(**how, shows=True)
+            )
+        except (ControlPlaneLostError, DeadlineError):
+            raise  # there is nobody to wait for
+        except CkptfsError:
+            outlive(control)
+            raise
+    for warning in report.warnings if report.rank == 0 else ():
+        click.echo(f"ckptfs cp: {warning}", err=True)
+    return Answer(_document(report), lambda console: _show(console, report))
+
+
+def _document(report: CopyReport) -> dict[str, Any]:
+    return {
+        "source": report.source,
+        "target": report.target,
+        "dry_run": report.is_dry_run,
+        "copied_bytes": report.copied_bytes,
+        "skipped_bytes": report.skipped_bytes,
+        "digests_verified": report.digests,
+        "seconds": round(report.seconds, 3),
+        "warnings": list(report.warnings),
+        "checkpoints": [
+            {
+                "name": one.name,
+                "kind": one.kind,
+                "step": one.step,
+                "uri": one.uri,
+                "save_id": one.save_id,
+                "status": one.status.value,
+                "size_bytes": one.size_bytes,
+                "copied_bytes": one.copied_bytes,
+                "resumed_bytes": one.resumed_bytes,
+                "digests_verified": one.digests,
+                "seconds": round(one.seconds, 3),
+            }
+            for one in report.checkpoints
+        ],
+    }
+
+
+def _show(console: Console, report: CopyReport) -> None:
+    rows = [
+        (one.name, one.kind, size_text(one.size_bytes), one.status.value)
+        for one in report.checkpoints
+    ]
+    table(console, ("NAME", "KIND", "SIZE>", "STATUS"), rows)
+    if report.is_dry_run:
+        due = [one for one in report.checkpoints if one.status.is_due]
+        size = size_text(sum(one.size_bytes or 0 for one in due))
+        console.print(f"{len(due)} to copy, {size}; nothing was written")
+        return
+    console.print(
+        f"{size_text(report.copied_bytes)} copied, {size_text(report.skipped_bytes)} were there; "
+        f"{report.digests} digests compared; {report.seconds:.1f} s"
+    )

@@ -1,0 +1,151 @@
+"""``ckptfs doctor``: test a storage from where the job runs, before its GPUs start."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ckptfs.bench.workloads import parse_size
+from ckptfs.cli.answer import Answer
+from ckptfs.cli.command import command, outlive
+from ckptfs.cli.exits import Exit
+from ckptfs.cli.options import storage_options
+from ckptfs.errors import CkptfsError
+from ckptfs.tools.doctor import Expect, Report, Settings, Verdict, examine_with
+from ckptfs.topology.control import open_control
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["doctor"]
+
+_SIGNS = {
+    Verdict.OK: ("ok", "green"),
+    Verdict.WARN: ("warn", "yellow"),
+    Verdict.FAIL: ("FAIL", "bold red"),
+    Verdict.UNKNOWN: ("?", "cyan"),
+}
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer releases of click only
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+@command("doctor")
+@click.argument("uri")
+@click.option(
+    "--expect",
+    type=click.Choice([e.value for e in Expect]),
+    help="Fail unless all ranks share the place, or each node has its own.",
+)
+@click.option("--needs", type=_Size(), metavar="SIZE", help="Fail where less is free: 500GB.")
+@click.option(
+    "--size",
+    type=_Size(),
+    default="64MiB",
+    show_default=True,
+    help="File that each rank writes and reads to measure bandwidth; 0: none.",
+)
+@click.option("--strict", is_flag=True, help="Warnings fail too.")
+@storage_options()
+def doctor(
+    *,
+    uri: str,
+    expect: str | None,
+    needs: int | None,
+    size: int,
+    strict: bool,
+    storage_options: dict[str, Any],
+) -> Answer:
+    """Test a storage from where the job runs, alone or on every rank under torchrun.
+
+    Writes below URI/.ckptfs-doctor-<id>/ only, and removes it. Exit codes: 0 nothing failed; 1 a job
+    would fail here (with --strict: or something is weak); 3, 4, 5 the place cannot be reached.
+    """
+    settings = Settings(size, needs, None if expect is None else Expect(expect))
+    with _terminated_as_interrupted(), open_control() as control:
+        try:
+            report = examine_with(control, uri, storage_options, settings)
+        except CkptfsError:
+            outlive(control)
+            raise
+        outlive(control)
+    ended = Exit.OK if report.passed(strict=strict) else Exit.NO
+    document = {**report.document, "passed": ended is Exit.OK, "strict": strict}
+    return Answer(document, lambda console: _show(console, report, strict=strict), ended)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Launchers end ranks with SIGTERM: as after Ctrl-C, nothing may stay behind."""
+
+    def stop(_: int, __: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGTERM) is stop:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _show(console: Console, report: Report, *, strict: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ckptfs.tools.doctor.verdicts import by_theme
+
+    console.print(f"{report.uri}  ({report.shape}, {_who(report)})")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for theme, findings in by_theme(report.findings):
+        table.add_row("", "", "")
+        table.add_row("", Text(theme.value, style="bold"), "")
+        for finding in findings:
+            sign, style = _SIGNS[finding.verdict]
+            table.add_row(Text(sign, style=style), finding.name, Text(finding.seen))
+    console.print(table)
+    for finding in report.findings:
+        if finding.meaning or finding.advice:
+            sign, style = _SIGNS[finding.verdict]
+            console.print()
+            console.print(Text(f"{sign} {finding.name}: {finding.meaning or finding.seen}", style))
+            if finding.advice:
+                console.print(Text(f"  {finding.advice}"))
+    console.print()
+    failed = not report.passed(strict=strict)
+    console.print(_verdict(report, failed=failed))
+
+
+def _who(report: Report) -> str:
+    ranks = f"{report.ranks} rank{'' if report.ranks == 1 else 's'}"
+    return f"{ranks} on {', '.join(report.nodes[:4])}{', ...' if len(report.nodes) > 4 else ''}"  # noqa: PLR2004 - as many as fit
+
+
+def _verdict(report: Report, *, failed: bool) -> str:
+    counts = [
+        f"{sum(f.verdict is verdict for f in report.findings)} {verdict.value}"
+        for verdict in Verdict
+    ]
+    told = "do not start a job here" if failed else "a job can start here"
+    return f"{told}: {', '.join(counts)}"

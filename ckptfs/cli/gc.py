@@ -1,0 +1,219 @@
+"""``ckptfs gc``: what dead jobs left in a run, and away with it.
+
+    ckptfs gc s3://bucket/run                   shows it, changes nothing
+    ckptfs gc s3://bucket/run --delete          removes it; asks first on a terminal
+    ckptfs gc s3://bucket/runs --recursive      every run below
+
+The rules of what is dead, and of when nothing is touched, are in ``ckptfs.tools.collecting``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.cli.answer import Answer, error_document, table
+from ckptfs.cli.command import command
+from ckptfs.cli.exits import Exit, exit_of
+from ckptfs.cli.options import storage_options
+from ckptfs.cli.text import age_text, parse_duration, size_text
+from ckptfs.errors import CkptfsError
+from ckptfs.tools.collecting import Collected, collect, look_for_debris, runs_at
+from ckptfs.tools.debris import Fate, Found
+from ckptfs.uri import Uri
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["gc"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """One run: what came of it, or why nothing did."""
+
+    uri: Uri
+    collected: Collected | None = None
+    error: CkptfsError | None = None
+
+
+def _duration(_: click.Context, __: click.Parameter, told: str) -> float:
+    try:
+        return parse_duration(told)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+@command("gc")
+@click.argument("uri")
+@click.option("--delete", "delete", is_flag=True, help="Remove it; without, it is only shown.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--older-than",
+    "older_than_s",
+    metavar="AGE",
+    default="1d",
+    show_default=True,
+    callback=_duration,
+    help="Leave alone what may be alive and was written to since: 90s, 30m, 1d.",
+)
+@click.option("-r", "--recursive", is_flag=True, help="Every run below URI.")
+@storage_options()
+def gc(
+    uri: str,
+    *,
+    delete: bool,
+    yes: bool,
+    older_than_s: float,
+    recursive: bool,
+    storage_options: dict[str, Any],
+) -> Answer:
+    """What dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
+
+    Shows it, with bytes, age and why. With --delete it takes the run as a new job does, removes it, and
+    leaves. Checkpoints that are committed, files of others and a run whose owner lives are not touched.
+    """
+    look = partial(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
+    if not recursive:
+        told = _Outcome(Uri.parse(uri), look(uri))
+        outcomes = [told]
+    else:
+        outcomes = [_tried(look, run) for run in runs_at(uri, storage_options)]
+    if not delete:
+        return _answer(outcomes, delete=False)
+    if not _sure(outcomes, yes=yes):
+        return _answer(outcomes, delete=False, exit_=Exit.NO)
+    act = partial(collect, older_than_s=older_than_s, storage_options=storage_options)
+    if not recursive:
+        return _answer([_Outcome(outcomes[0].uri, act(uri))], delete=True)
+    done = [one if one.error is not None else _tried(act, one.uri) for one in outcomes]
+    return _answer(done, delete=True)
+
+
+def _tried(act: Callable[[Uri], Collected], run: Uri) -> _Outcome:
+    """One of many runs: what is wrong with it keeps nobody from the next."""
+    try:
+        return _Outcome(run, act(run))
+    except CkptfsError as error:
+        return _Outcome(run, error=error)
+
+
+def _sure(outcomes: Sequence[_Outcome], *, yes: bool) -> bool:
+    going = [one for o in outcomes if o.collected is not None for one in o.collected.going]
+    if yes or not going or not sys.stdin.isatty():
+        return True
+    for one in going:
+        click.echo(f"  {one.debris}: {one.uri}", err=True)
+    told = f"Remove these {len(going)} ({size_text(_size_bytes(going))})?"
+    return click.confirm(told, err=True)
+
+
+def _size_bytes(found: Sequence[Found]) -> int:
+    return sum(one.size_bytes or 0 for one in found)
+
+
+# -- the answer -------------------------------------------------------------------------
+
+
+def _answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK) -> Answer:
+    found = [one for o in outcomes if o.collected is not None for one in o.collected.found]
+    going = [one for one in found if one.fate is Fate.GOES]
+    removed = [one for o in outcomes if o.collected is not None for one in o.collected.removed]
+    document = {
+        "dry_run": not delete,
+        "runs": [_run_document(one) for one in outcomes],
+        "found": len(found),
+        "going": len(going),
+        "going_bytes": _size_bytes(going),
+        "removed": len(removed),
+        "removed_bytes": _size_bytes(removed),
+    }
+    for one in outcomes:
+        if one.error is not None:
+            exit_ = exit_ or exit_of(one.error)
+        elif one.collected is not None and delete and one.collected.left:
+            exit_ = exit_ or Exit.NO
+    return Answer(document, lambda console: _show(console, outcomes, delete=delete), exit_)
+
+
+def _run_document(outcome: _Outcome) -> Mapping[str, Any]:
+    if outcome.collected is None:
+        error = outcome.error
+        return {"uri": str(outcome.uri), "error": error and error_document(error)}
+    one = outcome.collected
+    return {
+        "uri": str(one.uri),
+        "holding": one.holding.told,
+        "found": [_found_document(found) for found in one.found],
+        "removed": [str(found.uri) for found in one.removed],
+        "left": [str(found.uri) for found in one.left],
+        "notes": list(one.notes),
+    }
+
+
+def _found_document(one: Found) -> dict[str, Any]:
+    return {
+        "kind": one.debris.value,
+        "name": one.name,
+        "uri": str(one.uri),
+        "files": one.files,
+        "size_bytes": one.size_bytes,
+        "age_s": None if one.age_s is None else round(one.age_s, 1),
+        "fate": one.fate.value,
+        "why": one.why,
+    }
+
+
+_COLUMNS = ("WHAT", "WHERE", "FILES>", "SIZE>", "AGE>", "FATE", "WHY")
+
+
+def _show(console: Console, outcomes: Sequence[_Outcome], *, delete: bool) -> None:
+    for outcome in outcomes:
+        if len(outcomes) > 1:
+            console.print(str(outcome.uri), soft_wrap=True)
+        if outcome.error is not None:
+            console.print(f"{outcome.error.message}", soft_wrap=True)
+            continue
+        if outcome.collected is not None:
+            _show_run(console, outcome.collected, delete=delete)
+    if not outcomes:
+        console.print("no runs there")
+
+
+def _show_run(console: Console, one: Collected, *, delete: bool) -> None:
+    gone = {(found.debris, found.uri) for found in one.removed}
+    if one.found:
+        rows = [_row(found, one.uri, gone=(found.debris, found.uri) in gone) for found in one.found]
+        table(console, _COLUMNS, rows)
+    for note in one.notes:
+        console.print(note, soft_wrap=True)
+    going = len(one.going)
+    if delete and going:
+        told = f"removed {len(one.removed)} of {going}: {size_text(_size_bytes(one.removed))}"
+    elif going:
+        told = f"{going} would go: {size_text(_size_bytes(one.going))}; --delete removes them"
+    elif one.found:
+        told = "nothing is to go now"
+    else:
+        told = "nothing is left over"
+    console.print(told, soft_wrap=True)
+
+
+def _row(one: Found, root: Uri, *, gone: bool) -> tuple[str, ...]:
+    where = str(one.uri).removeprefix(f"{root}/")
+    files = "-" if one.files is None else str(one.files)
+    fate = "gone" if gone else one.fate.value
+    return (
+        one.debris.value,
+        where,
+        files,
+        size_text(one.size_bytes),
+        age_text(one.age_s),
+        fate,
+        one.why,
+    )

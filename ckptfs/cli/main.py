@@ -1,0 +1,82 @@
+"""``ckptfs``: the group of commands. Each module is imported when its command runs.
+
+    look     ls  log  latest  inspect         read-only
+    check    verify  doctor
+    change   rm  pin  unpin  gc
+    move     cp  export
+    measure  bench
+
+``ckptfs ls`` must answer at once: nothing here or in ``look`` imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from importlib import import_module
+
+import click
+
+from ckptfs._version import __version__
+
+__all__ = ["COMMANDS", "ckptfs", "main"]
+
+# Command: where it is, and what ``ckptfs --help`` says of it without importing that.
+COMMANDS = {
+    "ls": ("ckptfs.cli.look:ls", "Runs and checkpoints: step, state, age, size, ranks."),
+    "log": ("ckptfs.cli.log:log", "Who saved, fenced and deleted what, when, from where."),
+    "latest": ("ckptfs.cli.look:latest", "The newest committed checkpoint; an alert if it is old."),
+    "inspect": (
+        "ckptfs.cli.inspect:inspect",
+        "Tensors of a checkpoint; what differs from another.",
+    ),
+    "verify": (
+        "ckptfs.cli.verify:verify",
+        "Whether a checkpoint is whole; --deep compares digests.",
+    ),
+    "cp": (
+        "ckptfs.cli.copy:cp",
+        "Copy a checkpoint or a run; verified, resumable, committed last.",
+    ),
+    "rm": ("ckptfs.cli.change:rm", "Delete one checkpoint."),
+    "gc": ("ckptfs.cli.gc:gc", "What dead jobs left behind; removes it with --delete."),
+    "pin": ("ckptfs.cli.change:pin", "Retention leaves a pinned checkpoint alone."),
+    "unpin": ("ckptfs.cli.change:unpin", "Retention may take it again."),
+    "export": ("ckptfs.cli.export:export", "To safetensors, to one torch.save file, to plain DCP."),
+    "doctor": ("ckptfs.cli.doctor:doctor", "Test a storage from where the job runs."),
+    "bench": ("ckptfs.cli.bench:bench", "Measure throughput of storages, beside other writers."),
+}
+
+
+class _Lazy(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        found: click.Command = getattr(import_module(module), name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, told) for name, (_, told) in COMMANDS.items()])
+
+
+@click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="ckptfs")
+@click.option("-v", "--verbose", count=True, help="Say what happens; twice for every detail.")
+def ckptfs(verbose: int) -> None:
+    """Look at, check, copy, clean and measure PyTorch checkpoints on any storage.
+
+    Exit codes: 0 done; 1 no (damaged, too old, different); 2 wrong call; 3 not found; 4 not
+    permitted; 5 the storage failed; 6 busy or taken by somebody else; 7 unknown.
+    """
+    levels = (logging.WARNING, logging.INFO, logging.DEBUG)
+    logging.basicConfig(level=levels[min(verbose, 2)], format="%(levelname)s %(name)s: %(message)s")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script; ends the process."""
+    ckptfs.main(args=None if arguments is None else list(arguments), prog_name="ckptfs")

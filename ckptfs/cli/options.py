@@ -1,0 +1,84 @@
+"""``-o key=value``: storage options on a command line.
+
+    -o profile=train                     a string
+    -o anon=true -o concurrency=8        what reads as JSON is taken as such
+    -o client_kwargs.endpoint_url=http://127.0.0.1:9000     dots reach into nested options
+    -o @options.json                     a file with all of them: secrets stay out of ``ps``
+
+Environment variables and configuration files of the client libraries work as they do without ckptfs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["parse_storage_options", "storage_options"]
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def parse_storage_options(told: Sequence[str]) -> dict[str, Any]:
+    """The options as fsspec takes them; later ones win. click.BadParameter says what is wrong."""
+    found: dict[str, Any] = {}
+    for text in told:
+        if text.startswith("@"):
+            _merge(found, _read_file(text[1:]))
+            continue
+        key, separator, value = text.partition("=")
+        if not separator or not key or "" in key.split("."):
+            raise click.BadParameter(f"{text!r} is not key=value or @file.json")
+        nested: Any = _value(value)
+        for name in reversed(key.split(".")):
+            nested = {name: nested}
+        _merge(found, nested)
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{path} holds no JSON object")
+    return found
+
+
+def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def storage_options(
+    name: str = "-o", long: str = "--storage-option", of: str = "URI"
+) -> Callable[[_F], _F]:
+    """A repeatable option; the command gets one mapping under the long name in plural."""
+
+    def parse(_: click.Context, __: click.Parameter, told: Sequence[str]) -> dict[str, Any]:
+        return parse_storage_options(told)
+
+    return click.option(
+        name,
+        long,
+        long.removeprefix("--").replace("-", "_") + "s",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=parse,
+        help=f"Storage options of {of}, as fsspec takes them; @FILE reads JSON.",
+    )

@@ -1,0 +1,268 @@
+"""Delete, pin and unpin one checkpoint by its URI, from one process, with no run in hand. No torch.
+
+    remove(uri)         commit/deleting.py, after what can be told without a claim was looked at
+    set_pin(uri, ...)   one entry; the run need not be free
+
+A pin says nothing about who owns the run: it is one more entry, in the order of the log, and an owner
+that lets something go reads all entries below its own delete. So anybody may pin while a job trains; a
+pin that comes behind the delete is refused.
+
+Nothing is appended to a log that has a gap: the entry would take the number of the one that is missing.
+Nor is anything deleted by a log that a newer version wrote to, nor, unasked, a checkpoint whose other
+domains are not reached from here: their logs may hold a pin that this one does not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.commit.catalog import Origin, find
+from ckptfs.commit.deleting import delete_checkpoint
+from ckptfs.commit.entries import Pin, Seal, Stamp
+from ckptfs.commit.fold import LogState, SaveState
+from ckptfs.commit.layout import LOG
+from ckptfs.commit.log import Refused, append
+from ckptfs.commit.looking import Look, looking_at
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Refusal, catalog
+from ckptfs.commit.retire import may_pin
+from ckptfs.commit.run import Takeover
+from ckptfs.commit.seat import TOUCH_AFTER_S
+from ckptfs.commit.spec import fresh_ids, now_text
+from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, UriError
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.tools.lines import Checkpoint, State
+from ckptfs.tools.listing import list_run
+from ckptfs.tools.looking import OneOf, Wanted, look_at
+from ckptfs.tools.whole_log import refuse_gap, refuse_lost_domain, refuse_newer
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["Pinned", "Removed", "doomed_at", "remove", "set_pin"]
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What was deleted. elsewhere: domains that hold bytes of it and were not reached; they lie there
+    until a job with all nodes takes the run, or the same is done there.
+    """
+
+    uri: Uri
+    elsewhere: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """What a pin came to. changed: False where it was so already. elsewhere: domains that hold the
+    save and were not reached: an unpinning counts only where it was entered.
+    """
+
+    uri: Uri
+    save_id: str
+    pinned: bool
+    changed: bool
+    elsewhere: tuple[str, ...] = ()
+
+
+def doomed_at(
+    uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> tuple[Checkpoint, ...]:
+    """What ``remove`` would delete: the saves of that name whose bytes lie there. Read-only.
+
+    NotFoundError: the log of its run knows none, and what to do then. StateError: it is pinned, it is a
+    part, or not all of its domains are reached (unless partial). ManifestError: the log is damaged or
+    newer.
+    """
+    target = Uri.parse(uri)
+    with looking_at(target.parent, storage_options) as look:
+        ids = {save.save_id for save in _doomed(look, target, storage_options, partial=partial)}
+    place = look_at(target, Wanted(everything=True), storage_options)
+    lines = place.lines if isinstance(place, OneOf) else ()
+    return tuple(line for line in lines if line.save_id in ids)
+
+
+def _doomed(
+    look: Look, target: Uri, options: Mapping[str, Any] | None, *, partial: bool
+) -> list[SaveState]:
+    refuse_gap(look)
+    refuse_lost_domain(look)
+    refuse_newer(look)
+    mine = [save for save in _saves_of(look, target.name) if not save.gone]
+    if not mine:
+        raise _not_ours(look, target, options)
+    if any(save.pinned and not save.deleted for save in mine):
+        raise StateError(f"{target.name} is pinned", uri=target, hint="ckptfs unpin it first")
+    lost = _elsewhere(look, mine)
+    if lost and not partial:
+        raise StateError(
+            f"not all of {target.name} is reached from here: {_hosts_of(look, mine, lost)}",
+            uri=target,
+            hint="its pins there are not known here. The retention of a job on all nodes deletes all "
+            "of it; --partial deletes what lies here",
+        )
+    return mine
+
+
+def _saves_of(look: Look, name: str) -> list[SaveState]:
+    """Of all views, the sealed saves of a name."""
+    saves = [save for view in look.views.values() for save in view.saves.values()]
+    return [save for save in saves if save.seal is not None and save.seal.name == name]
+
+
+def _elsewhere(look: Look, saves: Sequence[SaveState]) -> tuple[str, ...]:
+    held = {domain for save in saves if save.seal is not None for domain in save.seal.everywhere}
+    return tuple(sorted(held - set(look.views)))
+
+
+def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) -> str:
+    """Domains, with the hosts that reach them where the manifests here tell. Read-only."""
+    hosts: dict[str, tuple[str, ...]] = {}
+    for seal in [save.seal for save in saves if save.seal is not None]:
+        for ref in seal.parts:
+            hosts |= {d: (host,) for d, host in zip(ref.domains, ref.hosts, strict=False)}
+        with contextlib.suppress(CkptfsError):
+            found = drive(find(seal, look.storage.capabilities.shape, look.root), look.storage)
+            if found.manifest is not None:
+                hosts |= {record.id: record.hosts for record in found.manifest.domains}
+    told = [
+        f"domain {one} (host {', '.join(hosts[one])})" if hosts.get(one) else f"domain {one}"
+        for one in domains
+    ]
+    return ", ".join(told)
+
+
+def remove(
+    uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
+) -> Removed:
+    """Delete the checkpoint; its bytes are gone when it returns. Files of others stay.
+
+    Errors as for ``doomed_at``. StateError: others use its files. RunBusyError: a living owner holds
+    the run. StorageError: it is deleted, and bytes of it stay. After a crash it is deleted or not; the
+    next call or owner removes the rest of its bytes. partial: also where other nodes hold some of it.
+    """
+    target = Uri.parse(uri)
+    with looking_at(target.parent, storage_options) as look:
+        elsewhere = _elsewhere(look, _doomed(look, target, storage_options, partial=partial))
+    with contextlib.closing(_open(target, uri, storage_options)) as storage:
+        if not delete_checkpoint(storage, target.name, Takeover.DEAD):
+            raise _gone(target)
+        _touch_log(storage)
+    return Removed(target, elsewhere)
+
+
+def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None = None) -> Pinned:
+    """Pin the live checkpoint of that name, or take the pin away; durable on return.
+
+    NotFoundError: it is no live checkpoint that the log of its run knows. StateError: it is a part.
+    ManifestError: the log is damaged. Without an answer the pin may
+    lie in the log: CommitInDoubtError, and the same call again settles it.
+    """
+    target = Uri.parse(uri)
+    with looking_at(target.parent, storage_options) as look:
+        refuse_gap(look)  # an append would take the number of the entry that is missing
+        refuse_lost_domain(look)
+        live = [one.seal for one in catalog(look.views) if one.seal.name == target.name]
+        if not live:
+            # Before anything is written, a probe included.
+            raise _not_ours(look, target, storage_options)
+        seal, here = live[-1], set(look.views)
+    with contextlib.closing(_open(target, uri, storage_options)) as storage:
+        seat = sit_down(SoloControl(), storage, Place(), write=True)
+        done = drive(
+            append(
+                lambda seen: _decide(seen, seal, pinned=pinned),
+                write_id=next(fresh_ids()),
+                stamp=Stamp(now_text(), seat.control.world.hostname, os.getpid()),
+            ),
+            seat.storage,
+        )
+        _touch_log(storage)
+    if isinstance(done, Refused) and done.state.save(seal.save_id).deleted:
+        raise _gone(target)
+    elsewhere = tuple(sorted(set(seal.everywhere) - here))
+    changed = not isinstance(done, Refused)
+    return Pinned(target, seal.save_id, pinned, changed=changed, elsewhere=elsewhere)
+
+
+def _decide(seen: LogState, seal: Seal, *, pinned: bool) -> Pin | Refused[Refusal]:
+    # Under whatever generation stands at this entry: a pin claims nothing.
+    return may_pin(seen, seal.save_id, seen.generation, pinned=pinned)
+
+
+def _open(target: Uri, uri: Any, storage_options: Mapping[str, Any] | None) -> Storage:
+    return open_storage(target.parent, {**options_of(uri), **(storage_options or {})})
+
+
+def _touch_log(storage: Storage) -> None:
+    """As ``Seat.touch_log_later``, but now: this process may end before a timer of its own."""
+    if storage.capabilities.shape is Shape.FILESYSTEM:
+        time.sleep(TOUCH_AFTER_S)
+        with contextlib.suppress(StorageError):
+            storage.touch(LOG)
+
+
+def _not_ours(look: Look, target: Uri, options: Mapping[str, Any] | None) -> CkptfsError:
+    """Why nothing is done about a name. What the log, or a checkpoint around it, knows of is nobody's to
+    remove by hand.
+    """
+    inside = _inside(target, options)
+    if inside is not None:
+        return inside
+    lines = list_run(look, everything=True, names=[target.name]).checkpoints
+    if any(line.state in _BEGUN for line in lines):
+        return NotFoundError(
+            f"{target.name} is not committed: {lines[0].state}",
+            uri=target,
+            hint=f"if its writer died, ckptfs gc {_shown(target.parent)} tells what is left of it",
+        )
+    if _saves_of(look, target.name) or any(line.origin is Origin.LOG for line in lines):
+        return _gone(target)
+    return NotFoundError(
+        f"no checkpoint of that name in the log of {target.parent}",
+        uri=target,
+        hint="see ckptfs ls of the run; what was copied there without a log, or saved by stock "
+        f"torch, is yours to remove by hand: {_shown(target)}",
+    )
+
+
+_BEGUN = frozenset({State.SAVING, State.ABANDONED})
+
+
+def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None:
+    """Refuses what lies in a checkpoint: a part of it, its data."""
+    for whole in (target.parent, target.parent.parent):
+        if whole.parent == whole or not whole.name:
+            return None
+        try:
+            with looking_at(whole.parent, options) as look:
+                saves = [save for save in _saves_of(look, whole.name) if not save.gone]
+        except (StorageError, UriError):
+            return None  # above a run nothing need be permitted
+        if saves:
+            parts = {ref.name for save in saves if save.seal is not None for ref in save.seal.parts}
+            what = "a part of" if target.name in parts else "something in"
+            return StateError(
+                f"{target.name} is {what} {whole.name}, which is kept or goes as a whole",
+                uri=target,
+                hint=f"its URI is {_shown(whole)}",
+            )
+    return None
+
+
+def _gone(target: Uri) -> NotFoundError:
+    return NotFoundError(
+        f"{target.name} is deleted, or was never committed, by the log of {target.parent}",
+        uri=target,
+        hint=f"ckptfs gc {_shown(target.parent)} tells whether anything of it is left",
+    )
+
+
+def _shown(uri: Uri) -> str:
+    return uri.local_path if uri.is_local else str(uri)

@@ -1,0 +1,302 @@
+"""What differs between two checkpoints, leaf by leaf; memory stays bounded whatever their size.
+
+    keys, dtypes, shapes     from both descriptions
+    values                   by block digests, where both have them and are sharded alike: no data is
+                             read; else both are read, about 32 MiB at a time
+    norms=True               reads all: the L2 norm of each, of the difference, the largest difference
+
+Two checkpoints may be of different formats, shardings and storages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from ckptfs.commit.digests import ItemDigests
+from ckptfs.dcp.leaves import fingerprint_of
+from ckptfs.errors import CkptfsError
+from ckptfs.progress import SILENT, Meter
+from ckptfs.tools.contents import Contents, Leaf, ObjectLeaf, Shard, TensorLeaf, batches
+from ckptfs.tools.inspecting import matching
+from ckptfs.tools.located import options_for
+from ckptfs.tools.opened import open_contents
+
+__all__ = ["Basis", "Change", "Compared", "Difference", "Norms", "compare", "compare_contents"]
+
+
+class Change(StrEnum):
+    """What became of a leaf."""
+
+    SAME = "same"
+    ADDED = "added"
+    REMOVED = "removed"
+    SHAPE = "shape"  # another shape or dtype, or an object where a tensor was
+    BYTES = "bytes"
+    UNKNOWN = "unknown"  # there are no digests to compare, and reading was not asked for
+
+
+class Basis(StrEnum):
+    """What a verdict rests on."""
+
+    DESCRIPTION = "description"
+    DIGESTS = "digests"
+    DATA = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """L2 norms in float64, and the largest absolute difference of two elements; nan where one is."""
+
+    before: float
+    after: float
+    difference: float
+    max_abs: float
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One leaf of both. changed_bytes: at most so many differ; digests tell by blocks of 1 MiB."""
+
+    key: str
+    change: Change
+    before: Leaf | None
+    after: Leaf | None
+    basis: Basis = Basis.DESCRIPTION
+    changed_bytes: int = 0
+    norms: Norms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Every leaf of both, by key."""
+
+    leaves: tuple[Difference, ...]
+
+    @property
+    def changed(self) -> tuple[Difference, ...]:
+        """Those that surely differ."""
+        kept = (Change.SAME, Change.UNKNOWN)
+        return tuple(leaf for leaf in self.leaves if leaf.change not in kept)
+
+    @property
+    def unknown(self) -> tuple[Difference, ...]:
+        """Those of which it was not found out."""
+        return tuple(leaf for leaf in self.leaves if leaf.change is Change.UNKNOWN)
+
+
+def compare(
+    before: Any,
+    after: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    after_options: Mapping[str, Any] | None = None,
+    *,
+    filters: Sequence[str] = (),
+    norms: bool = False,
+    read: bool = True,
+    meter: Meter = SILENT,
+) -> Compared:
+    """Compare two checkpoints. Local, read-only; what is read is verified.
+
+    after_options: of the second URI; None takes those of the first, where both
+    are of one kind of storage. filters: fnmatch patterns of
+    keys. read: False leaves what digests cannot decide UNKNOWN. Errors are those of ``inspect`` and
+    of reading: IntegrityError, IncompleteCheckpointError.
+    """
+    options = options_for(after, before, storage_options, after_options)
+    with (
+        open_contents(before, storage_options) as first,
+        open_contents(after, options) as second,
+    ):
+        return compare_contents(
+            first.contents, second.contents, filters=filters, norms=norms, read=read, meter=meter
+        )
+
+
+def compare_contents(
+    before: Contents,
+    after: Contents,
+    *,
+    filters: Sequence[str] = (),
+    norms: bool = False,
+    read: bool = True,
+    meter: Meter = SILENT,
+) -> Compared:
+    """As ``compare``, of two that are open."""
+    old = {leaf.key: leaf for leaf in matching(before.leaves.values(), filters)}
+    new = {leaf.key: leaf for leaf in matching(after.leaves.values(), filters)}
+    found: dict[str, Difference] = {}
+    for key in dict.fromkeys([*old, *new]):
+        found[key] = _described(key, old.get(key), new.get(key))
+    undecided = [d for d in found.values() if d.change is Change.UNKNOWN]
+    for one in undecided:
+        found[one.key] = _by_digests(before, after, one)
+    if norms or read:
+        pairs = [d for d in found.values() if _is_read(d, norms=norms)]
+        meter.expect(sum(2 * d.before.size_bytes for d in pairs if d.before is not None))
+        for one in _by_data(before, after, pairs, norms=norms, meter=meter):
+            found[one.key] = one
+    return Compared(tuple(found.values()))
+
+
+def _is_read(one: Difference, *, norms: bool) -> bool:
+    alike = (
+        isinstance(one.before, TensorLeaf)
+        and isinstance(one.after, TensorLeaf)
+        and one.before.shape == one.after.shape
+    )
+    return one.change is Change.UNKNOWN or (norms and alike)
+
+
+def _described(key: str, old: Leaf | None, new: Leaf | None) -> Difference:
+    """UNKNOWN where the descriptions are alike."""
+    if old is None:
+        return Difference(key, Change.ADDED, old, new)
+    if new is None:
+        return Difference(key, Change.REMOVED, old, new)
+    change = Change.UNKNOWN if _kind(old) == _kind(new) else Change.SHAPE
+    return Difference(key, change, old, new)
+
+
+def _kind(leaf: Leaf) -> tuple[Any, ...]:
+    return (leaf.dtype, leaf.shape) if isinstance(leaf, TensorLeaf) else ()
+
+
+# -- by digests ----------------------------------------------------------------------
+
+
+def _by_digests(before: Contents, after: Contents, one: Difference) -> Difference:
+    if one.before is None or one.after is None:
+        return one
+    old, new = before.digests(one.before), after.digests(one.after)
+    if old is None or new is None:
+        return one
+    ours, theirs = _blocks(old), _blocks(new)
+    if ours.keys() != theirs.keys():
+        # Another sharding; or another pickle, whose value may be the same all the same.
+        return one
+    changed = sum(size for at, (size, digest) in ours.items() if theirs[at] != (size, digest))
+    if changed and isinstance(one.before, ObjectLeaf):
+        return one
+    change = Change.BYTES if changed else Change.SAME
+    return replace(one, change=change, basis=Basis.DIGESTS, changed_bytes=changed)
+
+
+def _blocks(
+    items: Sequence[tuple[ItemDigests, Shard | None]],
+) -> dict[tuple[Any, ...], tuple[int, int]]:
+    """(shard, place in it) -> (size, digest) of every block of what the leaf holds."""
+    found: dict[tuple[Any, ...], tuple[int, int]] = {}
+    for item, shard in items:
+        begin, end = 0, item.length
+        if shard is not None:
+            begin, end = item.payload_offset, item.payload_offset + item.payload_length
+        where = None if shard is None else (shard.offsets, shard.sizes)
+        for block in item.blocks_of(begin, end):
+            size = block.stop - block.start
+            found[where, block.start - begin, size] = (size, block.digest)
+    return found
+
+
+# -- by data -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Of one tensor, piece by piece."""
+
+    before: float = 0.0
+    after: float = 0.0
+    difference: float = 0.0
+    max_abs: float = 0.0
+    changed_bytes: int = 0
+
+    def add(self, old: torch.Tensor, new: torch.Tensor, *, norms: bool) -> None:
+        if old.dtype == new.dtype:
+            changed = _bytes_of(old) != _bytes_of(new)
+            self.changed_bytes += int(changed.sum())
+        if not norms or not old.numel():
+            return
+        # Products, not squares of everything: each temporary is as large as the piece, in float64.
+        x, y = _wide(old), _wide(new)
+        self.before += _square(x)
+        self.after += _square(y)
+        y = y - x
+        del x
+        self.difference += _square(y)
+        most = float(torch.linalg.vector_norm(y, math.inf))
+        # max() of floats would drop a nan that comes second.
+        self.max_abs = most if math.isnan(most) else max(self.max_abs, most)
+
+    def norms(self) -> Norms:
+        apart = math.sqrt(self.difference)
+        return Norms(math.sqrt(self.before), math.sqrt(self.after), apart, self.max_abs)
+
+
+def _by_data(
+    before: Contents,
+    after: Contents,
+    pairs: Sequence[Difference],
+    *,
+    norms: bool,
+    meter: Meter,
+) -> Iterator[Difference]:
+    sums: dict[str, _Sums] = {}
+    tensors = {d.key: d for d in pairs if isinstance(d.before, TensorLeaf)}
+    others = {d.key: d.after for d in pairs if isinstance(d.after, TensorLeaf)}
+    ordered = [leaf for leaf in before.tensors if leaf.key in tensors]
+    for batch in batches(ordered):
+        theirs = [replace(box, leaf=others[box.leaf.key]) for box in batch]
+        old, new = before.read(batch), after.read(theirs)
+        for box, ours, other in zip(batch, old, new, strict=True):
+            sums.setdefault(box.leaf.key, _Sums()).add(ours, other, norms=norms)
+            meter.advance(2 * box.size_bytes)
+        del old, new, ours, other  # or they would stay while the next batch is read
+    for key, one in tensors.items():
+        yield _decided(one, sums.get(key, _Sums()), norms=norms)
+    for one in pairs:
+        if isinstance(one.before, ObjectLeaf) and isinstance(one.after, ObjectLeaf):
+            same = _same_object(before, one.before, after, one.after)
+            change = Change.SAME if same else Change.BYTES
+            size = 0 if same else max(one.before.size_bytes, one.after.size_bytes)
+            yield replace(one, change=change, basis=Basis.DATA, changed_bytes=size)
+            meter.advance(2 * one.before.size_bytes)
+
+
+def _decided(one: Difference, sums: _Sums, *, norms: bool) -> Difference:
+    told = sums.norms() if norms else None
+    if one.change is not Change.UNKNOWN:
+        return replace(one, norms=told)
+    change = Change.BYTES if sums.changed_bytes else Change.SAME
+    basis, changed = Basis.DATA, sums.changed_bytes
+    return replace(one, change=change, basis=basis, changed_bytes=changed, norms=told)
+
+
+def _same_object(before: Contents, old: ObjectLeaf, after: Contents, new: ObjectLeaf) -> bool:
+    """Equal bytes; or equal values, where two versions of torch pickled them differently."""
+    if before.blob(old) == after.blob(new):
+        return True
+    try:
+        return fingerprint_of(before.value(old)) == fingerprint_of(after.value(new))
+    except CkptfsError:
+        raise
+    except Exception:  # noqa: BLE001 - what weights_only does not load is compared by its bytes
+        return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    kind = torch.complex128 if tensor.is_complex() else torch.float64
+    return tensor.reshape(-1).to(kind)
+
+
+def _square(flat: torch.Tensor) -> float:
+    return float(torch.vdot(flat, flat).real)

@@ -1,0 +1,109 @@
+"""What a manifest tells of a line: sizes, ranks, times, or that it is damaged. Read-only, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptfs.commit.beside import Beside
+from ckptfs.commit.catalog import find
+from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA
+from ckptfs.commit.looking import Look
+from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.ops import drive
+from ckptfs.commit.pieces import piece
+from ckptfs.commit.project import names_save
+from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
+from ckptfs.tools.lines import Checkpoint, State, time_text
+
+__all__ = ["from_beside", "from_seal"]
+
+_UNPROJECTED = "stock torch does not see it; the next owner of the run puts that right"
+
+
+def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
+    """With what lies beside the log, believed or not."""
+    checkpoint, manifest = beside.checkpoint, beside.manifest
+    if checkpoint is None:
+        line = replace(line, state=State.DAMAGED, note=beside.why)
+        if manifest is not None:
+            line = replace(line, step=manifest.step, kind=manifest.artifact)
+        return _told(line, manifest)
+    line = replace(
+        line,
+        origin=checkpoint.origin,
+        step=checkpoint.step,
+        kind=checkpoint.kind,
+        save_id=checkpoint.save_id,
+        parts=checkpoint.parts,
+        domains=checkpoint.domains,
+        created_at=None if beside.modified_s is None else time_text(beside.modified_s),
+    )
+    return _told(line, manifest)
+
+
+def _told(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:
+    if manifest is None:
+        return line
+    return replace(
+        line,
+        created_at=manifest.created_at or line.created_at,
+        size_bytes=manifest.size_bytes,
+        files=len(manifest.files),
+        ranks=manifest.world_size,
+        manifest=manifest,
+    )
+
+
+def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> Checkpoint:
+    """With what the sealed manifest tells. everything: also whether stock readers see it."""
+    shape = look.storage.capabilities.shape
+    try:
+        found = drive(find(seal, shape, line.uri), look.storage)
+    except (NotFoundError, StaleError, IntegrityError, ManifestError) as error:
+        if line.state is not State.COMMITTED:
+            return line  # history: that its files are not where they were is no news
+        is_lost = isinstance(error, NotFoundError | StaleError)
+        note = f"{MANIFEST} of save {seal.save_id} is missing" if is_lost else error.message
+        return replace(line, state=State.DAMAGED, note=note)
+    line = _told(line, found.manifest)
+    for ref in seal.parts:
+        line = _with_part(line, piece(seal, ref), look)
+    if line.state is State.COMMITTED:
+        waits = found.home.startswith(f"{ATTEMPTS}/") or (
+            everything and not _is_projected(seal, look)
+        )
+        if waits:
+            line = replace(line, state=State.UNPROJECTED, note=_UNPROJECTED)
+    return line
+
+
+def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
+    """With the bytes of a part, where it can be seen from here."""
+    try:
+        found = drive(find(part, look.storage.capabilities.shape, line.uri), look.storage)
+    except (NotFoundError, StaleError, IntegrityError, ManifestError):
+        name = part.name.rpartition("/")[2]
+        note = f"part {name} is not seen from here"
+        return replace(line, note=f"{line.note}; {note}" if line.note else note)
+    manifest = found.manifest
+    if manifest is None:
+        return line
+    return replace(
+        line,
+        size_bytes=(line.size_bytes or 0) + manifest.size_bytes,
+        files=(line.files or 0) + len(manifest.files),
+    )
+
+
+def _is_projected(seal: Seal, look: Look) -> bool:
+    """Whether ``ckptfs.json`` beside the data names this save, and ``.metadata`` is there."""
+    try:
+        if names_save(look.storage.read(f"{seal.name}/{MANIFEST}")) != seal.save_id:
+            return False
+        # A directory artifact has none, and of a whole of parts each part has its own.
+        if seal.artifact is not Kind.DIRECTORY and not seal.parts:
+            look.storage.stat(f"{seal.name}/{METADATA}")
+    except NotFoundError:
+        return False
+    return True

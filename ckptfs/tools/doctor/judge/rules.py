@@ -1,0 +1,138 @@
+"""Judges a bucket's rules: versions, locks, expiry. Pure."""
+
+from __future__ import annotations
+
+from ckptfs.storage.clients.bucket_rules import Rule, Versioning
+from ckptfs.tools.doctor.seen import Refusal, Rules
+from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
+
+__all__ = ["judge_rules"]
+
+_THEME = Theme.RULES
+_SOON_DAYS = 7
+_SHORT_DAYS = 1
+_NAMES = ("versioning", "object-lock", "lifecycle")
+_SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE", "ARCHIVE", "COLDLINE")
+
+
+def judge_rules(seen: Rules | None, how_to_look: str) -> tuple[Finding, ...]:
+    """Three findings. how_to_look: for a person, where the client cannot ask."""
+    if seen is None:
+        told = "this client cannot ask"
+        return tuple(Finding(n, _THEME, Verdict.UNKNOWN, told, "", how_to_look) for n in _NAMES)
+    return (_versioning(seen), _lock(seen), *_lifecycle(seen))
+
+
+def _unknown(name: str, refusal: Refusal) -> Finding:
+    told = f"not permitted to look: {refusal.text}"
+    return Finding(name, _THEME, Verdict.UNKNOWN, told, "", refusal.hint)
+
+
+def _rules(seen: Rules) -> tuple[Rule, ...]:
+    return () if isinstance(seen.lifecycle, Refusal) else seen.lifecycle
+
+
+def _for_us(rule: Rule, prefix: str) -> bool:
+    """Whether a rule may be for keys of the run."""
+    return prefix.startswith(rule.prefix) or rule.prefix.startswith(prefix)
+
+
+def _versioning(seen: Rules) -> Finding:
+    name, found = "versioning", seen.versioning
+    if isinstance(found, Refusal):
+        return _unknown(name, found)
+    if found is Versioning.OFF:
+        return Finding(name, _THEME, Verdict.OK, "off: what is deleted is gone")
+    if found is Versioning.SUSPENDED:
+        told = "suspended: older versions may still be kept and paid for"
+        return Finding(name, _THEME, Verdict.OK, told)
+    kept = [r for r in _rules(seen) if r.versions_days is not None and _for_us(r, seen.prefix)]
+    if kept:
+        days = min(r.versions_days or 0 for r in kept)
+        told = f"on; versions that nobody sees expire after {days:.0f} days"
+        return Finding(name, _THEME, Verdict.OK, told)
+    return Finding(
+        name,
+        _THEME,
+        Verdict.WARN,
+        "on, and no rule expires versions",
+        "checkpoints that retention deletes are kept and paid for, for ever",
+        "add a lifecycle rule NoncurrentVersionExpiration, or use a bucket without versions",
+    )
+
+
+def _lock(seen: Rules) -> Finding:
+    name, found = "object-lock", seen.lock
+    if isinstance(found, Refusal):
+        return _unknown(name, found)
+    if found is None:
+        return Finding(name, _THEME, Verdict.OK, "none")
+    if found.days is None:
+        return Finding(name, _THEME, Verdict.OK, "possible, and no default retention")
+    return Finding(
+        name,
+        _THEME,
+        Verdict.WARN,
+        f"everything is locked for {found.days:.0f} days",
+        "retention (keep_latest=) and gc cannot delete; what they try later is told as an error",
+        "save to a bucket without default retention, or count the days when you size it",
+    )
+
+
+def _lifecycle(seen: Rules) -> tuple[Finding, ...]:
+    if isinstance(seen.lifecycle, Refusal):
+        return (_unknown("lifecycle", seen.lifecycle),)
+    ours = [rule for rule in _rules(seen) if _for_us(rule, seen.prefix)]
+    return (_expiry(ours), _uploads(ours))
+
+
+def _expiry(ours: list[Rule]) -> Finding:
+    name = "lifecycle"
+    expiring = [rule for rule in ours if rule.expires_days is not None]
+    moving = [rule for rule in ours if rule.moves_to in _SLOW_CLASSES]
+    if expiring:
+        worst = min(expiring, key=lambda rule: rule.expires_days or 0)
+        days = worst.expires_days or 0
+        sure = not worst.is_narrow
+        return Finding(
+            name,
+            _THEME,
+            Verdict.FAIL if days < _SOON_DAYS and sure else Verdict.WARN,
+            f"rule {worst.name!r} deletes objects after {days:.0f} days"
+            f"{'' if sure else ' where its further conditions hold'}",
+            "checkpoints vanish by themselves, file by file; the run's log too, and with it the run",
+            "take this prefix out of the rule; let keep_latest= or `ckptfs rm` delete checkpoints",
+            {"days": days, "rule": worst.name},
+        )
+    if moving:
+        return Finding(
+            name,
+            _THEME,
+            Verdict.WARN,
+            f"rule {moving[0].name!r} moves objects to {moving[0].moves_to}",
+            "an old checkpoint cannot be restored at once: it must be fetched from the archive first",
+            "take this prefix out of the rule",
+        )
+    return Finding(name, _THEME, Verdict.OK, "no rule deletes or archives what is saved here")
+
+
+def _uploads(ours: list[Rule]) -> Finding:
+    name = "lifecycle-uploads"
+    aborting = [rule.aborts_days for rule in ours if rule.aborts_days is not None]
+    if not aborting:
+        return Finding(
+            name,
+            _THEME,
+            Verdict.OK,
+            "no rule aborts unfinished uploads",
+            "what killed jobs leave behind stays until `ckptfs gc`",
+            "a rule AbortIncompleteMultipartUpload after 7 days costs nothing",
+        )
+    days = min(aborting)
+    if days < _SHORT_DAYS:
+        meaning = "an upload that is under way may be aborted"
+        told = f"unfinished uploads are aborted after {days:.0f} days"
+        return Finding(name, _THEME, Verdict.WARN, told, meaning, "leave them at least a day")
+    return Finding(
+        name, _THEME, Verdict.OK, f"unfinished uploads are aborted after {days:.0f} days"
+    )

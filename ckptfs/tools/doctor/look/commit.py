@@ -1,0 +1,183 @@
+"""What commits rest on: one of many wins a name, a file is replaced whole, a directory moves at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckptfs.errors import AlreadyExistsError, CkptfsError, NotFoundError, StorageError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.doctor.seen import Race, Refusal, Replaced
+from ckptfs.tools.doctor.settings import Clock
+
+__all__ = ["Racer", "look_at_links", "look_at_rename", "look_at_replace"]
+
+_THREADS = 4
+_SEEN_S = 5.0
+_FILE = b"%09d" * 500
+_FILES = 8
+
+
+class Racer:
+    """One rank's threads in the races. Each ``run`` is one round; ranks begin it together."""
+
+    def __init__(self, storage: Storage, rank: int, clock: Clock) -> None:
+        self._clock = clock
+        self._storage = storage
+        self._rank = rank
+        self._wins: list[tuple[str, ...]] = []
+        self._refusal: Refusal | None = None
+
+    def make(self) -> None:
+        """The directory of the races."""
+        self._storage.make_dir("race")
+
+    def run(self) -> None:
+        """Every thread tries to create this round's name, with bytes that tell whose they are."""
+        if self._refusal is not None:
+            return
+        start, key = threading.Barrier(_THREADS), f"race/{len(self._wins)}"
+        wins: list[str] = []
+
+        def try_once(thread: int) -> None:
+            mark = f"{self._rank}.{thread}"
+            start.wait()
+            try:
+                self._storage.create(key, mark.encode(), staging=f"{key}.staging.{mark}")
+            except AlreadyExistsError:
+                return
+            except StorageError as error:
+                self._refusal = Refusal.of(error)
+                return
+            wins.append(mark)
+
+        threads = [threading.Thread(target=try_once, args=(n,)) for n in range(_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._wins.append(tuple(sorted(wins)))
+
+    def result(self) -> Race:
+        """What was won, and what the names hold now that all are done."""
+        if self._refusal is not None:
+            return Race(refusal=self._refusal)
+        return Race(tuple(self._wins), tuple(self._held(n) for n in range(len(self._wins))))
+
+    def _held(self, number: int) -> str:
+        until_s = self._clock.now_s() + _SEEN_S
+        while True:
+            self._storage.refresh("race")
+            try:
+                return self._storage.read(f"race/{number}").decode(errors="replace")
+            except NotFoundError:
+                # How soon others see it is another question than whose bytes they see.
+                if self._clock.now_s() > until_s:
+                    return ""
+            self._clock.wait(0.05)
+
+
+@dataclass(slots=True)
+class _Looks:
+    """What a reader saw while a writer was at work."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    looks: int = 0
+    missing: int = 0
+    torn: int = 0
+
+
+def _watched(look: Callable[[_Looks], None], act: Callable[[], int]) -> Replaced:
+    """Run ``act`` while ``look`` is repeated on another thread; how often, and what was wrong."""
+    seen, failed = _Looks(), []
+
+    def watch() -> None:
+        try:
+            while not seen.done.is_set():
+                look(seen)
+                seen.looks += 1
+        except CkptfsError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    times, refusal = 0, None
+    try:
+        times = act()
+    except StorageError as error:
+        refusal = Refusal.of(error)
+    finally:
+        seen.done.set()
+        thread.join()
+    if failed and refusal is None:
+        refusal = Refusal.of(failed[0])
+    return Replaced(times, seen.looks, seen.missing, seen.torn, refusal)
+
+
+def look_at_replace(storage: Storage, rank: int, times: int) -> Replaced:
+    """Replace one file again and again while a thread reads it."""
+    key = f"replace/rank-{rank}"
+    whole = {_FILE % ((number,) * 500) for number in range(times)}
+
+    def look(seen: _Looks) -> None:
+        try:
+            if storage.read(key) not in whole:
+                seen.torn += 1
+        except NotFoundError:
+            seen.missing += 1
+
+    def act() -> int:
+        for number in range(1, times):
+            storage.replace(key, _FILE % ((number,) * 500))
+        return times
+
+    try:
+        storage.make_dir("replace")
+        storage.replace(key, _FILE % ((0,) * 500))
+    except StorageError as error:
+        return Replaced(0, 0, 0, 0, Refusal.of(error))
+    return _watched(look, act)
+
+
+def look_at_rename(storage: Storage, rank: int) -> Replaced:
+    """Rename a directory with files in it while a thread looks: some of its files are torn."""
+    before, after = f"rename/before-{rank}", f"rename/after-{rank}"
+
+    def look(seen: _Looks) -> None:
+        try:
+            names = storage.list(after)
+        except NotFoundError:
+            return
+        if len(names) != _FILES:
+            seen.torn += 1
+
+    def act() -> int:
+        storage.rename(before, after)
+        try:
+            storage.stat(before)
+        except NotFoundError:
+            return 1
+        raise StorageError("both names stand after a rename", uri=storage.uri(before))
+
+    try:
+        storage.make_dir(before)
+        for number in range(_FILES):
+            storage.replace(f"{before}/{number}", b"x")
+    except StorageError as error:
+        return Replaced(0, 0, 0, 0, Refusal.of(error))
+    return _watched(look, act)
+
+
+def look_at_links(storage: Storage, rank: int) -> Refusal | None:
+    """Give a file a second name, and read it by that."""
+    first, second = f"links/{rank}.first", f"links/{rank}.second"
+    try:
+        storage.make_dir("links")
+        storage.replace(first, b"linked")
+        storage.link(first, second)
+        if storage.read(second) != b"linked":
+            raise StorageError("the second name holds other bytes", uri=storage.uri(second))
+    except StorageError as error:
+        return Refusal.of(error)
+    return None

@@ -1,0 +1,274 @@
+"""What is in a checkpoint: who wrote it, its tensors, its objects, its files. Reads no data file.
+
+    inspect("s3://bucket/run/step_100")     -> Inspected(summary, leaves, files, parts)
+    values(uri, keys=...)                   -> small leaves as text, loaded with weights_only
+
+Ours, stock DCP, safetensors, a single torch.save file, any other directory of files. Of a checkpoint
+that consists of parts the parts are told; each of them is inspected by its own URI.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.commit.catalog import find
+from ckptfs.commit.entries import Seal
+from ckptfs.commit.looking import looking_at
+from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.opening import step_of
+from ckptfs.commit.ops import drive
+from ckptfs.commit.pieces import piece
+from ckptfs.errors import IntegrityError, ManifestError, NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, TensorLeaf
+from ckptfs.tools.located import whole_of_parts
+from ckptfs.tools.opened import Format, Opened, open_contents
+from ckptfs.uri import Uri, options_of
+
+__all__ = [
+    "DomainSummary",
+    "FileSummary",
+    "Inspected",
+    "PartSummary",
+    "Summary",
+    "inspect",
+    "matching",
+    "values",
+]
+
+SMALL_BYTES = 64 << 10  # an object whose value is worth showing
+SMALL_ELEMENTS = 8
+_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class DomainSummary:
+    """Who wrote a part of it: a domain's id, its ranks, the hosts that people know."""
+
+    id: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileSummary:
+    """One file; path relative to the checkpoint, size_bytes None where nobody told."""
+
+    path: str
+    size_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PartSummary:
+    """A part of a checkpoint of parts. files, size_bytes: None where it is not seen from here."""
+
+    name: str
+    uri: Uri
+    save_id: str
+    domains: tuple[str, ...]
+    hosts: tuple[str, ...]
+    files: int | None = None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A checkpoint as its manifest and its seal tell of it; None, or empty, where they do not.
+
+    writer: as the manifest says, the library that wrote it. size_bytes: of all files.
+    """
+
+    uri: Uri
+    format: Format
+    name: str
+    step: int | None = None
+    save_id: str | None = None
+    kind: str | None = None
+    writer: str = ""
+    created_at: str = ""
+    world_size: int | None = None
+    domains: tuple[DomainSummary, ...] = ()
+    files: int | None = None
+    size_bytes: int | None = None
+    per_rank: tuple[str, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    shares_bytes_with: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Inspected:
+    """leaves: those asked for, in the order of the checkpoint. files: of a directory without leaves."""
+
+    summary: Summary
+    leaves: tuple[Leaf, ...] = ()
+    files: tuple[FileSummary, ...] = ()
+    parts: tuple[PartSummary, ...] = ()
+
+
+def inspect(
+    uri: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    filters: Sequence[str] = (),
+) -> Inspected:
+    """Look at one checkpoint. Local, read-only; no data file is read, of a torch.save file its pickle.
+
+    filters: fnmatch patterns of keys; a leaf that any of them fits is told. NotFoundError,
+    IncompleteCheckpointError, IntegrityError, ManifestError: as ``ckptfs.load``.
+    """
+    whole = whole_of_parts(uri, storage_options)
+    if whole is not None:
+        return _parts_of(whole, uri, storage_options)
+    with open_contents(uri, storage_options) as opened:
+        leaves = tuple(matching(opened.contents.leaves.values(), filters))
+        files = () if opened.contents.leaves else tuple(_files(opened))
+        return Inspected(_summary(opened), leaves, files)
+
+
+def matching(leaves: Iterable[Leaf], filters: Sequence[str]) -> Iterator[Leaf]:
+    """The leaves whose keys fit one of the patterns; all of them where there is none. Pure."""
+    for leaf in leaves:
+        if not filters or any(fnmatch.fnmatchcase(leaf.key, pattern) for pattern in filters):
+            yield leaf
+
+
+def values(
+    uri: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    filters: Sequence[str] = (),
+) -> dict[str, str]:
+    """Small leaves as text: objects of up to 64 KiB, tensors of up to 8 elements. Local, read-only.
+
+    An object that would run code is not loaded, and its text says so.
+    """
+    with open_contents(uri, storage_options) as opened:
+        told: dict[str, str] = {}
+        chosen = list(matching(opened.contents.leaves.values(), filters))
+        for leaf in chosen:
+            if isinstance(leaf, ObjectLeaf) and leaf.size_bytes <= SMALL_BYTES:
+                told[leaf.key] = _object_text(opened.contents, leaf)
+        small = [leaf for leaf in chosen if isinstance(leaf, TensorLeaf) and _is_small(leaf)]
+        for leaf, tensor in zip(
+            small, opened.contents.read([Box.all_of(leaf) for leaf in small]), strict=True
+        ):
+            told[leaf.key] = _shortened(str(tensor.tolist()))
+        return told
+
+
+def _is_small(leaf: TensorLeaf) -> bool:
+    return leaf.size_bytes <= SMALL_ELEMENTS * leaf.dtype.itemsize
+
+
+def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
+    try:
+        return _shortened(repr(contents.value(leaf)))
+    except (IntegrityError, ManifestError, OSError):
+        raise
+    except Exception as error:  # noqa: BLE001 - the unpickler refuses in a dozen ways
+        return f"<not loaded: {str(error).splitlines()[0][:_TEXT]}>"
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT else f"{text[: _TEXT - 3]}..."
+
+
+def _summary(opened: Opened) -> Summary:
+    found = opened.found
+    manifest = None if found is None else found.manifest
+    name = opened.uri.name
+    if manifest is None:
+        sizes = [file.size_bytes for file in _files(opened)]
+        known = [size for size in sizes if size is not None]
+        return Summary(
+            opened.uri,
+            opened.format,
+            name,
+            step_of(name, None) if found is not None else None,
+            files=len(sizes),
+            size_bytes=sum(known) if len(known) == len(sizes) else None,
+        )
+    seal = found.seal if found is not None else None
+    return Summary(
+        opened.uri,
+        opened.format,
+        name,
+        manifest.step,
+        manifest.save_id,
+        manifest.artifact.value,
+        manifest.writer,
+        manifest.created_at,
+        manifest.world_size,
+        _domains(manifest),
+        len(manifest.files),
+        manifest.size_bytes,
+        manifest.per_rank,
+        dict(seal.metrics) if seal is not None else {},
+        seal.origins if seal is not None else (),
+    )
+
+
+def _domains(manifest: Manifest) -> tuple[DomainSummary, ...]:
+    return tuple(DomainSummary(d.id, d.ranks, d.hosts) for d in manifest.domains)
+
+
+def _files(opened: Opened) -> Iterator[FileSummary]:
+    if opened.found is None:
+        yield FileSummary(opened.uri.name, opened.storage.stat(opened.uri.name).size_bytes)
+    elif opened.found.manifest is not None:
+        for file in opened.found.manifest.files:
+            yield FileSummary(file.path, file.size_bytes)
+    else:
+        yield from _listed(opened.storage, opened.home, "")
+
+
+def _listed(storage: Storage, home: str, folder: str) -> Iterator[FileSummary]:
+    for entry in storage.list(f"{home}/{folder}".rstrip("/")):
+        path = f"{folder}/{entry.name}".lstrip("/")
+        if entry.is_dir:
+            yield from _listed(storage, home, path)
+        else:
+            yield FileSummary(path, storage.stat(f"{home}/{path}").size_bytes)
+
+
+def _parts_of(whole: Seal, uri: Any, storage_options: Mapping[str, Any] | None) -> Inspected:
+    target = Uri.parse(uri)
+    parts = []
+    with looking_at(target.parent, {**options_of(uri), **(storage_options or {})}) as look:
+        manifest = _manifest_of(whole, look.storage, target)
+        for ref in whole.parts:
+            mine = _manifest_of(piece(whole, ref), look.storage, target / ref.name)
+            count = None if mine is None else len(mine.files)
+            size = None if mine is None else mine.size_bytes
+            told = (ref.domains, ref.hosts, count, size)
+            parts.append(PartSummary(ref.name, target / ref.name, ref.save_id, *told))
+    known = [part.size_bytes for part in parts if part.size_bytes is not None]
+    files = [part.files for part in parts if part.files is not None]
+    summary = Summary(
+        target,
+        Format.CKPTFS,
+        whole.name,
+        whole.step,
+        whole.save_id,
+        whole.artifact.value,
+        "" if manifest is None else manifest.writer,
+        "" if manifest is None else manifest.created_at,
+        None if manifest is None else manifest.world_size,
+        () if manifest is None else _domains(manifest),
+        sum(files) if len(files) == len(parts) else None,
+        sum(known) if len(known) == len(parts) else None,
+        metrics=dict(whole.metrics),
+        shares_bytes_with=whole.origins,
+    )
+    return Inspected(summary, parts=tuple(parts))
+
+
+def _manifest_of(seal: Seal, storage: Storage, where: Uri) -> Manifest | None:
+    """None: it lies in a domain that is not seen from here."""
+    try:
+        return drive(find(seal, storage.capabilities.shape, where), storage).manifest
+    except NotFoundError:
+        return None

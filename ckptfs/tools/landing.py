@@ -1,0 +1,147 @@
+"""Where an export lands: a directory that appears whole, as far as the storage can do that.
+
+    filesystem     .NAME.partial-<id>/ beside it, then one rename
+    object store   files under their names, the marker (index, .metadata) last; removed again if it fails
+
+Overwriting is asked for, and takes nothing but the files of an older export (see ``taken``). On a
+filesystem the old directory is moved aside and looked at once more, the new one takes its name, the old
+files are removed by their names: a crash between leaves both, under names that say so. On an object store
+the old marker goes first: until the new one is there, there is no export.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.commit.spec import fresh_ids
+from ckptfs.errors import StateError, StorageError
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.tools.taken import There, look, refuse_taken, strangers
+from ckptfs.uri import Uri
+
+__all__ = ["Landing", "landing"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Landing:
+    """prefix: where files are written, "" or ending in "/". marker: the name that is written last."""
+
+    storage: Storage
+    prefix: str
+    written: list[str] = field(default_factory=list)
+
+    def key(self, name: str) -> str:
+        """The key to write a file of this name to; it is removed again if the export fails."""
+        self.written.append(f"{self.prefix}{name}")
+        return self.written[-1]
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write one small file."""
+        with self.storage.open_write(self.key(name), size_hint_bytes=len(data)) as writer:
+            writer.write(data)
+
+
+@contextlib.contextmanager
+def landing(
+    target: Uri,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    overwrite: bool,
+    ours: re.Pattern[str],
+    markers: Sequence[str],
+) -> Iterator[Landing]:
+    """A directory to write into; it is there when the block is left without an exception.
+
+    ours: the names that an export of this format has; markers: those by which readers find it.
+    AlreadyExistsError: something is there (overwrite=False), or came meanwhile. StateError: what is
+    there, or came meanwhile, is no export of this format; it stays. Errors are the storage's.
+    """
+    storage = open_storage(target.parent, storage_options)
+    try:
+        there = refuse_taken(storage, target, ours=ours, overwrite=overwrite)
+        if storage.capabilities.shape is Shape.FILESYSTEM:
+            with _beside(storage, target, ours, there) as made:
+                yield made
+        else:
+            with _in_place(storage, target.name, there.names, markers) as made:
+                yield made
+    finally:
+        storage.close()
+
+
+@contextlib.contextmanager
+def _beside(
+    storage: Storage, target: Uri, ours: re.Pattern[str], there: There
+) -> Iterator[Landing]:
+    name, unique = target.name, next(fresh_ids())
+    partial, old = f".{name}.partial-{unique}", f".{name}.replaced-{unique}"
+    aside: There | None = None
+    storage.make_dir(partial)
+    try:
+        yield Landing(storage, f"{partial}/")
+        storage.sync(partial)
+        if there.is_something:
+            storage.rename(name, old)
+            aside = _looked_again(storage, target, old, ours)
+        storage.rename(partial, name)
+        storage.sync("")
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            storage.remove_tree(partial)
+        if there.is_something and not _is_there(storage, name):
+            with contextlib.suppress(StorageError):
+                storage.rename(old, name)
+        raise
+    if aside is not None:
+        _remove(storage, old, aside)
+
+
+def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]) -> There:
+    """What was moved aside. StateError: what no export wrote came while this one was written."""
+    aside = look(storage, old)
+    strange = strangers(aside, ours)
+    if strange or not aside.is_dir:
+        what = repr(strange[0]) if strange else "something else"
+        raise StateError(f"{what} came meanwhile, and stays", uri=target, hint="another name")
+    return aside
+
+
+def _remove(storage: Storage, old: str, aside: There) -> None:
+    """By the names that were looked at: what came after that is nobody's to remove."""
+    try:
+        storage.remove_many([f"{old}/{name}" for name in aside.names])
+        storage.remove_dir(old)
+    except StorageError as error:
+        logger.warning("the old export stays as %s: %s", storage.uri(old), error)
+
+
+def _is_there(storage: Storage, key: str) -> bool:
+    try:
+        storage.stat(key)
+    except StorageError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _in_place(
+    storage: Storage, name: str, there: Sequence[str], markers: Sequence[str]
+) -> Iterator[Landing]:
+    storage.remove_many([f"{name}/{n}" for n in there if n in markers])
+    made = Landing(storage, f"{name}/")
+    try:
+        yield made
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            storage.remove_many(made.written)
+        raise
+    kept = set(made.written)
+    storage.remove_many([f"{name}/{n}" for n in there if f"{name}/{n}" not in kept])

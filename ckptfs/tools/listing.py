@@ -1,0 +1,243 @@
+"""What a run holds, checkpoint by checkpoint: what ``ckptfs ls`` shows. Read-only, no torch.
+
+candidates    from the folded log, the attempts and the directories beside it      cheap
+details       sizes, ranks and times of those that are wanted: one small read each, side by side
+
+committed     as the log says; also ``not projected``, where stock torch does not see it yet
+in doubt      a domain that decides is out of reach from here
+on its way    an attempt without a seal; ``abandoned`` where its writer can not finish it any more
+damaged       its manifest is missing or another one. Files are not looked at: that is ``verify``
+deleted       by the log, with bytes still there; ``aborted``, ``replaced``, ``overwritten``: history
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptfs.commit.beside import look_beside, names_beside
+from ckptfs.commit.catalog import Origin
+from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, log_key
+from ckptfs.commit.looking import Look
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Live, Standing, catalog, commits, hidden, seal_of, standing
+from ckptfs.commit.recovery import AttemptRecord, read_record
+from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import Entry, Storage
+from ckptfs.tools.details import from_beside, from_seal
+from ckptfs.tools.holding import Hold, holding_of
+from ckptfs.tools.lines import (
+    HISTORY,
+    Checkpoint,
+    Run,
+    Sort,
+    State,
+    age_s,
+    began_at,
+    in_order,
+    side_by_side,
+)
+
+__all__ = ["gap", "list_run"]
+
+_NEWER = "the log has entries of a newer version, which are not understood here: upgrade ckptfs"
+_STALE_S = 24 * 3600.0  # an attempt so old is shown as abandoned; nothing is decided by it
+
+
+def list_run(
+    look: Look,
+    *,
+    everything: bool = False,
+    kinds: Collection[Kind] = (),
+    names: Collection[str] = (),
+    sort: Sort = Sort.COMMIT,
+    limit: int | None = None,
+) -> Run:
+    """The checkpoints of a run, in commit order those that the log knows.
+
+    everything: history too, and whether stock readers see each. kinds, names: only these. limit: so
+    many, the last of the order. NotFoundError: the place is absent. ManifestError: the log is damaged.
+    """
+    found = _candidates(look, names)
+    shown = [one for one in found if everything or one.line.state not in HISTORY]
+    withheld = len(found) - len(shown)
+    if limit is not None and sort is Sort.COMMIT and not kinds:
+        shown = shown[max(0, len(shown) - limit) :]  # what is not shown is not read
+    lines = [
+        line
+        for line in side_by_side(lambda one: one.detailed(look, everything=everything), shown)
+        if line is not None and (not kinds or line.kind in kinds)
+    ]
+    lines = in_order(lines, sort)
+    if limit is not None:
+        lines = lines[max(0, len(lines) - limit) :]
+    return Run(look.root, holding_of(look.views), tuple(lines), withheld, _notes(look))
+
+
+# -- candidates -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What is known without a read of its own. seal: of a save; beside: a directory to look at."""
+
+    line: Checkpoint
+    seal: Seal | None = None
+    is_beside: bool = False
+
+    def detailed(self, look: Look, *, everything: bool) -> Checkpoint | None:
+        """With what its manifest tells; None: it is no checkpoint."""
+        if self.is_beside:
+            beside = drive(look_beside(self.line.name, look.views, look.root), look.storage)
+            return None if beside is None else from_beside(self.line, beside)
+        if self.seal is None:
+            return self.line
+        return from_seal(self.line, self.seal, look, everything=everything)
+
+
+def _candidates(look: Look, names: Collection[str]) -> list[_Candidate]:
+    attempts = _attempts(look)
+    found = [*_beside(look, names), *_logged(look, attempts), *_unsealed(look, attempts)]
+    return [one for one in found if not names or one.line.name in names]
+
+
+def _beside(look: Look, names: Collection[str]) -> list[_Candidate]:
+    entries = [Entry(name, is_dir=True) for name in names] or look.storage.list("")
+    return [
+        _Candidate(Checkpoint(look.root / name, name, State.COMMITTED, None), is_beside=True)
+        for name in names_beside(entries, look.views)
+    ]
+
+
+def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
+    """What the log knows: history and committed saves in commit order, then what is in doubt."""
+    lives = commits(look.views)
+    live = {one.seal.save_id for one in catalog(look.views)}
+    order = {one.seal.save_id: at for at, one in enumerate(lives)}
+    names = {one.save_id: one.name for one in attempts}
+    found: list[tuple[int, _Candidate]] = []
+    for save_id in dict.fromkeys(s for view in look.views.values() for s in view.saves):
+        seal = seal_of(save_id, look.views)
+        if standing(save_id, look.views) is Standing.ABORTED:
+            name = names.get(save_id, "") if seal is None else seal.name
+            if name:  # else nothing is left of it; the log tells
+                line = Checkpoint(look.root / name, name, State.ABORTED, Origin.LOG)
+                line = replace(line, save_id=save_id, created_at=began_at(save_id))
+                found.append((-1, _Candidate(line)))
+        elif seal is not None:
+            state, note = _state_of(seal, look, lives, live)
+            if state is not None:
+                line = _line(look, seal, state, note)
+                found.append((order.get(save_id, len(order)), _Candidate(line, seal)))
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+
+
+def _state_of(
+    seal: Seal, look: Look, lives: Sequence[Live], live: Collection[str]
+) -> tuple[State | None, str]:
+    """Of a sealed save, and why; None: nothing of it is left."""
+    views = look.views
+    match standing(seal.save_id, views):
+        case Standing.COMMITTED if seal.save_id in live:
+            return State.COMMITTED, ""
+        case Standing.COMMITTED:
+            is_hidden = hidden(seal, views, lives)
+            return (State.OVERWRITTEN if is_hidden else State.REPLACED), ""
+        case Standing.DELETED:
+            saves = [view.save(seal.save_id) for view in views.values()]
+            if all(save.gone for save in saves if save.seal is not None):
+                return None, ""
+            return State.DELETED, "its bytes are still there"
+        case Standing.IN_DOUBT:
+            lost = sorted(set(seal.domains) - set(views))
+            return State.IN_DOUBT, f"out of reach: domain {', '.join(lost)}"
+        case _:
+            return State.IN_DOUBT, "not sealed in all of its domains"
+
+
+def _line(look: Look, seal: Seal, state: State, note: str) -> Checkpoint:
+    return Checkpoint(
+        look.root / seal.name,
+        seal.name,
+        state,
+        Origin.LOG,
+        seal.step,
+        seal.artifact,
+        seal.save_id,
+        began_at(seal.save_id),
+        parts=tuple(ref.name for ref in seal.parts),
+        pinned=any(view.save(seal.save_id).pinned for view in look.views.values()),
+        failure=seal.failure,
+        generation=seal.base.number,
+        domains=seal.everywhere,
+        note=note,
+    )
+
+
+def _attempts(look: Look) -> list[AttemptRecord]:
+    try:
+        entries = look.storage.list(ATTEMPTS)
+    except NotFoundError:
+        return []
+    ids = [e.name for e in entries if e.is_dir]
+    caps = look.storage.capabilities
+    return side_by_side(lambda one: drive(read_record(one, caps), look.storage), ids)
+
+
+def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]:
+    """Attempts that no log has settled."""
+    hold = holding_of(look.views).hold
+    generation = max((view.generation for view in look.views.values()), default=None)
+    found = []
+    for record in attempts:
+        saves = [view.save(record.save_id) for view in look.views.values()]
+        if any(s.seal is not None or s.aborted or s.decided is not None for s in saves):
+            continue
+        created_at = began_at(record.save_id)
+        state, note = State.SAVING, ""
+        if record.base is None:
+            note = "nothing was written yet"
+        elif generation is not None and record.base < generation:
+            state, note = State.ABANDONED, "a newer owner came"
+        elif hold is Hold.GONE:
+            state, note = State.ABANDONED, "its writer is gone"
+        elif (age_s(created_at) or 0.0) > _STALE_S:
+            state, note = State.ABANDONED, "it began more than a day ago"
+        if any(save.part is not None for save in saves):
+            note = "a part, whole; the others are not yet"
+        name = record.name or record.save_id
+        base = None if record.base is None else record.base.number
+        line = Checkpoint(look.root / name, name, state, None, save_id=record.save_id)
+        found.append(_Candidate(replace(line, created_at=created_at, generation=base, note=note)))
+    return found
+
+
+def _notes(look: Look) -> tuple[str, ...]:
+    if look.views:
+        told = [gap(look.storage, view.next) for view in look.views.values()]
+        told += [_NEWER for view in look.views.values() if view.foreign]
+        return tuple(note for note in told if note)
+    try:
+        entries = look.storage.list(LOG)
+    except NotFoundError:
+        return ()
+    if not entries:
+        return ()
+    return (f"{CONTROL}/domain is missing: the log is not read, each checkpoint speaks for itself",)
+
+
+def gap(storage: Storage, end: int) -> str:
+    """Entries are numbered without gaps: one beyond the end means that one was taken away."""
+    # In this order: a writer may go on meanwhile.
+    if _is_there(storage, log_key(end + 1)) and not _is_there(storage, log_key(end)):
+        return f"entry {end} of the log is missing, and what comes after it is not read: ckptfs log"
+    return ""
+
+
+def _is_there(storage: Storage, key: str) -> bool:
+    try:
+        storage.stat(key)
+    except NotFoundError:
+        return False
+    return True

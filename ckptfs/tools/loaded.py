@@ -1,0 +1,71 @@
+"""Leaves of one torch.save file, loaded with weights_only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckptfs.commit.digests import ItemDigests
+from ckptfs.dcp.boxes import narrowed
+from ckptfs.dcp.leaves import serialise_leaf
+from ckptfs.dcp.resolve import host_tensor
+from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
+
+__all__ = ["LoadedContents"]
+
+
+class LoadedContents(Contents):
+    """Leaves of one torch.save file that was loaded: a nested dict, flattened as DCP does it."""
+
+    def __init__(self, loaded: Any, file: str) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._objects: dict[str, Any] = {}
+        found: dict[str, Leaf] = {}
+        for path, value in _flat(loaded, ()):
+            key = ".".join(str(part) for part in path) or file
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self._tensors[key] = value
+                whole = (0,) * value.dim(), tuple(value.shape)
+                shard = Shard(*whole, file, 0, value.numel() * value.element_size())
+                found[key] = TensorLeaf(key, value.dtype, tuple(value.shape), (shard,), path)
+            else:
+                self._objects[key] = value
+                size = serialise_leaf(value).getbuffer().nbytes
+                found[key] = ObjectLeaf(key, file, 0, size, path)
+        self.leaves = found
+
+    def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """As ``Contents.read``: views of what was loaded, copied where they are not contiguous."""
+        return [
+            host_tensor(narrowed(self._tensors[box.leaf.key], box.offsets, box.lengths))
+            for box in boxes
+        ]
+
+    def blob(self, leaf: ObjectLeaf) -> bytes:
+        """As ``Contents.blob``: pickled once more, by itself."""
+        return serialise_leaf(self._objects[leaf.key]).getvalue()
+
+    def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
+        """None: such a file has no digests."""
+        return None
+
+
+def _flat(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, (*path, str(key)))
+    elif isinstance(value, list) and any(_holds_tensors(inner) for inner in value):
+        for number, inner in enumerate(value):
+            yield from _flat(inner, (*path, number))
+    else:
+        yield path, value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(inner) for inner in value.values())
+    if isinstance(value, list):
+        return any(_holds_tensors(inner) for inner in value)
+    return isinstance(value, torch.Tensor)

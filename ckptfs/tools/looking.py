@@ -1,0 +1,260 @@
+"""What lies at a URI: a run, one checkpoint, or runs further down. Read-only, no torch.
+
+    look_at(uri)    -> Run          it has a log, or checkpoints lie in it
+                    -> OneOf        one checkpoint, and its files where they are asked for
+                    -> Runs         a directory or prefix above runs
+
+    newest(uri)     -> Newest       the last commit of a kind, and when it was made
+
+NotFoundError: nothing is there. On an object store an empty place is no place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.commit.beside import newest as newest_of
+from ckptfs.commit.catalog import Origin, find, list_live
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA
+from ckptfs.commit.looking import Look, looking_at
+from ckptfs.commit.ops import drive
+from ckptfs.errors import CkptfsError, ManifestError, NotFoundError, StorageError
+from ckptfs.storage.base import Entry, Shape, Storage
+from ckptfs.tools.holding import Holding, holding_of
+from ckptfs.tools.lines import Checkpoint, Run, Sort, State, began_at, side_by_side
+from ckptfs.tools.listing import gap, list_run
+from ckptfs.uri import Uri
+
+__all__ = ["File", "Newest", "OneOf", "RunFound", "Runs", "Wanted", "look_at", "newest"]
+
+_DEPTH = 3  # directories between what was asked for and a run
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is shown of a place; see ``list_run``. files: of one checkpoint."""
+
+    everything: bool = False
+    kinds: tuple[Kind, ...] = ()
+    sort: Sort = Sort.COMMIT
+    limit: int | None = None
+    files: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a checkpoint. path: from its directory. domain: that holds it, None for all."""
+
+    path: str
+    size_bytes: int
+    domain: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One checkpoint of a run. lines: the save of that name, older ones of the name after it."""
+
+    uri: Uri
+    holding: Holding
+    lines: tuple[Checkpoint, ...]
+    files: tuple[File, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Newest:
+    """The latest; None: there is none. notes: what is odd about its run, as of ``Run``."""
+
+    checkpoint: Checkpoint | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunFound:
+    """A run below the place that was looked at. trouble: why nothing is known of it."""
+
+    uri: Uri
+    holding: Holding | None
+    checkpoints: int = 0
+    latest: str | None = None
+    step: int | None = None
+    created_at: str | None = None
+    trouble: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """A place above runs."""
+
+    uri: Uri
+    runs: tuple[RunFound, ...]
+
+
+def look_at(
+    uri: Any, wanted: Wanted = Wanted(), storage_options: Mapping[str, Any] | None = None
+) -> Run | OneOf | Runs:
+    """What lies there. NotFoundError; ManifestError: a run's log is damaged; the storage's errors."""
+    with looking_at(uri, storage_options) as look:
+        if look.views:
+            return _list(look, wanted)
+        entries = _entries(look.storage, "")
+        names = {entry.name for entry in entries or ()}
+        # A run that is being made, or has lost its domain, is still one.
+        if CONTROL in names and not names & {MANIFEST, METADATA}:
+            return _list(look, wanted)
+        one = _one_of(look.root, wanted, storage_options, must=bool(names & {MANIFEST, METADATA}))
+        if one is not None:
+            return one
+        entries = _refuse_absent(look, entries)
+        run = _list(look, wanted)
+        if run.checkpoints or not any(entry.is_dir for entry in entries):
+            return run
+        found = tuple(_runs_below(look, entries, storage_options))
+        return Runs(look.root, found) if found else run
+
+
+def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None) -> Newest:
+    """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made; None:
+    there is none. NotFoundError: the place is absent. ManifestError: the log has a gap, so that what is
+    found may be an old one.
+    """
+    with looking_at(run_uri, storage_options) as look:
+        for view in look.views.values():
+            told = gap(look.storage, view.next)
+            if told:
+                raise ManifestError(told, uri=look.root, hint="the newest may be among these")
+        found = drive(newest_of(look.views, look.root, kind), look.storage)
+        if found is not None:
+            run = list_run(look, names=[found.uri.name])
+            # Of the name there may be other lines: an attempt to replace it.
+            lines = [one for one in run.checkpoints if one.save_id == found.save_id]
+            return Newest(lines[0] if lines else None, run.notes)
+        if not look.views:
+            _refuse_absent(look, _entries(look.storage, ""))
+        return Newest(None)
+
+
+def _refuse_absent(look: Look, entries: list[Entry] | None) -> list[Entry]:
+    if entries:
+        return entries
+    if entries is None or look.storage.capabilities.shape is Shape.OBJECT:
+        raise NotFoundError(
+            "nothing is there", uri=look.root, hint="ckptfs ls of what is above it tells what is"
+        )
+    return entries
+
+
+def _list(look: Look, wanted: Wanted, names: Collection[str] = ()) -> Run:
+    return list_run(
+        look,
+        everything=wanted.everything or bool(names),
+        kinds=wanted.kinds,
+        names=names,
+        sort=wanted.sort,
+        limit=wanted.limit,
+    )
+
+
+def _entries(storage: Storage, key: str) -> list[Entry] | None:
+    try:
+        return storage.list(key)
+    except NotFoundError:
+        return None
+
+
+# -- one checkpoint -------------------------------------------------------------------------
+
+
+def _one_of(
+    target: Uri, wanted: Wanted, options: Mapping[str, Any] | None, *, must: bool
+) -> OneOf | None:
+    """The checkpoint of that name in its parent; None where that knows none. must: there is one."""
+    if target.parent == target or not target.name:
+        return None
+    with contextlib.ExitStack() as stack:
+        try:
+            look = stack.enter_context(looking_at(target.parent, options))
+            run = _list(look, wanted, [target.name])
+        except StorageError:
+            if must:
+                raise
+            return None  # above a run nothing need be permitted
+        if not run.checkpoints:
+            return None
+        lines = tuple(sorted(run.checkpoints, key=lambda one: _RANK.get(one.state, 9)))
+        files = tuple(_files(look, lines[0])) if wanted.files else None
+        return OneOf(target, run.holding, lines, files)
+
+
+_RANK = {State.COMMITTED: 0, State.UNPROJECTED: 0, State.IN_DOUBT: 1, State.DAMAGED: 2}
+
+
+def _files(look: Look, line: Checkpoint) -> Iterator[File]:
+    if line.manifest is not None:
+        for record in line.manifest.files:
+            yield File(record.path, record.size_bytes, record.domain)
+    elif line.origin is Origin.STOCK:
+        found = [e.name for e in look.storage.list(line.name) if not e.is_dir]
+        sizes = side_by_side(lambda name: look.storage.stat(f"{line.name}/{name}"), found)
+        for name, stat in zip(found, sizes, strict=True):
+            yield File(name, stat.size_bytes)
+
+
+# -- runs further down ----------------------------------------------------------------------
+
+
+def _runs_below(
+    look: Look, entries: Sequence[Entry], options: Mapping[str, Any] | None
+) -> Iterator[RunFound]:
+    """Runs below the place, level by level; what lies in a run is not looked at."""
+    level = [entry.name for entry in entries if entry.is_dir]
+    runs: list[str] = []
+    for _ in range(_DEPTH):
+        below: list[str] = []
+        for key, found in zip(level, side_by_side(_lister(look.storage), level), strict=True):
+            names = {entry.name for entry in found}
+            if CONTROL in names:
+                runs.append(key)
+            elif names & {MANIFEST, METADATA}:
+                runs.append(key.rpartition("/")[0])  # a checkpoint: what holds it is a run
+            else:
+                below += [f"{key}/{entry.name}" for entry in found if entry.is_dir]
+        level = [key for key in below if key.rpartition("/")[0] not in runs]
+    yield from side_by_side(lambda key: _summary(look.root / key, options), sorted(set(runs)))
+
+
+def _lister(storage: Storage) -> Any:
+    def entries(key: str) -> list[Entry]:
+        try:
+            return storage.list(key)
+        except StorageError:
+            return []  # gone meanwhile, or not for us to see
+
+    return entries
+
+
+def _summary(uri: Uri, options: Mapping[str, Any] | None) -> RunFound:
+    try:
+        with looking_at(uri, options) as look:
+            live = [seal for seal in list_live(look.views) if not seal.failure]
+            holding = holding_of(look.views)
+            if not live:
+                run = list_run(look)
+                loose = [one for one in run.checkpoints if one.state is State.COMMITTED]
+                last = max(loose, key=lambda one: (one.step or -1, one.name), default=None)
+                told = (
+                    (None, None, None) if last is None else (last.name, last.step, last.created_at)
+                )
+                return RunFound(uri, holding, len(loose), *told)
+            states = [seal for seal in live if seal.artifact is Kind.CHECKPOINT]
+            seal = (states or live)[-1]
+            created_at = began_at(seal.save_id)
+            with contextlib.suppress(CkptfsError):
+                found = drive(find(seal, look.storage.capabilities.shape, uri), look.storage)
+                created_at = found.manifest.created_at if found.manifest else created_at
+            return RunFound(uri, holding, len(live), seal.name, seal.step, created_at)
+    except CkptfsError as error:
+        return RunFound(uri, None, trouble=error.message)

@@ -1,0 +1,137 @@
+"""Opening what a URI names, whatever it is: the contents, and what is known about them.
+
+with open_contents(uri, options) as opened:
+    opened.contents   opened.format   opened.found (None of a single file)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.entries import Kind
+from ckptfs.dcp.datafile import Source, Verify
+from ckptfs.dcp.opened import read_metadata, source_of
+from ckptfs.dcp.safetensors_format import SUFFIX
+from ckptfs.dcp.safetensors_layout import read_file_layout, read_layout
+from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.contents import Contents
+from ckptfs.tools.loaded import LoadedContents
+from ckptfs.tools.located import File, file_at, located
+from ckptfs.tools.saved import SavedContents
+from ckptfs.uri import Uri
+
+__all__ = ["Format", "Opened", "open_contents"]
+
+
+class Format(StrEnum):
+    """How the bytes lie there."""
+
+    CKPTFS = "ckptfs"
+    DCP = "torch.distributed.checkpoint"
+    SAFETENSORS = "safetensors"
+    TORCH_SAVE = "torch.save"
+    FILES = "files"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """found, storage, home: None of one file, where it lies, and the directory that paths begin at."""
+
+    uri: Uri
+    format: Format
+    contents: Contents
+    storage: Storage
+    home: str
+    found: Found | None = None
+
+
+class _NoLeaves(SavedContents):
+    """A directory of files that hold no tensors we know how to read."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, Metadata(state_dict_metadata={}, storage_data={}))
+
+
+@contextlib.contextmanager
+def open_contents(
+    uri: Any,
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    verify: Verify = Verify.READ,
+) -> Iterator[Opened]:
+    """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file.
+
+    Local, read-only. A torch.save file is loaded with weights_only; IntegrityError: it is none,
+    or holds what would run code. Errors of finding it are those of ``ckptfs.load``.
+    """
+    with file_at(uri, storage_options) as file:
+        if file is not None:
+            yield _file(file, verify)
+            return
+    with located(uri, storage_options) as here:
+        storage, found = here.storage, here.found
+        source = source_of(storage, found, verify, 0)
+        manifest = found.manifest
+        if found.metadata and (manifest is None or manifest.artifact is not Kind.DIRECTORY):
+            kind = Format.DCP if manifest is None else Format.CKPTFS
+            contents: Contents = SavedContents(source, read_metadata(storage, found))
+        else:
+            kind, contents = _directory(storage, found, source, verify)
+        yield Opened(here.uri, kind, contents, storage, found.home, found)
+
+
+def _directory(
+    storage: Storage, found: Found, source: Source, verify: Verify
+) -> tuple[Format, Contents]:
+    try:
+        layout = read_layout(storage, found, verify)
+    except NotFoundError:
+        return Format.FILES, _NoLeaves(source)
+    return Format.SAFETENSORS, SavedContents(layout.source(source), layout.metadata)
+
+
+def _file(file: File, verify: Verify) -> Opened:
+    name = file.uri.name
+    if name.endswith(SUFFIX):
+        source = Source(file.storage, "", verify=verify)
+        layout = read_file_layout(source, name)
+        contents: Contents = SavedContents(layout.source(source), layout.metadata)
+        return Opened(file.uri, Format.SAFETENSORS, contents, file.storage, "")
+    contents = LoadedContents(_load(file), name)
+    return Opened(file.uri, Format.TORCH_SAVE, contents, file.storage, "")
+
+
+def _load(file: File) -> Any:
+    name = file.uri.name
+    path = file.storage.local_path(name)
+    try:
+        if path is not None:
+            # Mapped: pages come as they are looked at, and go again when memory is short.
+            with contextlib.suppress(RuntimeError):  # written by an old torch, not as an archive
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        with file.storage.open_read(name) as reader:
+            data = bytearray(reader.size_bytes)
+            reader.read_into(0, memoryview(data))
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (CkptfsError, MemoryError):
+        raise
+    except Exception as error:
+        refused = isinstance(error, pickle.UnpicklingError)
+        raise IntegrityError(
+            f"not loadable with weights_only: {str(error).splitlines()[0]}",
+            uri=file.uri,
+            hint="it holds objects that would run code, or is no torch.save file"
+            if refused
+            else "the file is damaged, or torch.save did not write it",
+        ) from error

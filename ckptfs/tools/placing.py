@@ -1,0 +1,134 @@
+"""Which tensor lies in which bytes, by ``.metadata`` or safetensors headers; and whether that can be.
+
+places_of(storage, found)          path -> (start, stop, key), for messages; {} where nobody tells
+look_into(storage, seen)           .metadata names this save, listed files, ranges inside them
+look_at_stock(storage, seen)       the same of a plain DCP checkpoint: there are sizes, no digests
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.entries import Kind
+from ckptfs.commit.layout import METADATA
+from ckptfs.commit.manifest import digest_of
+from ckptfs.dcp.datafile import Verify
+from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.safetensors_layout import read_layout
+from ckptfs.errors import CkptfsError, ManifestError, NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.findings import Damage
+from ckptfs.tools.looked import Looked
+
+__all__ = ["Places", "keys_in", "look_at_stock", "look_into", "places_of"]
+
+Places = Mapping[str, Sequence[tuple[int, int, str]]]
+
+_DO = "copy it back from another place, or restore another checkpoint"
+_MOST = 5
+
+
+def places_of(storage: Storage, found: Found) -> Places:
+    """Where each leaf lies; empty where it cannot be told, for whatever reason."""
+    manifest = found.manifest
+    try:
+        if manifest is not None and manifest.artifact is Kind.DIRECTORY:
+            return _by_path(read_layout(storage, found, Verify.OFF).metadata)
+        return _by_path(_decoded(storage, found))
+    except CkptfsError:
+        return {}  # of damaged .metadata: a finding of its own
+
+
+def keys_in(places: Places, path: str, start: int, stop: int) -> tuple[str, ...]:
+    """The leaves that have any of these bytes of a file, in their order there. Pure."""
+    return tuple(key for low, high, key in places.get(path, ()) if low < stop and start < high)
+
+
+def look_into(storage: Storage, seen: Looked) -> None:
+    """Adds findings. Whoever changed ``.metadata`` and the manifest both is found by this."""
+    found, manifest = seen.found, seen.manifest
+    if found is None or manifest is None or manifest.artifact is Kind.DIRECTORY or manifest.parts:
+        return
+    path = f"{manifest.save_id}/{METADATA}"
+    if path not in seen.sizes or any(finding.path == path for finding in seen.findings):
+        return  # another domain's; or what is wrong with it is told
+    uri = storage.uri(found.metadata)
+    try:
+        metadata = _decoded(storage, found)
+    except ManifestError as error:
+        seen.add(Damage.METADATA, uri, error.message, _DO, path=path)
+        return
+    told = None if metadata.storage_meta is None else metadata.storage_meta.save_id
+    if told not in (None, manifest.save_id):
+        what = f"it names save {told} instead of {manifest.save_id}"
+        seen.add(Damage.METADATA, uri, what, _DO, path=path)
+    sizes = {f.path: f.size_bytes for f in manifest.files}
+    for what in _outside(_by_path(metadata), sizes):
+        seen.add(Damage.METADATA, uri, what, _DO, path=path)
+
+
+def look_at_stock(storage: Storage, seen: Looked) -> None:
+    """Adds findings, and that there is nothing to compare data with."""
+    found = seen.found
+    if found is None:
+        return
+    seen.notes.append("no digests: sizes only")
+    uri = storage.uri(found.metadata)
+    try:
+        places = _by_path(_decoded(storage, found))
+    except ManifestError as error:
+        seen.add(Damage.METADATA, uri, error.message, _DO, path=METADATA)
+        return
+    seen.sizes[METADATA] = storage.stat(found.metadata).size_bytes
+    for path, ranges in sorted(places.items()):
+        needed, keys = max(stop for _, stop, _ in ranges), tuple(key for _, _, key in ranges)
+        where = storage.uri(f"{found.home}/{path}")
+        try:
+            size = storage.stat(f"{found.home}/{path}").size_bytes
+        except NotFoundError:
+            seen.add(Damage.MISSING, where, "it is missing", _DO, path=path, tensors=keys)
+            continue
+        seen.sizes[path] = size
+        if size < needed:
+            lost = keys_in(places, path, size, needed)
+            what = f"it has {size} bytes, .metadata needs {needed}"
+            told = {"path": path, "start": size, "stop": needed, "tensors": lost}
+            seen.add(Damage.SIZE, where, what, _DO, **told)
+
+
+def _decoded(storage: Storage, found: Found) -> Metadata:
+    raw, manifest = storage.read(found.metadata), found.manifest
+    if manifest is not None:
+        path = f"{manifest.save_id}/{METADATA}"
+        sealed = {f.digest for f in manifest.files if f.path == path}
+        if sealed and digest_of(raw) not in sealed:
+            raise ManifestError("it differs from what was committed")
+    shared = frozenset() if manifest is None else {f.path for f in manifest.files if f.is_shared}
+    return decode_metadata(raw, storage.uri(found.metadata), shared)
+
+
+def _by_path(metadata: Metadata) -> dict[str, list[tuple[int, int, str]]]:
+    found: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for index, place in metadata.storage_data.items():
+        ends = (place.offset, place.offset + place.length)
+        found[place.relative_path].append((*ends, index.fqn))
+    for ranges in found.values():
+        ranges.sort()
+    return found
+
+
+def _outside(places: Places, sizes: Mapping[str, int]) -> list[str]:
+    wrong = [
+        f"it places {key!r} in {path}, which the manifest does not list"
+        if path not in sizes
+        else f"it places {key!r} at {stop} of {path}, which has {sizes[path]} bytes"
+        for path, ranges in places.items()
+        for _, stop, key in ranges
+        if stop > sizes.get(path, -1)
+    ]
+    more = [f"and {len(wrong) - _MOST} more places that cannot be"] if len(wrong) > _MOST else []
+    return wrong[:_MOST] + more

@@ -1,0 +1,317 @@
+"""Whether one checkpoint has the form that its manifest and its seal say. No data is read; no torch,
+unless ``.metadata`` has to be looked into.
+
+    manifest      the sealed one, by its digest              log -> manifest
+                  it says what the log says, and lists what a checkpoint cannot be without
+    files         every listed one is there, with its size   manifest -> files
+    sidecars      they are those that were committed, decode, and are of their files
+    .metadata     its digest, or what it says: this save, listed files, ranges inside them
+    projection    what stock readers see is what was committed
+
+What is damaged does not end the look: the rest is looked at too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ckptfs.commit.catalog import Found, find, unlogged
+from ckptfs.commit.digests import FileDigests, decode_digests
+from ckptfs.commit.layout import LOG, MANIFEST, METADATA
+from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Views
+from ckptfs.commit.shared_data import file_key
+from ckptfs.errors import (
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+)
+from ckptfs.storage.base import Stat, Storage
+from ckptfs.tools.agreement import contradictions, lacks
+from ckptfs.tools.findings import Damage, Finding
+from ckptfs.tools.looked import Looked, Target
+
+__all__ = ["look_at"]
+
+_BRING_BACK = "copy it back from another place, or restore another checkpoint"
+_SIDECAR_BACK = 'copy it back; the data may be whole: it loads with verify="off", unverified'
+_UNBOUND = (
+    "unchecked: sidecars are not bound to the manifest, as it was written by an older version: a data "
+    "file that was replaced together with its sidecar looks whole"
+)
+_ENTRY = "copy the entry back from another place; else copy what is whole to a new run"
+_REWRITE = "our readers do not need it; stock ones see what is there: copy {} over it"
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_once: int) -> Looked:
+    """Look at one checkpoint that has no parts, or at a whole without its parts. Local, read-only.
+
+    domain: the id of the one that is seen from here, "" for none. at_once: requests. NotFoundError:
+    there is none. Errors of the storage that say nothing of the checkpoint are raised.
+    """
+    seen = Looked(target)
+    if target.seal is not None and domain not in target.seal.domains:
+        lost = ", ".join(target.seal.domains)
+        seen.unchecked.append(f"it lies in domain {lost}: not seen from here; verify there")
+        return seen
+    seen.found = _open(storage, target, views, seen)
+    manifest = seen.manifest
+    if seen.found is None or manifest is None:
+        return seen
+    _look_at_manifest(storage, seen, manifest)
+    seen.files = _expected(storage, seen, manifest, domain, at_once)
+    _look_at_files(storage, seen, at_once)
+    _look_at_sidecars(storage, seen, at_once)
+    _look_at_small(storage, seen, manifest)
+    _look_at_projection(storage, seen, manifest)
+    return seen
+
+
+# -- manifest ------------------------------------------------------------------------
+
+
+def _open(storage: Storage, target: Target, views: Views, seen: Looked) -> Found | None:
+    """Where it lies; by the projected manifest where the sealed one is damaged."""
+    if target.seal is None:
+        return _open_unlogged(storage, target, views, seen)
+    seal = target.seal
+    key = f"{target.name}/{seal.save_id}/{MANIFEST}"
+    try:
+        return drive(find(seal, storage.capabilities.shape, target.uri), storage)
+    except (NotFoundError, StaleError):
+        seen.add(Damage.MANIFEST, storage.uri(key), "the sealed manifest is missing", _BRING_BACK)
+    except (IntegrityError, ManifestError) as error:
+        seen.add(Damage.MANIFEST, storage.uri(key), error.message, _BRING_BACK)
+    try:
+        raw = storage.read(f"{target.name}/{MANIFEST}")
+    except NotFoundError:
+        return None
+    if digest_of(raw) != seal.digest:
+        return None
+    # The copy that people see is the sealed one: the rest can be looked at by it.
+    seen.findings[-1] = Finding(
+        Damage.MANIFEST,
+        storage.uri(key),
+        seen.findings[-1].what,
+        f"{storage.uri(target.name)}/{MANIFEST} is whole: copy it there",
+    )
+    manifest = decode_manifest(raw, storage.uri(target.name))
+    return Found(target.name, f"{target.name}/{seal.save_id}/{METADATA}", manifest, seal)
+
+
+def _open_unlogged(storage: Storage, target: Target, views: Views, seen: Looked) -> Found | None:
+    where = storage.uri(f"{target.name}/{MANIFEST}")
+    try:
+        found = drive(unlogged(target.name, views, target.uri), storage)
+    except ManifestError as error:
+        seen.add(Damage.MANIFEST, where, error.message, error.hint or _BRING_BACK)
+        return None
+    manifest = found.manifest
+    if manifest is None:
+        return found
+    inner = storage.uri(f"{target.name}/{manifest.save_id}/{MANIFEST}")
+    try:
+        raw = storage.read(f"{target.name}/{manifest.save_id}/{MANIFEST}")
+    except NotFoundError:
+        seen.add(Damage.MANIFEST, inner, "the immutable manifest is missing", _BRING_BACK)
+        return found
+    outer = storage.read(f"{target.name}/{MANIFEST}")
+    if raw != outer:
+        seen.add(Damage.MANIFEST, inner, f"it differs from {where}", _BRING_BACK)
+    elif target.digest is not None and digest_of(raw) != target.digest:
+        seen.add(Damage.MANIFEST, inner, "it is not the one that the whole names", _BRING_BACK)
+    return found
+
+
+def _look_at_manifest(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+    """Against the log, and whether it lists anything: what is not listed is not looked at."""
+    seal, name = seen.target.seal, seen.target.name
+    for what in contradictions(seal, manifest) if seal is not None else ():
+        seen.add(Damage.LOG, storage.uri(LOG), f"its entry of {name} was changed: {what}", _ENTRY)
+    missing, uri = lacks(manifest), storage.uri(f"{name}/{manifest.save_id}/{MANIFEST}")
+    if missing:
+        what = f"it does not list {missing}, without which nobody can read the checkpoint"
+        seen.add(Damage.MANIFEST, uri, what, _BRING_BACK)
+    elif not manifest.files and not manifest.parts:
+        seen.unchecked.append("the manifest lists no file")
+
+
+# -- files ---------------------------------------------------------------------------
+
+
+def _expected(
+    storage: Storage, seen: Looked, manifest: Manifest, domain: str, at_once: int
+) -> tuple[FileRecord, ...]:
+    """The files that must be seen from here; what lies on other nodes' disks is told."""
+    ids = [d.id for d in manifest.domains]
+    if domain in ids and seen.target.seal is not None:
+        away = [d for d in manifest.domains if d.id != domain]
+    elif len(ids) > 1:
+        # Copied here: a domain of which nothing at all is here was not copied.
+        here = {
+            f.domain
+            for f, stat in _stats(storage, seen, manifest.files, at_once)
+            if stat is not None
+        }
+        away = [d for d in manifest.domains if d.id not in here]
+    else:
+        away = []
+    for lost in away:
+        hosts = f" on {', '.join(lost.hosts)}" if lost.hosts else ""
+        count = sum(f.domain == lost.id for f in manifest.files)
+        seen.unchecked.append(
+            f"domain {lost.id}{hosts}, {count} files: not seen from here; verify there"
+        )
+    gone = {lost.id for lost in away}
+    files = [f for f in manifest.files if f.domain not in gone]
+    # Domains have a `.metadata` each under one path: only one of them is here.
+    return tuple({f.path: f for f in files}.values())
+
+
+def _stats(
+    storage: Storage, seen: Looked, files: Sequence[FileRecord], at_once: int
+) -> Iterator[tuple[FileRecord, Stat | None]]:
+    def stat_of(record: FileRecord) -> Stat | None:
+        try:
+            return storage.stat(_key(seen, record))
+        except (NotFoundError, NotADirectoryError):
+            return None
+
+    yield from zip(files, _map(stat_of, files, at_once), strict=True)
+
+
+def _look_at_files(storage: Storage, seen: Looked, at_once: int) -> None:
+    sidecars = {record.digests for record in seen.files}
+    for record, stat in _stats(storage, seen, seen.files, at_once):
+        uri = storage.uri(_key(seen, record))
+        if stat is None:
+            todo = _SIDECAR_BACK if record.path in sidecars else _BRING_BACK
+            seen.add(Damage.MISSING, uri, "it is missing", todo, path=record.path)
+            continue
+        size = seen.sizes[record.path] = stat.size_bytes
+        seen.stamps[record.path] = f"{size} {stat.modified_s} {stat.etag}"
+        if size != record.size_bytes:
+            seen.add(
+                Damage.SIZE,
+                uri,
+                f"it has {size} bytes, {record.size_bytes} were written",
+                _BRING_BACK,
+                path=record.path,
+                start=min(size, record.size_bytes),
+                stop=record.size_bytes,
+            )
+
+
+def _look_at_sidecars(storage: Storage, seen: Looked, at_once: int) -> None:
+    by_path = {record.path: record for record in seen.files}
+    pairs = [
+        (data, by_path[data.digests])
+        for data in seen.files
+        if data.digests in seen.sizes and data.digests in by_path
+    ]
+
+    def read(pair: tuple[FileRecord, FileRecord]) -> tuple[FileDigests, str] | tuple[str, str]:
+        data, sidecar = pair
+        try:
+            raw = storage.read(_key(seen, sidecar))
+            digests = decode_digests(raw, storage.uri(_key(seen, sidecar)))
+        except ManifestError as error:
+            return error.message, _SIDECAR_BACK
+        except StorageError as error:
+            return _of_the_disk(error), _SIDECAR_BACK
+        if sidecar.digest not in (None, digest_of(raw)):
+            # Replaced together with its file perhaps: then that is another one's too.
+            return "it is not the one that was committed", _BRING_BACK
+        end = max((item.offset + item.length for item in digests.items), default=0)
+        if end > data.size_bytes:
+            return f"it describes {end} bytes of a file of {data.size_bytes}", _SIDECAR_BACK
+        return digests, digest_of(raw)
+
+    if any(sidecar.digest is None for _, sidecar in pairs):
+        seen.notes.append(_UNBOUND)
+    for (data, sidecar), answer in zip(pairs, _map(read, pairs, at_once), strict=True):
+        told, more = answer
+        if isinstance(told, FileDigests):
+            seen.digests[data.path], seen.proofs[data.path] = told, more
+        else:
+            uri = storage.uri(_key(seen, sidecar))
+            seen.add(Damage.SIDECAR, uri, told, more, path=sidecar.path)
+
+
+def _look_at_small(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+    """``.metadata``, which has a digest of its own. Whatever else has one may be large: it is data."""
+    known, path = _digests_of(manifest, METADATA), f"{manifest.save_id}/{METADATA}"
+    record = next((f for f in seen.files if f.path == path), None)
+    if record is None or seen.sizes.get(path) != record.size_bytes or not known:
+        return
+    uri = storage.uri(_key(seen, record))
+    try:
+        raw = storage.read(_key(seen, record))
+    except StorageError as error:
+        seen.add(Damage.UNREADABLE, uri, _of_the_disk(error), _BRING_BACK, path=path)
+        return
+    if digest_of(raw) not in known:
+        seen.add(Damage.METADATA, uri, "it is not what was committed", _BRING_BACK, path=path)
+
+
+# -- projection ----------------------------------------------------------------------
+
+
+def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+    """What a person and stock readers see of a save that the log knows."""
+    home = "" if seen.found is None else seen.found.home
+    seal, wanted = seen.target.seal, {METADATA: _digests_of(manifest, METADATA)}
+    if seal is not None and home != seen.target.name:
+        seen.notes.append(
+            "it is committed and not projected yet: stock readers do not see it; the next writer "
+            "of the run, or prepare_run, does that"
+        )
+        return
+    if seal is not None:
+        wanted[MANIFEST] = {seal.digest}  # of a copy it was compared when it was opened
+    for name, digests in wanted.items():
+        if not digests:
+            continue  # files, and wholes of parts, have no `.metadata`
+        key = f"{seen.target.name}/{name}"
+        try:
+            why = "" if digest_of(storage.read(key)) in digests else "it is not what was committed"
+        except NotFoundError:
+            why = "it is missing"
+        if why:
+            source = storage.uri(f"{seen.target.name}/{manifest.save_id}/{name}")
+            seen.add(Damage.PROJECTION, storage.uri(key), why, _REWRITE.format(source), path=name)
+
+
+def _digests_of(manifest: Manifest, name: str) -> set[str]:
+    """Of one of our small files; each domain may have its own."""
+    path = f"{manifest.save_id}/{name}"
+    return {f.digest for f in manifest.files if f.path == path and f.digest}
+
+
+# -- helpers -------------------------------------------------------------------------
+
+
+def _key(seen: Looked, record: FileRecord) -> str:
+    return file_key(record, "" if seen.found is None else seen.found.home)
+
+
+def _of_the_disk(error: StorageError) -> str:
+    """What the storage said of these bytes; anything else is raised."""
+    if isinstance(error, NotFoundError) or type(error) is StorageError:
+        return error.message
+    raise error
+
+
+def _map(job: Callable[[T], R], things: Iterable[T], at_once: int) -> list[R]:
+    todo: Sequence[T] = list(things)
+    if at_once < 2 or len(todo) < 2:  # noqa: PLR2004
+        return [job(thing) for thing in todo]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="ckptfs-verify") as pool:
+        return list(pool.map(job, todo))

@@ -1,0 +1,349 @@
+"""Looks for debris in a run, read-only; see ``debris`` for what there is.
+
+by the log       attempts, deleted and replaced saves, trash
+by name and log  data of dead saves that came late, shared data that nobody lists
+by name and age  temporary files, uploads
+
+An id alone proves nothing: a person's copy of a checkpoint has the same one, and a run below has ids of
+its own. So data is late only where its save put it, and an upload is ours only under an id of this run.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from ckptfs.commit.entries import Generation, Seal
+from ckptfs.commit.layout import (
+    CONTROL,
+    PARTIAL_PREFIX,
+    SHARED,
+    TMP,
+    TRASH,
+    AttemptKeys,
+    shared_key,
+)
+from ckptfs.commit.looking import Look
+from ckptfs.commit.ops import drive
+from ckptfs.commit.pieces import pieces
+from ckptfs.commit.protocol import Standing, doomed, standing
+from ckptfs.commit.reclaim import listed_files
+from ckptfs.commit.recovery import AttemptRecord, Report, attempts_here, plan_recovery
+from ckptfs.commit.run import ORPHAN_S
+from ckptfs.commit.shared_data import needed, not_needed
+from ckptfs.errors import AccessError, UnsupportedError
+from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
+from ckptfs.tools.copies import homes_of, listed_by_copies, names_save
+from ckptfs.tools.debris import Debris, Fate, Found, Survey
+from ckptfs.tools.lines import age_s, began_at, side_by_side
+from ckptfs.tools.measured import Tree, files_below, is_link, listed, measured
+
+__all__ = ["survey_debris"]
+
+_WRITE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8,32}")
+_SAVE_ID = re.compile(r"(\d{8}T\d{6}-[0-9a-f]{8,32}|dcp-[0-9a-f]{16})(~[0-9a-f]+)?")
+_PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kept-.+)")
+_DAY_S = 24 * 3600.0
+
+
+def survey_debris(look: Look, older_than_s: float = _DAY_S) -> Survey:
+    """What is left in a run, as one process sees it. Empty where there is no log.
+
+    Errors are the storage's; ManifestError: an entry of the log is damaged.
+    """
+    if not look.views:
+        return Survey(())
+    finder = _Finder(look, older_than_s)
+    attempts = tuple(finder.attempts())
+    found = (
+        *attempts,
+        *finder.deleted(),
+        *finder.replaced(),
+        *finder.trash(),
+        *finder.beside_steps(),
+        *finder.shared(),
+        *finder.temporary(),
+        *finder.uploads({one.uri.name for one in attempts if one.fate is Fate.YOUNG}),
+    )
+    return Survey(found, finder.notes)
+
+
+class _Finder:
+    def __init__(self, look: Look, older_than_s: float) -> None:
+        self._look, self._older_than_s = look, older_than_s
+        self._storage: Storage = look.storage
+        self._caps = look.storage.capabilities
+        ((self._domain, self._state),) = look.views.items()
+        self._now_s = time.time()
+        self._records = {
+            record.save_id: record for record in drive(attempts_here(self._caps), self._storage)
+        }
+        self._uploads: tuple[UnfinishedUpload, ...] = ()
+        self.notes: tuple[str, ...] = ()
+        try:
+            self._uploads = self._storage.unfinished_uploads()
+        except (AccessError, UnsupportedError) as error:
+            self.notes = (f"unfinished uploads: not permitted to look ({error.message})",)
+
+    # -- by the log ---------------------------------------------------------------------
+
+    def attempts(self) -> Iterator[Found]:
+        """Attempts that the next owner would abort, or whose abort is in the log."""
+        report = Report(self._domain, self._state, tuple(self._records.values()))
+        next_owner = Generation(self._state.generation.number + 1, "")
+        plan = plan_recovery({self._domain: report}, next_owner)
+        dead = {record.save_id for record in (*plan.abort, *plan.released)}
+        doubtful = {seal.save_id for seal in plan.in_doubt}
+        for record in self._records.values():
+            if record.save_id in dead or record.base is None:
+                yield self._attempt(record)
+            elif record.save_id in doubtful:
+                why = "in doubt: a domain that decides over it is out of reach"
+                yield replace(self._attempt(record), fate=Fate.STAYS, why=why, may_live=False)
+
+    def _attempt(self, record: AttemptRecord) -> Found:
+        keys = AttemptKeys(self._caps.shape, record.name, record.save_id)
+        below = [keys.attempt]
+        if self._caps.shape is Shape.OBJECT:
+            below += [shared_key(record.save_id), *([keys.projected_data] if record.name else [])]
+        tree = measured(self._storage, below)
+        age_s = self._age_s(tree, record.save_id)
+        fate, why, may_live = self._judged(record, tree, age_s)
+        return Found(
+            Debris.ATTEMPT,
+            record.name or record.save_id,
+            self._look.root / keys.attempt,
+            tree.files,
+            tree.size_bytes,
+            age_s,
+            fate,
+            why,
+            may_live=may_live,
+        )
+
+    def _judged(
+        self, record: AttemptRecord, tree: Tree, age_s: float | None
+    ) -> tuple[Fate, str, bool]:
+        known = self._state.save(record.save_id)
+        if known.aborted or known.decided is not None or known.deleted:
+            return Fate.GOES, "aborted in the log", False
+        if record.base is not None and record.base < self._state.generation:
+            return Fate.GOES, "a newer owner took the run: it can not commit any more", False
+        if self._older_than_s > 0:
+            # Also without attempt.json: it may be on its way itself.
+            if age_s is None or age_s < self._older_than_s:
+                return Fate.YOUNG, "a save may be under way", True
+            # The parts of a file have no age here: the last one may have come a moment ago.
+            if any(
+                record.save_id in u.key.split("/") and u.age_s < ORPHAN_S for u in self._uploads
+            ):
+                return (
+                    Fate.YOUNG,
+                    "a file of it is being sent, or was: a save may be under way",
+                    True,
+                )
+        if record.base is None and tree.files:
+            return Fate.STAYS, "its attempt.json is missing or damaged", False
+        return Fate.GOES, "nothing was written for that long", True
+
+    def deleted(self) -> Iterator[Found]:
+        """Saves whose delete is in the log and whose bytes are here."""
+        for save in self._state.saves.values():
+            if save.seal is None or save.gone:
+                continue
+            if standing(save.save_id, self._look.views) is Standing.DELETED:
+                yield self._save(Debris.DELETED, save.seal, "its delete is in the log")
+
+    def replaced(self) -> Iterator[Found]:
+        """Saves that the next owner deletes without being asked."""
+        for doom in doomed(self._look.views):
+            if self._domain in doom.seal.everywhere:
+                why = f"{doom.reason}, and a later save was committed"
+                yield self._save(Debris.REPLACED, doom.seal, why)
+
+    def _save(self, debris: Debris, seal: Seal, why: str) -> Found:
+        tree = Tree()
+        for one in pieces(seal, self._domain):
+            keys = AttemptKeys(self._caps.shape, one.name, one.save_id)
+            own = drive(listed_files(keys), self._storage)
+            alone = drive(not_needed(one, own, self._state, self._caps.shape), self._storage)
+            plain = [
+                f"{one.name}/{f.path}"
+                for f in own
+                if not f.is_shared and not f.path.startswith(f"{one.save_id}/")
+            ]
+            tree += measured(
+                self._storage, {keys.data, keys.projected_data, *plain, *(alone or ())}
+            )
+        where = self._look.root / seal.name
+        age_s = self._age_s(tree, seal.save_id)
+        return Found(debris, seal.name, where, tree.files, tree.size_bytes, age_s, Fate.GOES, why)
+
+    def trash(self) -> Iterator[Found]:
+        """What a deleter moved away and did not come to remove."""
+        for entry in listed(self._storage, TRASH):
+            key = f"{TRASH}/{entry.name}"
+            tree = measured(self._storage, [key])
+            if tree.files:
+                yield self._thing(Debris.TRASH, key, tree, "whoever removed it died")
+
+    # -- by their names, and the log ----------------------------------------------------
+
+    def beside_steps(self) -> Iterator[Found]:
+        """In the directories of steps: data of dead saves, temporary files. Links are not followed."""
+        dead, homes = set(self._dead()), homes_of(self._state)
+        parts = {homes[s.save_id] for s in self._state.saves.values() if s.part is not None}
+        tops = [
+            entry.name
+            for entry in listed(self._storage, "")
+            if entry.is_dir
+            and entry.name not in (CONTROL, SHARED)
+            and not is_link(self._storage, entry.name)
+        ]
+        known = {s.seal.name for s in self._state.saves.values() if s.seal is not None}
+        inside = side_by_side(partial(listed, self._storage), tops)
+        for top, entries in zip(tops, inside, strict=True):
+            for entry in entries:
+                key = f"{top}/{entry.name}"
+                if key in parts and not is_link(self._storage, key):
+                    for deeper in listed(self._storage, key):
+                        yield from self._beside(key, deeper, homes, dead, ours=True)
+                yield from self._beside(top, entry, homes, dead, ours=top in known)
+
+    def _beside(
+        self, top: str, entry: Entry, homes: dict[str, str], dead: set[str], *, ours: bool
+    ) -> Iterator[Found]:
+        key = f"{top}/{entry.name}"
+        if not entry.is_dir:
+            if ours and _PARTIAL.fullmatch(entry.name):
+                yield self._temporary(key)
+        elif is_link(self._storage, key):
+            return
+        elif entry.name in dead:
+            yield from self._late(top, entry.name, homes.get(entry.name))
+        elif homes.get(entry.name) == top and self._on_disk:
+            for file in listed(self._storage, key):
+                if not file.is_dir and _PARTIAL.fullmatch(file.name):
+                    yield self._temporary(f"{key}/{file.name}")
+
+    def _late(self, top: str, save_id: str, home: str | None) -> Iterator[Found]:
+        """Data of a dead save, where that save put it. Anywhere else it is somebody's copy."""
+        key, why = f"{top}/{save_id}", "its save is not there any more, by the log"
+        if home is None:
+            why = "its save was aborted; the log does not tell where it was to lie"
+        elif home != top:
+            return
+        found = self._thing(Debris.LATE, key, measured(self._storage, [key]), why)
+        if home is None:
+            yield replace(found, fate=Fate.STAYS)
+        elif self._on_disk and names_save(self._storage, top, save_id):
+            # A delayed write brings data, not the manifest that is renamed last.
+            why = "its save is deleted by the log, and somebody put the checkpoint back"
+            yield replace(found, fate=Fate.STAYS, why=why)
+        else:
+            yield found
+
+    @property
+    def _on_disk(self) -> bool:
+        return self._caps.shape is Shape.FILESYSTEM
+
+    def _dead(self) -> Iterator[str]:
+        """Saves that have no bytes by the log. Those with an attempt are found as such."""
+        for save in self._state.saves.values():
+            if save.save_id in self._records:
+                continue
+            match standing(save.save_id, self._look.views):
+                case Standing.ABORTED:
+                    yield save.save_id
+                case Standing.DELETED if save.gone:
+                    yield save.save_id
+
+    def shared(self) -> Iterator[Found]:
+        """Object stores: data that no checkpoint lists any more."""
+        if self._on_disk:
+            return
+        dead = set(self._dead())
+        copied = listed_by_copies(self._look)
+        for entry in listed(self._storage, SHARED):
+            writer = entry.name
+            if not entry.is_dir or writer in self._records or not _SAVE_ID.fullmatch(writer):
+                continue
+            if writer in self._state.saves and writer not in dead:
+                continue
+            keys = [
+                key.removeprefix(f"{SHARED}/")
+                for key in files_below(self._storage, shared_key(writer))
+            ]
+            used = drive(needed(writer, self._state, self._caps.shape), self._storage)
+            if used is None or copied is None:
+                fate, why = Fate.STAYS, "a manifest that may list it is unreadable"
+            elif writer not in self._state.saves:
+                keys = [path for path in keys if path not in copied]
+                fate, why = Fate.STAYS, "the log has never heard of its writer"
+            else:
+                keys = [path for path in keys if path not in used and path not in copied]
+                fate, why = Fate.GOES, "no checkpoint lists it"
+            if keys:
+                of = [shared_key(path) for path in keys]
+                found = self._thing(
+                    Debris.SHARED, shared_key(writer), measured(self._storage, of), why
+                )
+                yield replace(found, fate=fate, keys=tuple(of))
+
+    # -- by their names and age ---------------------------------------------------------
+
+    def temporary(self) -> Iterator[Found]:
+        """Entries of the log on their way, and halves of small files."""
+        for folder, name_of in ((TMP, _WRITE_ID), (CONTROL, _PARTIAL)):
+            for entry in listed(self._storage, folder):
+                if not entry.is_dir and name_of.fullmatch(entry.name):
+                    yield self._temporary(f"{folder}/{entry.name}")
+
+    def _temporary(self, key: str) -> Found:
+        found = self._thing(
+            Debris.TEMPORARY, key, measured(self._storage, [key]), "never got its name"
+        )
+        if found.age_s is None or found.age_s < self._older_than_s:
+            return replace(found, fate=Fate.YOUNG, why="somebody may be writing it")
+        return found
+
+    def uploads(self, living: set[str]) -> Iterator[Found]:
+        """Uploads that nobody completed. living: ids of saves that may be under way."""
+        for upload in self._uploads:
+            where, *parts = upload.key.split("/")
+            of = {p for p in parts[:3] if p in self._records or p in self._state.saves}
+            if upload.age_s >= ORPHAN_S:
+                fate, why = Fate.GOES, "older than a week: every new owner aborts it"
+            elif where != CONTROL and not of:
+                why = "whose it is can not be told; a new owner aborts it in a week"
+                fate = Fate.STAYS
+            elif of & living or upload.age_s < self._older_than_s:
+                fate, why = Fate.YOUNG, "somebody may be sending it"
+            else:
+                fate, why = Fate.GOES, "nobody completed it"
+            uri, keys = self._look.root / upload.key, (upload.key,)
+            yield Found(Debris.UPLOAD, upload.key, uri, None, None, upload.age_s, fate, why, keys)
+
+    # -- measuring ----------------------------------------------------------------------
+
+    def _thing(self, debris: Debris, key: str, tree: Tree, why: str) -> Found:
+        return Found(
+            debris,
+            key,
+            self._look.root / key,
+            tree.files,
+            tree.size_bytes,
+            self._age_s(tree, key.rpartition("/")[2]),
+            Fate.GOES,
+            why,
+            (key,),
+        )
+
+    def _age_s(self, tree: Tree, save_id: str) -> float | None:
+        """Since the last write; where the store does not tell, since the id was made."""
+        if tree.newest_s is not None:
+            return max(0.0, self._now_s - tree.newest_s)
+        return age_s(began_at(save_id))

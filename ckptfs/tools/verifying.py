@@ -1,0 +1,242 @@
+"""Whether checkpoints are whole: ``verify`` looks at their form, and with ``deep`` at every byte.
+
+    verify(["s3://bucket/run"], deep=True, jobs=8, resume="verified.json")      -> Verified
+
+    a run           its log, every live save, every directory beside the log that looks like one
+    a checkpoint    it, and what its run's log says of it; of one in parts every part
+    a part          run/step_100/actor
+
+Read-only, local: needs read permission alone, and no torch while nothing is damaged and all of it is
+ours. What is not seen from here (disks of other nodes), and what has nothing to be compared with
+(stock checkpoints), is told: it is never clean.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckptfs.commit.layout import METADATA
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.shared_data import file_key
+from ckptfs.errors import NotFoundError, StateError
+from ckptfs.progress import SILENT, Meter
+from ckptfs.tools.digesting import BadRange, Compared, DeepFile, compare_files
+from ckptfs.tools.findings import Checked, Damage, Finding, Verified
+from ckptfs.tools.looked import Looked, Target
+from ckptfs.tools.resuming import Resumed
+from ckptfs.tools.structure import look_at
+from ckptfs.tools.targets import Aim, Doubt, aimed_at, is_live
+
+__all__ = ["JOBS", "verify"]
+
+JOBS = min(8, 2 * (os.cpu_count() or 1))
+_DO = "copy it back from another place, or restore another checkpoint"
+
+
+def verify(
+    uris: Sequence[Any],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    deep: bool = False,
+    jobs: int = JOBS,
+    resume: str | os.PathLike[str] | None = None,
+    meter: Meter = SILENT,
+) -> Verified:
+    """Verify runs, checkpoints, parts. Local, read-only.
+
+    deep: every byte with a digest is read and compared. jobs: files, or pieces of them, at once. resume:
+    a file that remembers what was compared, also after a kill; a later call with it skips that.
+    NotFoundError: there is nothing to verify. Errors of the storage that say nothing of a checkpoint
+    (no permission, no network) are raised. StateError: resume is no such file, or jobs below 1.
+    """
+    if jobs < 1:
+        raise StateError(f"jobs is {jobs}", hint="at least 1")
+    resumed = Resumed(resume)
+    checkpoints: list[Checked] = []
+    findings: list[Finding] = []
+    notes: list[str] = []
+    expected_bytes = 0
+    for uri in uris:
+        with aimed_at(uri, storage_options) as aim:
+            one = _Pass(aim, jobs, resumed, meter, notes)
+            seen = list(one.look())
+            if deep:
+                expected_bytes += sum(f.size_bytes for s in seen for f in one.deep_files(s))
+                meter.expect(expected_bytes)
+            told = ((s, one.compare(s)) if deep else (s, None) for s in seen)
+            checkpoints += [_checked(s, compared) for s, compared in told if s.is_live]
+            checkpoints += [_doubted(doubt) for doubt in aim.doubts]
+            findings += aim.findings
+            notes += aim.notes
+    return Verified(deep, tuple(checkpoints), tuple(findings), tuple(dict.fromkeys(notes)))
+
+
+@dataclass(slots=True)
+class _Pass:
+    """All that one URI names. compared: by key, of files that several saves share."""
+
+    aim: Aim
+    jobs: int
+    resumed: Resumed
+    meter: Meter
+    notes: list[str]
+    compared: dict[str, Compared] = field(default_factory=dict)
+
+    def look(self) -> Iterator[Looked]:
+        """The form of every target that is there."""
+        aim = self.aim
+        for target in aim.targets:
+            try:
+                seen = look_at(aim.storage, target, aim.views, aim.domain, at_once=self.jobs)
+            except NotFoundError:
+                if not self._is_deleted(target):
+                    raise
+                continue
+            if seen.findings and self._is_deleted(target):
+                continue
+            if seen.manifest is None and seen.found is not None:
+                self._look_at_stock(seen)
+            self._name_tensors(seen)
+            yield seen
+
+    def deep_files(self, seen: Looked) -> list[DeepFile]:
+        """The files that can be compared, and have the right size or are shorter."""
+        manifest, home = seen.manifest, seen.found.home if seen.found else ""
+        # Small, and compared when its form was looked at.
+        done = {f"{_save_id(seen)}/{METADATA}", *(f.digests for f in seen.files)}
+        files = []
+        for record in seen.files if manifest is not None else ():
+            size, path = seen.sizes.get(record.path), record.path
+            if size is None or path in done:
+                continue
+            key = file_key(record, home)
+            name, now = str(self.aim.storage.uri(key)), seen.stamps[path]
+            digests = seen.digests.get(path)
+            if digests is not None:
+                held, size = f"{seen.proofs[path]} {now}", min(size, record.size_bytes)
+                files.append(DeepFile(key, name, path, size, held, digests))
+            elif record.digest is not None and size == record.size_bytes:
+                held = f"{record.digest} {now}"
+                files.append(DeepFile(key, name, path, size, held, None, record.digest))
+        return files
+
+    def compare(self, seen: Looked) -> tuple[Compared, ...]:
+        """Every byte of one checkpoint; findings are added to it."""
+        if seen.manifest is not None and _has_torch():
+            from ckptfs.tools.placing import look_into
+
+            look_into(self.aim.storage, seen)
+        files = self.deep_files(seen)
+        fresh = [f for f in files if f.key not in self.compared]
+        try:
+            done = compare_files(
+                self.aim.storage, fresh, jobs=self.jobs, resumed=self.resumed, meter=self.meter
+            )
+        except NotFoundError:
+            if not self._is_deleted(seen.target):
+                raise
+            seen.is_live = False
+            return ()
+        self.compared.update(done)
+        mine = tuple(self.compared[f.key] for f in files)
+        for bad in (bad for one in mine for bad in one.bad):
+            seen.findings.append(self._finding(seen, bad))
+        self._tell_uncompared(seen, files)
+        self._name_tensors(seen)
+        return mine
+
+    def _finding(self, seen: Looked, bad: BadRange) -> Finding:
+        uri = self.aim.storage.uri(bad.file.key)
+        at = {"path": bad.file.path, "start": bad.start, "stop": bad.stop, "blocks": bad.blocks}
+        if bad.why:
+            return Finding(Damage.UNREADABLE, uri, bad.why, _DO, **at)  # type: ignore[arg-type]
+        what = f"bytes {bad.start} to {bad.stop} differ from what was written"
+        if bad.file.whole is not None:
+            what = "its bytes differ from what was written"
+        return Finding(Damage.BYTES, uri, what, _DO, **at)  # type: ignore[arg-type]
+
+    def _tell_uncompared(self, seen: Looked, files: Sequence[DeepFile]) -> None:
+        if seen.found is not None and seen.manifest is None:
+            seen.unchecked.append("no digests: only sizes could be compared")
+            return
+        told = {f.path for f in seen.findings} | {f.path for f in files}
+        sidecars = {f.digests for f in seen.files if f.digests is not None}
+        bare = [f for f in seen.files if f.path in seen.sizes and not _is_told(f, told, sidecars)]
+        bare = [f for f in bare if not f.path.startswith(f"{_save_id(seen)}/")]
+        if bare:
+            count = f"{len(bare)} files" if len(bare) > 1 else bare[0].path
+            seen.unchecked.append(f"{count} without digests: only sizes could be compared")
+
+    def _look_at_stock(self, seen: Looked) -> None:
+        if not _has_torch():
+            seen.unchecked.append(".metadata not looked at: torch is not installed")
+            return
+        from ckptfs.tools.placing import look_at_stock
+
+        look_at_stock(self.aim.storage, seen)
+
+    def _name_tensors(self, seen: Looked) -> None:
+        """Which tensors lie in what is damaged; needs torch, so only where something is."""
+        by_data = {f.digests: f.path for f in seen.files if f.digests is not None}
+        paths = {f.path for f in seen.files if f.digests is not None or f.digest is not None}
+        hurt = [
+            f for f in seen.findings if not f.tensors and (f.path in paths or f.path in by_data)
+        ]
+        if seen.found is None or not hurt or not _has_torch():
+            return
+        from ckptfs.tools.placing import keys_in, places_of
+
+        places = places_of(self.aim.storage, seen.found)
+        for number, finding in enumerate(seen.findings):
+            path = by_data.get(finding.path, finding.path)
+            start, stop = finding.start or 0, finding.stop
+            keys = keys_in(places, path, start, (1 << 62) if stop is None else stop)
+            if finding in hurt:
+                seen.findings[number] = replace(finding, tensors=tuple(dict.fromkeys(keys)))
+
+    def _is_deleted(self, target: Target) -> bool:
+        if target.seal is None or is_live(self.aim, target.seal):
+            return False
+        self.notes.append(f"{target.name} was deleted while it was being verified")
+        return True
+
+
+def _is_told(record: FileRecord, told: set[str], sidecars: set[str]) -> bool:
+    return record.path in told or record.path in sidecars
+
+
+def _save_id(seen: Looked) -> str:
+    return "" if seen.manifest is None else seen.manifest.save_id
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _checked(seen: Looked, compared: Sequence[Compared] | None) -> Checked:
+    manifest, seal = seen.manifest, seen.target.seal
+    origin = "log" if seal is not None else "manifest"
+    if seen.found is not None and manifest is None:
+        origin = "stock"
+    return Checked(
+        seen.target.uri,
+        seen.target.name,
+        origin,
+        seal.save_id if seal is not None else _save_id(seen) or None,
+        seal.step if seal is not None else None if manifest is None else manifest.step,
+        len(seen.sizes),
+        sum(seen.sizes.values()),
+        sum(one.compared_bytes for one in compared or ()),
+        sum(one.resumed_bytes for one in compared or ()),
+        tuple(seen.findings),
+        tuple(seen.unchecked),
+        tuple(seen.notes),
+    )
+
+
+def _doubted(doubt: Doubt) -> Checked:
+    return Checked(doubt.uri, doubt.name, "log", doubt.save_id, unchecked=(doubt.why,))

@@ -1,0 +1,69 @@
+"""Whether a run log can be acted upon: whole, and of a version that is known here. No torch.
+
+What lies behind a gap is read by nobody, and an append there takes the number of the entry that is
+missing, which can then never be restored. What a newer version meant by an entry (a hold, a reference)
+is not known. So nothing is deleted, pinned or called dead by such a log.
+"""
+
+from __future__ import annotations
+
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import DOMAIN, LOG
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.looking import Look
+from ckptfs.commit.ops import drive
+from ckptfs.errors import ManifestError
+from ckptfs.tools.measured import listed
+
+__all__ = ["refuse_gap", "refuse_lost_domain", "refuse_newer"]
+
+
+def refuse_gap(look: Look) -> None:
+    """ManifestError where an entry is missing and later ones are there. Read-only."""
+    for seen in look.views.values():
+        state = seen
+        if _gap(look, state):
+            # What was appended between the two looks.
+            state = drive(catch_up(state), look.storage)
+        gap = _gap(look, state)
+        if gap:
+            missing, there = gap
+            raise ManifestError(
+                f"the run log has a gap: entry {missing} is missing, {there} is there",
+                uri=look.root / LOG,
+                hint="entries are never removed: restore it; until then nobody sees what was said "
+                "after it",
+            )
+
+
+def refuse_newer(look: Look) -> None:
+    """ManifestError where a newer version wrote something that this one does not know."""
+    if any(state.foreign for state in look.views.values()):
+        raise ManifestError(
+            "a newer version of ckptfs wrote to this run: what it meant is not known here",
+            uri=look.root,
+            hint="upgrade ckptfs",
+        )
+
+
+def refuse_lost_domain(look: Look) -> None:
+    """ManifestError where a log lies there that nobody reads: the id of its domain is gone."""
+    if not look.views and listed(look.storage, LOG):
+        raise ManifestError(
+            f"{DOMAIN} is missing beside a run log: what it says can not be told",
+            uri=look.root,
+            hint="its id stands in the seals (ckptfs log): write it back, or copy the checkpoints "
+            "that you need into another run",
+        )
+
+
+def _gap(look: Look, state: LogState) -> tuple[int, int] | None:
+    """The first entry that is missing, and one behind it."""
+    names = [entry.name for entry in listed(look.storage, LOG)]
+    behind = sorted(int(name) for name in names if name.isdecimal() and int(name) >= state.next)
+    if behind:
+        return state.next, behind[-1]
+    # Without exclusive creates an entry is <number>.<write id>: who wrote number n saw n before it.
+    parts = (name.partition(".") for name in names)
+    numbers = sorted(int(number) for number, dot, _ in parts if dot and number.isdecimal())
+    return next(((at, n) for at, n in enumerate(numbers) if n > at), None)

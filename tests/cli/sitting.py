@@ -1,0 +1,37 @@
+"""Saves that are on their way in this process, for tests of what looks on from outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.opening import Place as Sitting
+from ckptfs.commit.opening import open_seat
+from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import SaveSpec
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
+
+__all__ = ["begun", "sitting"]
+
+
+@contextlib.contextmanager
+def sitting(uri: str, options: dict[str, Any]) -> Iterator[Seat]:
+    """A seat of one process at a run."""
+    with (
+        SoloControl() as control,
+        open_seat(Uri.parse(uri), control, Sitting(options), write=True) as seat,
+    ):
+        yield seat
+
+
+@contextlib.contextmanager
+def begun(uri: str, name: str, options: dict[str, Any]) -> Iterator[Attempt]:
+    """A plain save that has begun and written one file."""
+    with sitting(uri, options) as seat:
+        attempt = Attempt(seat, SaveSpec(name, None))
+        attempt.begin()
+        seat.storage.replace(f"{attempt.prefix}__0_0.distcp", b"half")
+        yield attempt
