@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptfs.testing.victim import HOOK
+from tests.multiprocess.harness import Rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "docs" / "integrations"
@@ -272,3 +273,18 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:  # noqa: BLE001 - it is what is asserted
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def each_claim(
+    rank: Rank, claims: Mapping[str, Callable[[Rank, Path], object]], top: Path
+) -> dict[str, object]:
+    """What a rank saw, by claim, each in a place of its own. One that raises is its own message: the
+    others go on, and the test of that claim shows it.
+    """
+    found: dict[str, object] = {}
+    for name, claim in claims.items():
+        try:
+            found[name] = claim(rank, top / name.replace(" ", "-"))
+        except Exception as error:  # noqa: BLE001 - the test of this claim shows it
+            found[name] = f"{type(error).__name__}: {error}"
+    return found

@@ -17,7 +17,7 @@ import pytest
 
 import ckptfs
 from tests.integrations.conftest import Cell
-from tests.integrations.running import Kill, Mode, Store, error_of, story
+from tests.integrations.running import Kill, Mode, Store, each_claim, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
@@ -56,9 +56,8 @@ class Counter:
 
 
 def saves_and_loads(rank: Rank) -> object:
-    """What every rank saw, by claim. A claim that raises is its own message: the others go on."""
+    """What every rank saw, by claim."""
     rank.init_group()
-    top = Path(rank.args["top"])
     claims: dict[str, Callable[[Rank, Path], object]] = {
         "stock total limit": _stock_total_limit,
         "stock one rank": _stock_one_rank,
@@ -70,14 +69,7 @@ def saves_and_loads(rank: Rank) -> object:
         "fsdp": _fsdp,
         "bad": _bad,
     }
-    found = {}
-    for name, claim in claims.items():
-        place = top / name.replace(" ", "-")
-        try:
-            found[name] = claim(rank, place)
-        except Exception as error:  # noqa: BLE001 - the test of this claim shows it
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return each_claim(rank, claims, Path(rank.args["top"]))
 
 
 def _accelerator(**project: Any) -> tuple[Any, Any, Counter]:

@@ -18,7 +18,7 @@ import pytest
 
 import ckptfs
 from tests.integrations.conftest import Cell
-from tests.integrations.running import Kill, Mode, Store, error_of, story
+from tests.integrations.running import Kill, Mode, Store, each_claim, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
@@ -42,9 +42,8 @@ def test_a_killed_run_resumes_to_the_same_state(store: Store, mode: Mode, cell: 
 
 
 def trains(rank: Rank) -> object:
-    """What every rank saw, by claim. A claim that raises is its own message: the others go on."""
+    """What every rank saw, by claim."""
     rank.init_group()
-    top = Path(rank.args["top"])
     claims: dict[str, Callable[[Rank, Path], object]] = {
         "stock on_save": _stock_on_save,
         "two nodes": _two_nodes,
@@ -61,14 +60,7 @@ def trains(rank: Rank) -> object:
         "distributed": _distributed,
         "bad uri": _bad_uri,
     }
-    found = {}
-    for name, claim in claims.items():
-        place = top / name.replace(" ", "-")
-        try:
-            found[name] = claim(rank, place)
-        except Exception as error:  # noqa: BLE001 - the test of this claim shows it
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+    return each_claim(rank, claims, Path(rank.args["top"]))
 
 
 def _model() -> Any:
