@@ -98,6 +98,17 @@ def test_an_engine_brings_back_what_it_saved_on_s3(engine: Chosen, s3_home: Home
     assert libraries.get(engine.label, "") in found.version
 
 
+def test_the_limit_without_obstore_moves_every_byte(radosgw: Server) -> None:
+    """Where only fsspec's library is there, or wanted: it reads whole objects, and says who did."""
+    options = radosgw.storage_options(client="s3fs")
+    home = Home(TargetAsked(radosgw.fresh(), "ckptfs-bench-t", options))
+    try:
+        assert "s3fs" in round_trip(home, Chosen("raw")).about().version
+    finally:
+        home.remove()
+        home.storage.close()
+
+
 def test_the_limit_moves_as_many_bytes_as_the_state_has(tmp_path: Path) -> None:
     """One file of that size, also where it is no multiple of a disk's block; warm, into the tensors."""
     home = local_home(tmp_path)
