@@ -1,6 +1,7 @@
 """Where a copy is to lie, looked at before anything is written there.
 
     refuse_nested    not inside a checkpoint, nor in what is a run's own
+    is_run           a checkpoint keeps its name in one
     loose_at         a checkpoint of that name that no log knows: by stock torch, or copied by hand
     told_if_held     a living job may go on from the copy
 
@@ -34,10 +35,17 @@ from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["Loose", "loose_at", "refuse_nested", "told_if_held"]
+__all__ = ["Loose", "is_run", "loose_at", "refuse_nested", "told_if_held"]
 
 # What lies above a run need not be permitted to be read, and need not be a place at all.
 _ABOVE = (AccessError, NotFoundError, ManifestError, UnsupportedError, UriError)
+
+
+def is_run(at: Uri, place: Place) -> bool:
+    """Local, read-only. Whether a run of ckptfs is there."""
+    with looking_at(at, place.storage_options) as look, contextlib.suppress(NotFoundError):
+        return bool(look.views) or bool(look.storage.stat(DOMAIN).size_bytes)
+    return False
 
 
 def refuse_nested(root: Uri, place: Place, checkpoint: Uri | None) -> None:

@@ -22,7 +22,6 @@ from enum import Enum, StrEnum
 from ckptfs.commit.beside import list_unlogged, newest
 from ckptfs.commit.catalog import find, live_of, part_of, unlogged
 from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.layout import DOMAIN
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place
 from ckptfs.commit.ops import drive
@@ -35,7 +34,17 @@ from ckptfs.storage.base import Storage
 from ckptfs.tools.copy_place import loose_at, told_if_held
 from ckptfs.uri import Uri
 
-__all__ = ["Item", "Plan", "Status", "Subject", "Wanted", "plan_one", "plan_run", "what_is"]
+__all__ = [
+    "Item",
+    "Lookout",
+    "Plan",
+    "Status",
+    "Subject",
+    "Wanted",
+    "plan_one",
+    "plan_run",
+    "what_is",
+]
 
 _LOOKS = 16  # manifests that are read at once
 
@@ -139,13 +148,6 @@ def what_is(at: Uri, place: Place) -> Subject:
         uri=at,
         hint="see ckptfs ls of its parent; an interrupted save leaves none",
     )
-
-
-def is_run(at: Uri, place: Place) -> bool:
-    """Local, read-only. Whether a run of ckptfs is there."""
-    with looking_at(at, place.storage_options) as look, contextlib.suppress(NotFoundError):
-        return bool(look.views) or bool(look.storage.stat(DOMAIN).size_bytes)
-    return False
 
 
 def _is_part(at: Uri, place: Place) -> bool:

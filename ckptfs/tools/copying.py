@@ -41,7 +41,7 @@ from ckptfs.errors import (
 )
 from ckptfs.tools.copy_commit import commit_copy, gone_meanwhile
 from ckptfs.tools.copy_parts import copy_parts
-from ckptfs.tools.copy_place import refuse_nested
+from ckptfs.tools.copy_place import is_run, refuse_nested
 from ckptfs.tools.copy_plan import (
     Item,
     Lookout,
@@ -49,7 +49,6 @@ from ckptfs.tools.copy_plan import (
     Status,
     Subject,
     Wanted,
-    is_run,
     plan_one,
     plan_run,
     what_is,

@@ -212,7 +212,7 @@ def _disagreement(
 ) -> CollectiveError:
     nodes = ", ".join(_at(worlds, worlds[rank].node) for rank in missed)
     what = (
-        f"nodes {nodes} read the same domain id as others and not what those wrote"
+        f"nodes {nodes} do not read what was written for them to read"
         if missed
         else f"the nodes' domain ids keep changing: {_ids(before)}, then {_ids(after)}"
     )

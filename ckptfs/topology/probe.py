@@ -70,7 +70,12 @@ class Probe:
                 storage.read(owners_token)
         except (NotFoundError, StaleError) as error:
             misses = str(error)
-        return Answer(storage.capabilities.shape, self._read_id(), self._token, misses)
+        found = self._read_id()
+        if self._write and not found:
+            # It was read or made a moment ago. Believed, a view that flickers would split one shared
+            # directory into two domains, each of which writes a checkpoint of its own half.
+            misses = misses or f"{storage.uri(_ID)} was there, and is not any more"
+        return Answer(storage.capabilities.shape, found, self._token, misses)
 
     def clean(self) -> None:
         """Remove the token. What stays after a crash is one empty file in tmp."""

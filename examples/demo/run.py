@@ -41,6 +41,7 @@ STEPS = 30
 SAVES = STEPS // EVERY
 VICTIM = 3  # the rank that dies: not the coordinator, not on its node
 VICTIM_FILE = f"__{VICTIM}_0.distcp"
+ENTRIES_BEFORE = 2  # in the run log, when the second save begins: a fence and a seal
 JOB_TIMEOUT_S = 120.0
 READ_TIMEOUT_S = 60.0
 
@@ -134,7 +135,10 @@ class Demo:
         trace = self.home / "logs/killed-trace"
         writes = self._writes_per_save()
         half = math.ceil(writes / 2)
-        fault = f"kill-half:write:*/{VICTIM_FILE}:{writes + half}@{VICTIM}"
+        # Rank 0 stands still before the entry that would void the save: whether the survivors clean up
+        # before the scheduler ends them is a race, and this act shows what lies there if they do not.
+        held = f"hold={self.home}/held:create:*/log/*:{ENTRIES_BEFORE + 1}@0"
+        fault = f"kill-half:write:*/{VICTIM_FILE}:{writes + half}@{VICTIM};{held}"
         end, told = self._job(
             "killed",
             f"faults+file://{run}",

@@ -121,6 +121,23 @@ class NfsPlace(Place):
             raise
 
 
+class Flickers(Place):
+    """From its second look on, a node's domain id is not there for so many looks."""
+
+    def __init__(self, directory: Path, rank: int, hidden: int) -> None:
+        super().__init__(directory, rank)
+        self._looks = 0
+        self._hidden = hidden
+
+    def read(self, key: str) -> bytes:
+        """There, gone, and there again."""
+        if key == ".ckptfs/domain":
+            self._looks += 1
+            if 1 < self._looks <= 1 + self._hidden:
+                raise NotFoundError("not there for now", uri=self.uri(key))
+        return super().read(key)
+
+
 class LosesAnswers(Place):
     """Every first create of a key happens and its answer is lost."""
 

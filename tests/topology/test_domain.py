@@ -19,7 +19,7 @@ from ckptfs.topology.control import Control, SoloControl
 from ckptfs.topology.domain import Placement, group_nodes, node_leads, probe_domains
 from ckptfs.topology.world import World
 from ckptfs.uri import Uri
-from tests.topology.places import Calls, LosesAnswers, NfsPlace, Place, on_disks
+from tests.topology.places import Calls, Flickers, LosesAnswers, NfsPlace, Place, on_disks
 
 NODES = ["a", "a", "b", "b", "c", "c"]
 
@@ -128,6 +128,24 @@ def test_run_copied_whole_to_two_disks_is_an_error_that_names_the_nodes(tmp_path
         assert list(end.error.failures) == [1]
         assert end.error.failures[1].node == "b"
         assert ".ckptfs/domain" in str(end.error)
+
+
+def test_an_id_that_flickers_splits_no_domain(tmp_path: Path) -> None:
+    """Seen, then not, then seen again: still one domain. Not seen any more: an error, no second domain."""
+
+    def see(hidden: int) -> list[End[Placement]]:
+        probe_domains(SoloControl(), Place(tmp_path))  # the id is there from the start
+
+        def opener(control: Control) -> Storage:
+            return Flickers(tmp_path, control.rank, hidden if control.world.node == "b" else 0)
+
+        return probe(opener, ["a", "b"])
+
+    assert shape_of(see(2)) == [(0, (0, 1), ("a", "b"))]
+    for end in see(1000):
+        assert isinstance(end.error, CollectiveError)
+        assert list(end.error.failures) == [1]
+        assert "was there, and is not any more" in end.error.failures[1].message
 
 
 def test_scope_shared_asks_no_other_node(tmp_path: Path) -> None:
