@@ -7,6 +7,7 @@ run says so in the line before it, with the reason: ``<!-- not run: it needs a G
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,6 +40,7 @@ class Block:
     not_run: str | None
 
 
+@functools.cache
 def _tokens(page: Path) -> list[Token]:
     return MarkdownIt().enable("table").parse(page.read_text())
 
@@ -70,12 +72,14 @@ def _links(tokens: list[Token]) -> list[str]:
     ]
 
 
+@functools.cache
 def _anchors(page: Path) -> set[str]:
     tokens = _tokens(page)
     titles = [b.content for a, b in pairwise(tokens) if a.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+@functools.cache
 def _tests_in(module: Path) -> set[str]:
     tree = ast.parse(module.read_text())
     return {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}

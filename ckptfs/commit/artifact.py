@@ -40,6 +40,9 @@ class Collector(Protocol):
 
     path: str
 
+    def share_out(self) -> None:
+        """Collective, when every rank has stopped writing: which files there are, and whose."""
+
     def write(self) -> WrittenPart:
         """Make this rank's files durable and describe them."""
 
@@ -76,7 +79,8 @@ def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iter
             with leaving_together(seat.control):
                 collector = stack.enter_context(collected_files(attempt))
                 yield collector.path
-            # Nobody digests before everybody has stopped writing.
+            # Nobody lists and digests before everybody has stopped writing.
+            collector.share_out()
             done.append(attempt.commit(collector.write, collector.finish))
     except BaseException:
         attempt.abandon()
@@ -108,21 +112,34 @@ class _Mounted:
         self.path = path
         self._attempt = attempt
         self._skip = os.path.join(path, attempt.save_id)
+        self._here: tuple[str, ...] = ()
+        self._mine: frozenset[str] = frozenset()
+
+    def share_out(self) -> None:
+        """A node's listing is sure of nothing but what that node has written: over NFS a directory may
+        look as it did a moment ago. So all of them count, and a file goes to a rank that can see it.
+        """
+        seat = self._attempt.seat
+
+        def tell() -> tuple[str, ...] | None:
+            if not seat.placement.is_node_lead:
+                return None
+            self._here = tuple(walk(self.path, self._skip))
+            return self._here
+
+        def decide(told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+            return _shares(seat, told)
+
+        shares = seat.control.step("files", tell, decide)
+        self._mine = frozenset(shares.get(seat.control.rank, ()))
 
     def write(self) -> WrittenPart:
-        """Sync everything that this node may hold dirty; digest this rank's share of the files.
-
-        Only after a barrier: every rank has left the block.
-        """
+        """Sync everything that this node may hold dirty; digest this rank's share of the files."""
         started = time.perf_counter()
         seat = self._attempt.seat
-        ranks = seat.placement.mine.ranks
-        share = ranks.index(seat.control.rank)
         records, size = [], 0
-        for at, name in enumerate(walk(self.path, self._skip)):
-            mine = at % len(ranks) == share
-            if not (mine or seat.placement.is_node_lead):
-                continue
+        for name in sorted(self._mine.union(self._here)):
+            mine = name in self._mine
             with open(os.path.join(self.path, name), "rb") as file:
                 os.fsync(file.fileno())
                 if mine:
@@ -151,10 +168,28 @@ class _Mounted:
         return _checked(parts)
 
 
+def _shares(seat: Seat, told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+    """Each file of a domain to one of its ranks, on a node that lists it. Pure."""
+    nodes = [world.node for world in seat.control.worlds]
+    shares: dict[int, list[str]] = {}
+    for domain in seat.placement.domains:
+        seen: dict[str, set[str]] = {}
+        for rank in domain.ranks:
+            for name in told[rank] or ():
+                seen.setdefault(name, set()).add(nodes[rank])
+        for at, name in enumerate(sorted(seen)):
+            able = [rank for rank in domain.ranks if nodes[rank] in seen[name]]
+            shares.setdefault(able[at % len(able)], []).append(name)
+    return shares
+
+
 class _Uploaded:
     def __init__(self, attempt: Attempt, path: str) -> None:
         self.path = path
         self._sender = Sender(attempt, path)
+
+    def share_out(self) -> None:
+        """Every rank has a directory of its own."""
 
     def write(self) -> WrittenPart:
         """Send this rank's files under their plain names."""

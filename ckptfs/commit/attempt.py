@@ -62,6 +62,7 @@ from ckptfs.errors import (
 )
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape
+from ckptfs.topology.verdict import apart
 
 __all__ = ["Attempt", "Gathered"]
 
@@ -72,7 +73,9 @@ DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refuse
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What the owners seal; ``files`` is empty on the wire when only the coordinator needs it."""
+    """What the owners seal; ``files`` travels to each of them apart, and not at all when only the
+    coordinator needs it.
+    """
 
     digest: str
     files: Mapping[str, SmallFile]
@@ -136,6 +139,11 @@ class Attempt:
     def directory(self) -> str:
         """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
         return self._named.directory
+
+    @property
+    def seal_tried(self) -> bool:
+        """From here on it may be committed. Any thread."""
+        return self._seal_tried
 
     @property
     def _planned(self) -> SavePlan:
@@ -252,9 +260,11 @@ class Attempt:
         control = self.seat.control
         kept: dict[str, SmallFile] = {}
         with fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name):
-            gathered = control.step("write", write, lambda parts: self._gather(parts, finish, kept))
+            gathered, theirs = control.step(
+                "write", write, lambda parts: self._apart(self._gather(parts, finish, kept))
+            )
             started = time.perf_counter()
-            files = kept or gathered.files
+            files = kept or theirs or {}
             control.step("prepare", lambda: self._prepare(files))
         seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
@@ -296,6 +306,19 @@ class Attempt:
             kept.update(files)  # the coordinator is the only owner: nothing large on the wire
             return Gathered(digest, {}, counters, origins)
         return Gathered(digest, files, counters, origins)
+
+    def _apart(self, gathered: Gathered) -> tuple[Gathered, Mapping[str, SmallFile] | None]:
+        """Each owner's files for it alone: they are as large as the checkpoint has items."""
+        if not gathered.files:
+            return apart(gathered)
+        here = {domain.owner: domain.id for domain in self.seat.placement.domains}
+        pieces: list[Mapping[str, SmallFile] | None] = [
+            {n: f if isinstance(f, bytes) else f[here[rank]] for n, f in gathered.files.items()}
+            if rank in here
+            else None
+            for rank in range(self.seat.control.size)
+        ]
+        return apart(replace(gathered, files={}), pieces)
 
     def _prepare(self, files: Mapping[str, SmallFile]) -> None:
         if self._owner:

@@ -19,7 +19,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import SaveState
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED
 from ckptfs.commit.manifest import Manifest, decode_manifest
-from ckptfs.commit.ops import List, Program, Read, StatOf
+from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
 from ckptfs.commit.protocol import Views, latest
 from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Entry, Stat
@@ -79,6 +79,7 @@ def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
 
 def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
     """What a directory is that no live save has the name of; None: no checkpoint, or the log's."""
+    yield Refresh(name)  # what was missing in it when this node looked before may be there by now
     try:
         raw: bytes = yield Read(f"{name}/{MANIFEST}")
     except NotFoundError:

@@ -193,7 +193,7 @@ def find(seal: Seal, shape: Shape, where: Uri) -> Program[Found]:
     keys = AttemptKeys(shape, seal.name, seal.save_id)
     for data in keys.homes():
         # The direction of movement: the attempt first, then where it moves to.
-        yield Refresh(data.rsplit("/", 1)[0] if shape is Shape.FILESYSTEM else "")
+        yield from _afresh(data.rsplit("/", 1)[0] if shape is Shape.FILESYSTEM else "")
         try:
             raw: bytes = yield Read(f"{data}/{MANIFEST}")
         except (NotFoundError, StaleError):
@@ -213,12 +213,23 @@ def find(seal: Seal, shape: Shape, where: Uri) -> Program[Found]:
     )
 
 
+def _afresh(directory: str) -> Program[None]:
+    """Drop what a network client cached of a directory, and of its name.
+
+    A client that knew an attempt still finds its files under the old name after the projection, until
+    that vanishes in the middle of a load; one that knew a deleted step finds that one under its name.
+    """
+    if directory:
+        yield Refresh(directory.rpartition("/")[0])
+    yield Refresh(directory)
+
+
 def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
     """A checkpoint that no log knows: copied here, or written by stock torch.
 
     What the log knows as deleted, overwritten or aborted is not believed, whatever still lies here.
     """
-    yield Refresh(name)
+    yield from _afresh(name)
     try:
         raw: bytes = yield Read(f"{name}/{MANIFEST}")
     except NotFoundError:
@@ -243,6 +254,8 @@ def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
         # Domains have a `.metadata` each under one path; gathered together any of them is right.
         listed.setdefault(record.path, []).append(record)
     missing: tuple[str, ...] = ()
+    for folder in {file_key(records[0], home).rpartition("/")[0] for records in listed.values()}:
+        yield Refresh(folder)  # a copy that went on since this node looked before
     for path, records in listed.items():
         try:
             found: Stat = yield StatOf(file_key(records[0], home))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 from ckptfs.commit.copy_file import FileCopier
 from ckptfs.commit.copy_spec import (
@@ -31,6 +31,7 @@ from ckptfs.commit.manifest import FileRecord, Manifest
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.progress import SILENT, Meter
+from ckptfs.storage.threads import Threads
 
 __all__ = [
     "CopyTask",
@@ -140,7 +141,7 @@ def _all_at_once(copier: FileCopier, tasks: Sequence[CopyTask], jobs: int) -> It
             copier.give_up.set()
             raise
 
-    with ThreadPoolExecutor(jobs, thread_name_prefix="ckptfs-file") as pool:
+    with Threads(jobs, "ckptfs-file") as pool:
         going = [pool.submit(copy, task) for task in tasks]
         try:
             wait(going)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +26,7 @@ from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import AlreadyExistsError, IntegrityError, UnsupportedError
 from ckptfs.storage.base import Storage
+from ckptfs.storage.threads import Threads
 from ckptfs.topology.control import Control
 
 __all__ = ["Item", "Wanted", "fetched", "items_of", "share_items"]
@@ -206,7 +206,7 @@ def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
         os.makedirs(folder, exist_ok=True)
     small = [i for i in share if i.size_bytes is not None and i.size_bytes <= _SMALL_BYTES]
     large = [i for i in share if i not in small]
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckptfs-fetch") as pool:
+    with Threads(_AT_ONCE, "ckptfs-fetch") as pool:
         going = [pool.submit(_one, storage, item, target) for item in small]
         try:
             for item in large:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from ckptfs.commit.entries import Fence
+from ckptfs.topology.pulse import Life, is_gone
 from ckptfs.topology.world import World
 
 __all__ = ["Owner", "alive_here", "describe", "start_ticks", "who_am_i"]
@@ -24,9 +25,10 @@ class Owner:
 
 def who_am_i(world: World) -> Owner:
     """This process as an owner of a run."""
-    return Owner(
-        world.hostname, os.getpid(), world.job_id, _place(world.node), start_ticks(os.getpid())
-    )
+    life = Life.of_this_process()
+    # As /proc has it: in a pid namespace the process's own number may be somebody else's there.
+    pid, started = (os.getpid(), "") if life is None else (life.pid, str(life.start_ticks))
+    return Owner(world.hostname, pid, world.job_id, _place(world.node), started)
 
 
 def _place(node: str) -> str:
@@ -48,8 +50,24 @@ def start_ticks(pid: int) -> str:
 
 
 def alive_here(fence: Fence) -> bool:
-    """Whether the fence's process, one of this node, still runs."""
-    return bool(fence.started) and start_ticks(fence.pid) == fence.started
+    """Whether the fence's process, one of this node, still runs; True also where nobody can tell."""
+    if not fence.started.isdigit():
+        return True  # it had no /proc to read its start from: its lease tells
+    if not is_gone(Life(fence.pid, int(fence.started))):
+        return True
+    # A /proc that shows the pid with another start has answered: it is somebody else's by now.
+    return not os.path.exists(f"/proc/{fence.pid}") and _is_hidden(fence.pid)
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether /proc (hidepid) keeps another user's process from us: signals know of it all the same."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return False
 
 
 def describe(fence: Fence) -> str:

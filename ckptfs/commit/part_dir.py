@@ -54,6 +54,7 @@ def writing_part(seat: Seat, part: TicketPart, done: list[SealedPart]) -> Iterat
             with leaving_together(seat.control):
                 collector = stack.enter_context(collected_files(attempt))
                 yield collector.path
+            collector.share_out()
             committed = attempt.commit(collector.write, collector.finish)
     except BaseException:
         attempt.abandon()

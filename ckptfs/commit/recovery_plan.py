@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.entries import Generation, Outcome, Seal
-from ckptfs.commit.fold import LogState
+from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.pieces import part_in, part_name, promise, split_name
 from ckptfs.commit.promises import not_told, unheard
 from ckptfs.commit.protocol import Standing, seal_of, standing
 
-__all__ = ["AttemptRecord", "Plan", "Report", "encode_record", "plan_recovery"]
+__all__ = [
+    "AttemptRecord",
+    "Plan",
+    "Report",
+    "encode_record",
+    "plan_recovery",
+    "with_equal_seals_once",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,24 @@ class Plan:
     views: Mapping[str, LogState]
     publish: tuple[Seal, ...] = ()
     released: tuple[AttemptRecord, ...] = ()
+
+
+def with_equal_seals_once(views: Mapping[str, LogState]) -> Mapping[str, LogState]:
+    """The same views in which equal seals of several logs are one object, so that they are sent once.
+
+    Every seal lists all domains: of many domains the views would hold the square of them.
+    """
+    known: dict[str, Seal] = {}
+
+    def once(save: SaveState) -> SaveState:
+        if save.seal is None or known.setdefault(save.save_id, save.seal) != save.seal:
+            return save
+        return replace(save, seal=known[save.save_id])
+
+    return {
+        domain: replace(view, saves={key: once(save) for key, save in view.saves.items()})
+        for domain, view in views.items()
+    }
 
 
 def encode_record(

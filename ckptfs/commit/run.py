@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -32,7 +33,8 @@ from ckptfs.commit.log import Appended, Refused, append
 from ckptfs.commit.ops import Program, drive
 from ckptfs.commit.owners import alive_here, describe, who_am_i
 from ckptfs.commit.protocol import Refusal, catalog, may_fence
-from ckptfs.commit.recovery import Plan, Report, plan_recovery, report, settle
+from ckptfs.commit.recovery import Report, plan_recovery, report, settle
+from ckptfs.commit.recovery_plan import Plan, with_equal_seals_once
 from ckptfs.commit.saving import survey
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
@@ -43,11 +45,13 @@ from ckptfs.errors import (
     FencedError,
     NotFoundError,
     RunBusyError,
+    StaleError,
     StateError,
     StorageError,
     UnsupportedError,
 )
 from ckptfs.storage.base import Shape, Storage
+from ckptfs.topology.verdict import apart
 from ckptfs.uri import Uri
 
 __all__ = ["Mode", "Run", "Takeover", "claim"]
@@ -55,6 +59,7 @@ __all__ = ["Mode", "Run", "Takeover", "claim"]
 logger = logging.getLogger(__name__)
 
 CHORES_S = 30.0  # how long a release waits for deletes under way
+_LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
 ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
@@ -333,17 +338,21 @@ class _Claimant:
             seat.known.learn(found.state)
             return found
 
-        def decide(reports: Sequence[Report | None]) -> Plan:
+        def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
             known = {r.domain: r for r in reports if r is not None}
             plan = plan_recovery(known, generation, self._keep)
             if any(view.generation > generation for view in plan.views.values()):
                 raise FencedError("a newer owner came while this one took the run")
-            return plan
+            names = tuple(seal.name for seal in plan.in_doubt)
+            # Every log is in it: for those who carry it out, and with each seal once.
+            plan = replace(plan, views=with_equal_seals_once(plan.views))
+            owners = {domain.owner for domain in seat.placement.domains}
+            return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
 
-        plan = seat.control.step("report", local, decide)
+        in_doubt, plan = seat.control.step("report", local, decide)
 
         def carry_out() -> None:
-            if self._owner:
+            if plan is not None:
                 program = settle(
                     plan,
                     self._domain,
@@ -357,30 +366,27 @@ class _Claimant:
 
         seat.control.step("settle", carry_out)
         self._read_token(generation)
-        for seal in plan.in_doubt:
-            logger.warning("%s is in doubt: a domain of it is out of reach", seal.name)
+        for name in in_doubt:
+            logger.warning("%s is in doubt: a domain of it is out of reach", name)
         keeper = Keeper(seat.storage, generation, self._times) if self._owner else None
         if keeper is not None:
             keeper.start()
-        names = tuple(seal.name for seal in plan.in_doubt)
         if self._owner and caps.shape is Shape.OBJECT:
             _sweep(seat.storage)
             seat = replace(seat, background=Background())
-        return Run(seat.storage.root, generation, seat, names, _keeper=keeper)
+        return Run(seat.storage.root, generation, seat, in_doubt, _keeper=keeper)
 
     def _read_token(self, generation: Generation) -> None:
         """Every rank reads this fence through its own path: existence alone is not identity."""
         seat = self._seat
         mine = (self._domain, self._fenced.number) if self._fenced is not None else None
-        numbers = dict(
-            pair for pair in seat.control.step("numbers", lambda: mine) if pair is not None
-        )
+        numbers = seat.control.step("numbers", lambda: mine, _by_domain)
 
         def read() -> None:
             key = log_key(numbers[self._domain])
             if seat.placement.is_node_lead:
                 seat.storage.refresh(LOG)
-            data = seat.storage.read(key)
+            data = _read_fresh(seat.storage, key)
             if generation.nonce.encode() not in data:
                 raise NotFoundError(
                     "this rank sees another run log than the owner of its domain",
@@ -389,6 +395,19 @@ class _Claimant:
                 )
 
         seat.control.step("token", read)
+
+
+def _read_fresh(storage: Storage, key: str) -> bytes:
+    """Read an entry that is there. Whoever asked for the end of the log a moment ago has its absence in
+    this node's NFS cache, and its neighbours read while the node's lead still refreshes.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return storage.read(key)
+        except (NotFoundError, StaleError):
+            storage.refresh(LOG)
+            time.sleep(0.05)
+    return storage.read(key)
 
 
 def _sweep(storage: Storage) -> None:
@@ -407,6 +426,10 @@ def _sweep(storage: Storage) -> None:
         return
     if swept:
         logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)
+
+
+def _by_domain(answers: Sequence[tuple[str, int] | None]) -> dict[str, int]:
+    return dict(pair for pair in answers if pair is not None)
 
 
 def _beaten(answers: Sequence[int | None]) -> _Round:

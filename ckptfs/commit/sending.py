@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from typing import Protocol
 
 import xxhash
@@ -27,6 +27,7 @@ from ckptfs.commit.seat import Known, Seat
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.threads import Threads
 
 __all__ = ["SMALL_BYTES", "PlainNames", "Sender", "walk"]
 
@@ -142,7 +143,7 @@ class Sender:
                 self._stopped.set()
                 raise
 
-        with ThreadPoolExecutor(at_once, thread_name_prefix="ckptfs-upload") as pool:
+        with Threads(at_once, "ckptfs-upload") as pool:
             going = {name: pool.submit(send, name) for name in names}
             try:
                 wait(going.values())

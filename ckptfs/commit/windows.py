@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from ckptfs.storage.base import DataReader
+from ckptfs.storage.threads import Threads
 
 __all__ = ["ReadAhead", "windows"]
 
@@ -23,12 +24,12 @@ class ReadAhead:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
 
     def submit(self, count: int, read: Callable[[], memoryview]) -> Future[memoryview]:
         """Read on a thread, one of ``count``."""
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(count, thread_name_prefix="ckptfs-copy")
+            self._threads = Threads(count, "ckptfs-copy")
             self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
         return self._threads.submit(read)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -30,6 +29,7 @@ from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart
 from ckptfs.dcp.metadata import decode_metadata, encode_metadata
 from ckptfs.errors import IncompleteCheckpointError, ManifestError, NotFoundError
 from ckptfs.events import Counters
+from ckptfs.storage.threads import Threads
 
 __all__ = ["ARRIVED", "ARRIVES", "commit_arrived", "missing", "references"]
 
@@ -109,7 +109,7 @@ def _sizes(joined: Joined, needs: Mapping[str, int]) -> dict[str, int | None]:
         except NotFoundError:
             return None
 
-    with ThreadPoolExecutor(min(_STATS_AT_ONCE, max(1, len(needs)))) as threads:
+    with Threads(min(_STATS_AT_ONCE, max(1, len(needs))), "ckptfs-stat") as threads:
         return dict(zip(needs, threads.map(size, needs), strict=True))
 
 

@@ -206,8 +206,10 @@ def begin_aside(
         staged.close()
         pending.fail(error)
         raise
-    # A save that never begins, because the interpreter ends, has no job that could tell.
+    # A save that never begins, because the interpreter ends, has no job that could tell; nor has one
+    # whose thread hangs, and the caller may be waiting for room that it was to make.
     future.add_done_callback(lambda ended: _settle(pending, staged, ended))
+    pending.committed.add_done_callback(lambda ended: _let_go(staged, ended))
     if interrupted is not None:
         raise interrupted
     staged.wait()
@@ -223,6 +225,12 @@ def _settle(pending: PendingSave, staged: Staged, ended: Future[SaveResult]) -> 
         staged.give_up(error)
         staged.close()
         pending.fail(error)
+
+
+def _let_go(staged: Staged, ended: Future[SaveResult]) -> None:
+    error = ended.exception()
+    if error is not None:
+        staged.give_up(error)
 
 
 def submit_pending(

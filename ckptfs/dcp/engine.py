@@ -39,6 +39,7 @@ from ckptfs.commit.digests import BlockDigester, FileDigests, ItemDigests
 from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, Placed
 from ckptfs.dcp.resolve import Loan, Resolve, host_tensor, memory_of
 from ckptfs.storage.base import DataWriter, Storage
+from ckptfs.storage.under_way import carried
 
 __all__ = ["buffered_engine"]
 
@@ -156,7 +157,7 @@ class _Pump:
             self._pieces.put(done)
 
     def _start(self) -> bool:
-        thread = threading.Thread(target=self._run, name="ckptfs-pump", daemon=True)
+        thread = threading.Thread(target=carried(self._run), name="ckptfs-pump", daemon=True)
         try:
             thread.start()
         except RuntimeError:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
 from ckptfs.dcp.resolve import memory_of
+from ckptfs.storage.threads import Threads
 
 __all__ = ["Lanes", "Scratch"]
 
@@ -32,14 +32,14 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         self.count = max(1, count)
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Threads | None = None
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = 0
         self._stopped = threading.Event()
 
     def __enter__(self) -> Self:
         if self.count > 1:
-            self._threads = ThreadPoolExecutor(self.count, thread_name_prefix="ckptfs-read")
+            self._threads = Threads(self.count, "ckptfs-read")
         return self
 
     def __exit__(

@@ -31,6 +31,7 @@ from ckptfs.dcp.resolve import Resolve
 from ckptfs.errors import CkptfsError
 from ckptfs.events import Counters
 from ckptfs.storage.base import Storage
+from ckptfs.storage.under_way import carried
 
 __all__ = [
     "DATA_SUFFIX",
@@ -239,7 +240,7 @@ def _run_all(
                 cancelled.event.set()
 
     threads = [
-        threading.Thread(target=work, name=f"ckptfs-write-{n}", daemon=True)
+        threading.Thread(target=carried(work), name=f"ckptfs-write-{n}", daemon=True)
         for n in range(min(at_once, len(jobs)) - 1)
     ]
     started = _start(threads)

@@ -10,15 +10,16 @@ The futures are the way out of the background: what fails there is in them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ckptfs.errors import DeadlineError
+from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Counters, SaveResult
 
 __all__ = ["PendingSave", "Phase", "Progress", "Watch"]
@@ -33,6 +34,9 @@ class Phase(Enum):
     COMMIT = "commit"
     COMMITTED = "committed"
     FAILED = "failed"
+
+
+_ENDS = (Phase.COMMITTED, Phase.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,9 @@ class Watch:
 
     def durable(self, mine: Counters) -> None:
         """This rank's part is written and durable; nothing is committed."""
+
+    def hangs(self, error: CkptfsError) -> None:
+        """The threads that save hang in their storage before the seal, and all ranks have this error."""
 
 
 class PendingSave:
@@ -122,8 +129,10 @@ class PendingSave:
     # -- for the threads that save -----------------------------------------------------------
 
     def advance(self, **changes: Any) -> None:
-        """Fields of the progress that are other now."""
+        """Fields of the progress that are other now. Of two ends the first counts."""
         with self._lock:
+            if self._progress.phase in _ENDS:
+                changes.pop("phase", None)
             known = {name: getattr(self._progress, name) for name in Progress.__slots__}
             self._progress = Progress(**known | changes)
 
@@ -150,14 +159,17 @@ class PendingSave:
     def fail(self, error: BaseException) -> None:
         """It has failed: whoever waits is told. ``staged`` is its caller's."""
         self.advance(phase=Phase.FAILED)
+        if self.progress().phase is not Phase.FAILED:
+            return
         for future in (self.durable, self.committed):
-            if not future.done():
+            with contextlib.suppress(InvalidStateError):  # it has its answer already
                 future.set_exception(error)
 
     def succeed(self, result: SaveResult) -> None:
         """It is committed."""
         self.advance(phase=Phase.COMMITTED)
-        self.committed.set_result(result)
+        if self.progress().phase is Phase.COMMITTED:  # or it hung for so long that it was given up
+            self.committed.set_result(result)
 
     def watch(self) -> Watch:
         """What ``save_at`` tells, told to this save."""
@@ -175,7 +187,11 @@ class _Told(Watch):
         self._pending.advance(size_bytes=size_bytes, items=items)
 
     def durable(self, mine: Counters) -> None:
-        self._pending.durable.set_result(mine)
+        with contextlib.suppress(InvalidStateError):  # it hung for so long that it was given up
+            self._pending.durable.set_result(mine)
+
+    def hangs(self, error: CkptfsError) -> None:
+        self._pending.fail(error)
 
 
 def _running() -> Future[Any]:

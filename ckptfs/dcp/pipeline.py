@@ -4,9 +4,9 @@
     load   plan_load (step)  ->  read (local)
 
 All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
-rank sends its plan. Downwards goes one small verdict for all: per rank a bitmap of which of its
-items it writes (DCP's deduplication gives every replicated item to one rank); ranks keep their own
-plans, so no plan is sent back. What a rank wrote returns as three numbers per item.
+rank sends its plan. Downwards each gets a bitmap of which of its items it writes (DCP's deduplication
+gives every replicated item to one rank); ranks keep their own plans, so no plan is sent back. What a
+rank wrote returns as three numbers per item.
 
 ``ckptfs.save`` puts these between ``Attempt.begin`` and ``Attempt.commit``; torch's own
 ``dcp.save`` drives the same parts through ``ckptfs.dcp.writer``.
@@ -48,6 +48,7 @@ from ckptfs.events import Counters
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
+from ckptfs.topology.verdict import apart
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -144,7 +145,7 @@ def plan_save(
         with gc_paused():
             return pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def decide(blobs: list[bytes]) -> list[bytes]:
+    def decide(blobs: list[bytes]) -> tuple[None, bytes]:
         with gc_paused():
             plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
             chosen, metadata = share.planner.create_global_plan(plans)
@@ -159,11 +160,11 @@ def plan_save(
                 tuple(named[i.index] for i in plan.items if i.index in mine)
                 for plan, mine in zip(plans, writes, strict=True)
             )
-            return [_bitmap(plan, mine) for plan, mine in zip(plans, writes, strict=True)]
+            return apart(None, [_bitmap(p, mine) for p, mine in zip(plans, writes, strict=True)])
 
-    bitmaps = control.step("plan the save", local, decide)
+    _, bitmap = control.step("plan the save", local, decide)
     mine = held[0]
-    keep = np.unpackbits(np.frombuffer(bitmaps[control.rank], np.uint8), count=len(mine.items))
+    keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(mine.items))
     items = tuple(item for item, kept in zip(mine.items, keep, strict=True) if kept)
     share.take_on([original_item(item, control.rank) for item in items])
     return PlannedSave(

@@ -23,6 +23,7 @@ from ckptfs.dcp.safetensors_format import Entry, encode_header
 from ckptfs.dcp.safetensors_plan import PlannedFile
 from ckptfs.errors import StateError
 from ckptfs.storage.base import Shape
+from ckptfs.storage.under_way import carried
 
 __all__ = ["FileWriter", "PlannedExport"]
 
@@ -65,7 +66,9 @@ class FileWriter:
         self._records: list[FileRecord] = []
         rank = attempt.seat.control.rank
         self._mine = [n for n, file in enumerate(planned.files) if file.owner == rank]
-        self._thread = threading.Thread(target=self._run, name="ckptfs-export", daemon=True)
+        self._thread = threading.Thread(
+            target=carried(self._run), name="ckptfs-export", daemon=True
+        )
 
     def __enter__(self) -> Self:
         if self._mine:

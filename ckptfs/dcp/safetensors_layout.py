@@ -13,7 +13,6 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +40,7 @@ from ckptfs.dcp.safetensors_format import (
 )
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
+from ckptfs.storage.threads import Threads
 
 __all__ = ["Layout", "read_file_layout", "read_layout", "with_aliases"]
 
@@ -118,7 +118,7 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
         {f.path: f.digests for f in found.manifest.files if f.digests} if found.manifest else {}
     )
     source = Source(storage, found.home, sidecars, verify)
-    with ThreadPoolExecutor(min(_AT_ONCE, len(names)), thread_name_prefix="ckptfs-header") as pool:
+    with Threads(min(_AT_ONCE, len(names)), "ckptfs-header") as pool:
         headers = dict(zip(names, pool.map(lambda n: _read_header(source, n), names), strict=True))
     return _laid_out(headers, weight_map, where)
 

@@ -27,8 +27,10 @@ from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.slots import writer_slot
 from ckptfs.dcp.space import check_space
+from ckptfs.errors import CkptfsError
 from ckptfs.events import Event, SaveResult, Written
 from ckptfs.progress import SILENT, Meter, progress
+from ckptfs.topology.control import hearing
 from ckptfs.uri import Uri
 
 __all__ = ["Tell", "WriteOptions", "save_at", "tell_nobody"]
@@ -113,9 +115,15 @@ def save_at(
             root=seat.storage.root,
         )
 
+    def hangs(error: CkptfsError) -> None:
+        # What may be committed has not failed: from the seal on, who hangs waits for the end of it.
+        if not attempt.seal_tried:
+            watch.hangs(error)
+
     try:
-        attempt.begin()
-        committed = attempt.commit(write_mine, finish)
+        with hearing(control, hangs):
+            attempt.begin()
+            committed = attempt.commit(write_mine, finish)
     except BaseException:
         attempt.abandon()
         raise

@@ -175,7 +175,8 @@ class SaveWorker:
         if not self.close(self._exit_s):
             running = self._running
             logger.error(
-                "%s: abandoned after %g s, nothing of it is committed; the run's next owner removes it",
+                "%s: abandoned after %g s; unless it was sealed nothing of it is committed, and the "
+                "run's next owner removes it",
                 "a save" if running is None else running.what,
                 self._exit_s,
             )

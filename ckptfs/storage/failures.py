@@ -55,12 +55,20 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
     **dict.fromkeys((errno.ENOTSUP, errno.ENOSYS, errno.EXDEV), (UnsupportedError, None)),
 }
 
+# Root may do anything on a disk of its own.
+_ROOT_IS_REFUSED = (
+    "this process is root and is refused: an NFS export with root_squash takes root for nobody; "
+    "run as the user who owns the directory, or export it with no_root_squash"
+)
+
 
 def typed(error: OSError, uri: Uri, action: str) -> StorageError:
     """The typed error for an OSError met while doing ``action`` ("read", "create", ...)."""
     if isinstance(error, StorageError):
         return error
     kind, hint = _TABLE.get(error.errno or 0, (None, None))
+    if error.errno == errno.EACCES and uri.is_local and os.geteuid() == 0:
+        hint = _ROOT_IS_REFUSED
     if kind is None:
         # A library may raise the builtin class without an errno.
         kind = (

@@ -13,6 +13,7 @@ while the operation itself is always answered by the server.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 
@@ -95,20 +96,31 @@ def _make(posix: Posix, path: str) -> list[str]:
 
 
 def refresh_dir(posix: Posix, path: str, root: str) -> None:
-    """Open a directory and fstat it; where it is absent, the nearest one above within ``root``.
+    """Open a directory and fstat it; where it is absent, the nearest one above.
 
     An absence may be cached too, and only a look at the holder of the name drops it: so the
-    holder is refreshed, and the name asked for again.
+    holder is refreshed, and the name asked for again. Above ``root`` as well, because a whole run
+    that was not there is absent in the cache of its parent; but what lies there need not be readable.
     """
-    if _look(posix, path) or path == root:
+    if _look(posix, path):
         return
-    refresh_dir(posix, os.path.dirname(path), root)
+    parent = os.path.dirname(path)
+    if parent == path:
+        return
+    if path == root or not path.startswith(f"{root}/"):
+        with contextlib.suppress(PermissionError):
+            refresh_dir(posix, parent, root)
+    else:
+        refresh_dir(posix, parent, root)
     _look(posix, path)
 
 
 def _look(posix: Posix, path: str) -> bool:
     try:
         fd = posix.open(path, _LOOK)
+    except PermissionError:
+        # It may be passed through and not be listed (0711). What is in it tells who is refused.
+        return True
     except OSError as error:
         if isinstance(error, _NO_SUCH) or error.errno == errno.ESTALE:
             return False

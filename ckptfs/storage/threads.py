@@ -1,18 +1,23 @@
 """A few threads for requests. As ``ThreadPoolExecutor``, but for the end of the process.
 
 The standard pool takes no work once the main thread has returned, and a save that goes on in another
-thread (``async_save`` at the end of a script) would fail half-way for that. These are daemon threads
-that nobody joins: whoever waits for a result keeps the process alive, and nothing else does. They
-start when there is work, and end after some idle seconds or at ``shutdown``.
+thread (``async_save`` at the end of a script) would fail half-way for that. It also joins its threads
+when the interpreter ends: one that waits in a dead mount would keep it for ever. These are daemon threads
+that nobody joins then: whoever waits for a result keeps the process alive, and nothing else does. They
+start when there is work, and end after some idle seconds or at ``shutdown``. What they do belongs to
+the part of a step that submitted it (``under_way``).
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
+
+from ckptfs.storage.under_way import carried
 
 __all__ = ["Threads"]
 
@@ -28,6 +33,8 @@ class Threads(Executor):
     def __init__(self, size: int, name: str) -> None:
         self._size = size
         self._name = name
+        self._pid = os.getpid()
+        self._workers: set[int] = set()
         self._changed = threading.Condition()
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._running = 0
@@ -37,10 +44,11 @@ class Threads(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As ``Executor.submit``. RuntimeError after shutdown, or where no thread can be started."""
         future: Future[T] = Future()
+        work = carried(fn)
         with self._changed:
             if self._closed:
                 raise RuntimeError("these threads were shut down")
-            self._waiting.append((future, lambda: fn(*args, **kwargs)))
+            self._waiting.append((future, lambda: work(*args, **kwargs)))
             if self._idle >= len(self._waiting):
                 self._changed.notify()
             elif self._running < self._size:
@@ -48,8 +56,13 @@ class Threads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard's
-        """As ``Executor.shutdown``, but never waits. Whoever waits for a cancelled future is told."""
-        del wait
+        """As ``Executor.shutdown``. Whoever waits for a cancelled future is told.
+
+        One of these threads does not wait for itself, nor a child of a fork for those of its parent.
+        """
+        if os.getpid() != self._pid:
+            self._closed = True  # without the lock: a thread that is not here may hold it
+            return
         cancelled: list[Future[Any]] = []
         with self._changed:
             self._closed = True
@@ -60,6 +73,9 @@ class Threads(Executor):
         for future in cancelled:  # outside of the lock: callbacks take locks of their own
             future.cancel()
             future.set_running_or_notify_cancel()
+        if wait and threading.get_ident() not in self._workers:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._running)
 
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -74,6 +90,14 @@ class Threads(Executor):
             # No more threads on this machine: those that run will come to it.
 
     def _run(self) -> None:
+        mine = threading.get_ident()
+        self._workers.add(mine)
+        try:
+            self._work()
+        finally:
+            self._workers.discard(mine)
+
+    def _work(self) -> None:
         while (task := self._next()) is not None:
             future, call = task
             if future.set_running_or_notify_cancel():
@@ -91,4 +115,5 @@ class Threads(Executor):
             if self._waiting:
                 return self._waiting.popleft()
             self._running -= 1
+            self._changed.notify_all()
             return None

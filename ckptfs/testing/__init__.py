@@ -8,4 +8,5 @@ disk         a disk that forgets what was not synced
 mounts       mounts that copy a directory when it is renamed
 late         nodes that see late what another wrote
 strategies   Hypothesis strategies for URIs and keys
+scale        what a save costs at thousands of ranks, counted (over lockstep and counted)
 """

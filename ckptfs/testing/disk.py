@@ -292,7 +292,8 @@ def _site() -> str:
     names: list[str] = []
     frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller's frame
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("ckptfs.storage."):
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("ckptfs.storage.") and module != "ckptfs.storage.threads":
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return ">".join(name for name in reversed(names) if not name.startswith("<"))

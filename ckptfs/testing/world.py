@@ -13,8 +13,9 @@ of the others with the CollectiveError that a real control raises. Thousands of 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -30,11 +31,13 @@ from ckptfs.topology.verdict import (
     encode_said,
     encode_verdict,
     failure_of,
+    joined,
     settle,
+    split,
 )
 from ckptfs.topology.world import World
 
-__all__ = ["End", "SimulatedDeath", "ThreadControl", "simulate", "thread_worlds"]
+__all__ = ["End", "SimulatedDeath", "ThreadControl", "simulate", "thread_worlds", "worlds_of"]
 
 T = TypeVar("T")
 
@@ -114,25 +117,24 @@ def thread_worlds(
     job_id: str | None = "simulated",
 ) -> list[ThreadControl]:
     """The controls of one simulated world, for tests that run the threads themselves."""
+    hall = _Hall(worlds_of(size, nodes, job_id), timeout_s)
+    return [ThreadControl(hall, rank, "") for rank in range(size)]
+
+
+def worlds_of(
+    size: int, nodes: Sequence[str] | None = None, job_id: str | None = "simulated"
+) -> tuple[World, ...]:
+    """What every simulated rank is told of all. nodes: the node of each; None is one for all."""
     names = list(nodes or ["node0"] * size)
     if len(names) != size:
         raise StateError(f"{size} ranks, but {len(names)} node names")
-    worlds = tuple(
-        World(
-            rank=rank,
-            size=size,
-            local_rank=names[:rank].count(node),
-            local_size=names.count(node),
-            node=node,
-            hostname=f"host-{node}",
-            pid=rank + 1,
-            job_id=job_id,
-            has_group=True,
-        )
-        for rank, node in enumerate(names)
-    )
-    hall = _Hall(worlds, timeout_s)
-    return [ThreadControl(hall, rank, "") for rank in range(size)]
+    sizes, seen = Counter(names), Counter[str]()
+    worlds = []
+    for rank, node in enumerate(names):
+        here = World(rank, size, seen[node], sizes[node], node, f"host-{node}", rank + 1, job_id)
+        worlds.append(replace(here, has_group=True))
+        seen[node] += 1
+    return tuple(worlds)
 
 
 @dataclass
@@ -141,6 +143,7 @@ class _Step:
 
     said: dict[int, bytes] = field(default_factory=dict)
     answer: bytes | None = None
+    pieces: list[bytes] = field(default_factory=list)
     deciding: bool = False
 
 
@@ -213,7 +216,10 @@ class ThreadControl:
         if self.rank == 0:
             self._decide(key, label, decide)
         answer = self._await_answer(key, label)
-        return decode_verdict(answer).unwrap(problem)
+        verdict = decode_verdict(answer)
+        if verdict.apart:
+            verdict = joined(verdict, self._hall.step(key).pieces[self.rank])
+        return verdict.unwrap(problem)
 
     def clone(self) -> ThreadControl:
         """As ``Control.clone``."""
@@ -305,15 +311,17 @@ class ThreadControl:
         if isinstance(raised, SimulatedDeath):
             self.die()
             raise raised
+        pieces: list[bytes] = []
         try:
-            data = encode_verdict(verdict)
+            common, pieces = split(verdict)
+            data = encode_verdict(common)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failure = failure_of(error, self.world)
             failed = collective_error(label, {0: failure}, hall.worlds)
             data = encode_verdict(Verdict(error=failed))
         with hall.news:
             if step.answer is None:
-                step.answer = data
+                step.answer, step.pieces = data, pieces
             hall.news.notify_all()
         if raised is not None and not isinstance(raised, Exception):
             raise raised

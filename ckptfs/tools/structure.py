@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from ckptfs.commit.catalog import Found, find, unlogged
 from ckptfs.commit.digests import FileDigests, decode_digests
-from ckptfs.commit.layout import LOG, MANIFEST, METADATA
+from ckptfs.commit.layout import LOG, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views
@@ -31,7 +31,7 @@ from ckptfs.errors import (
     StaleError,
     StorageError,
 )
-from ckptfs.storage.base import Stat, Storage
+from ckptfs.storage.base import Shape, Stat, Storage
 from ckptfs.tools.agreement import contradictions, lacks
 from ckptfs.tools.findings import Damage, Finding
 from ckptfs.tools.looked import Looked, Target
@@ -276,17 +276,47 @@ def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest) -> N
         return
     if seal is not None:
         wanted[MANIFEST] = {seal.digest}  # of a copy it was compared when it was opened
+    keys = AttemptKeys(storage.capabilities.shape, seen.target.name, manifest.save_id)
+    note = (
+        "it is committed and its projection is not complete: stock readers see what it replaces; the "
+        "next writer of the run, or prepare_run, completes it"
+    )
     for name, digests in wanted.items():
         if not digests:
             continue  # files, and wholes of parts, have no `.metadata`
         key = f"{seen.target.name}/{name}"
-        try:
-            why = "" if digest_of(storage.read(key)) in digests else "it is not what was committed"
-        except NotFoundError:
-            why = "it is missing"
-        if why:
+        why = _difference(storage, key, digests)
+        if why and seal is not None and _is_on_its_way(storage, keys, name, digests):
+            if note not in seen.notes:
+                seen.notes.append(note)
+            continue
+        # It may have been completed between the two looks.
+        if why and (why := _difference(storage, key, digests)):
             source = storage.uri(f"{seen.target.name}/{manifest.save_id}/{name}")
             seen.add(Damage.PROJECTION, storage.uri(key), why, _REWRITE.format(source), path=name)
+
+
+def _difference(storage: Storage, key: str, digests: set[str]) -> str:
+    """What is wrong with one small file; empty where it is what was committed."""
+    try:
+        return "" if digest_of(storage.read(key)) in digests else "it is not what was committed"
+    except NotFoundError:
+        return "it is missing"
+
+
+def _is_on_its_way(storage: Storage, keys: AttemptKeys, piece: str, digests: set[str]) -> bool:
+    """Whether this piece waits in what is left of its attempt: its writer is at it, or died there.
+
+    An attempt that is there without it proves nothing: its directory may have stayed behind a projection
+    that was done. On an object store the pieces are copies, and the attempt's record tells.
+    """
+    if storage.capabilities.shape is Shape.FILESYSTEM:
+        return not _difference(storage, f"{keys.attempt}/{piece}", digests)
+    try:
+        storage.stat(keys.record)
+    except NotFoundError:
+        return False
+    return True
 
 
 def _digests_of(manifest: Manifest, name: str) -> set[str]:

@@ -24,12 +24,23 @@ from typing import Any, TypeVar
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError
 
-__all__ = ["CHUNK_BYTES", "StoreClient", "connect", "drop", "offer", "put", "take", "wait_for"]
+__all__ = [
+    "CHUNK_BYTES",
+    "StoreClient",
+    "connect",
+    "drop",
+    "offer",
+    "put",
+    "take",
+    "take_many",
+    "wait_for",
+]
 
 T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[Any], Any]]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
+_AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
 _LONG = timedelta(days=20)  # c10d counts milliseconds in 32 bits: 24 days is the most it can wait
 
 
@@ -141,7 +152,24 @@ def put(store: Any, key: str, data: bytes) -> None:
 
 def take(store: Any, key: str) -> tuple[bytes, list[str]]:
     """Read what ``put`` or ``offer`` wrote, and all keys it lies under; the key must exist."""
-    head: bytes = store.get(key)
+    return _take_rest(store, key, store.get(key))
+
+
+def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
+    """``take`` of each; the keys must exist. In a few requests: one for each of thousands of ranks,
+    one after the other, would be what every step waits for.
+    """
+    if not store.has_extended_api():
+        return [take(store, key) for key in keys]  # FileStore
+    found = []
+    for start in range(0, len(keys), _AT_ONCE):
+        some = keys[start : start + _AT_ONCE]
+        heads = store.multi_get(some)
+        found += [_take_rest(store, k, bytes(h)) for k, h in zip(some, heads, strict=True)]
+    return found
+
+
+def _take_rest(store: Any, key: str, head: bytes) -> tuple[bytes, list[str]]:
     line, _, first = head.partition(b"\n")
     count, place = line.decode().split(" ", 1)
     rest = [f"{place}/{i}" for i in range(1, int(count))]

@@ -15,25 +15,33 @@ background thread, and under torchrun without any group. The store is, in this o
 (``store=``), the group's own, torchrun's agent store. No port is opened unasked.
 
 Silence is bounded, work is not: a rank that computes for an hour keeps its heartbeat and is waited
-for; a rank without a heartbeat for ``timeout_s`` ends the step everywhere with DeadlineError; a
-process that is gone ends it within seconds with CollectiveError; a store that is gone with
-ControlPlaneLostError.
+for; a rank without a heartbeat for ``timeout_s`` ends the step everywhere with DeadlineError; one whose
+storage does not return from a single system call for that long with CollectiveError; a process that is
+gone ends it within seconds with CollectiveError; a store that is gone with ControlPlaneLostError.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ckptfs import _torch
-from ckptfs.errors import StateError
-from ckptfs.topology.verdict import attempt, settle
+from ckptfs.errors import CkptfsError, StateError
+from ckptfs.topology.verdict import attempt, for_rank, settle
 from ckptfs.topology.world import World
 
-__all__ = ["Control", "SoloControl", "control_opener", "default_timeout_s", "open_control"]
+__all__ = [
+    "Control",
+    "SoloControl",
+    "control_opener",
+    "default_timeout_s",
+    "hearing",
+    "open_control",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -76,7 +84,8 @@ class Control(Protocol):
 
         label: what is being done, for messages; must be equal on all ranks. local: any picklable
         value, many MiB are fine. decide: gets the values in order of rank; None: that list is the
-        answer. Only the coordinator's is called. Its answer must be picklable.
+        answer. Only the coordinator's is called. Its answer must be picklable; with
+        ``apart()`` (``ckptfs.topology.verdict``) each rank gets what is common and its own piece.
 
         Nobody returns before everybody has called, so it is a barrier too. Raises, equal on every
         rank: CollectiveError if ``local`` failed anywhere, if a rank's process is gone, or if
@@ -141,7 +150,7 @@ class SoloControl:
         verdict, raised = settle([said], decide, self.worlds)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
-        return verdict.unwrap(problem or raised)
+        return for_rank(verdict, 0).unwrap(problem or raised)
 
     def clone(self) -> SoloControl:
         """Another one for another thread; there is nothing to share."""
@@ -155,6 +164,21 @@ class SoloControl:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def hearing(control: Control, hears: Callable[[CkptfsError], None]) -> Iterator[None]:
+    """While inside, ``hears`` is told, on another thread, with which error a step ended on all other
+    ranks because this rank's part of it hangs in its storage. Nobody can wake the thread that does.
+    """
+    if not hasattr(control, "hears"):  # alone there is nobody who could end the step
+        yield
+        return
+    control.hears = hears
+    try:
+        yield
+    finally:
+        control.hears = None
 
 
 def default_timeout_s() -> float:

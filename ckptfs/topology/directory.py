@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StorageError
 from ckptfs.storage.base import Shape, Storage
@@ -50,7 +51,7 @@ def ensure_dir(control: Control, storage: Storage, placement: Placement, key: st
         return token
 
     try:
-        tokens = control.step("ensure_dir.make", make)
+        tokens = control.step("ensure_dir.make", make, _of_owners)
         theirs = tokens[placement.mine.owner] if several else None
         control.step(
             "ensure_dir.confirm",
@@ -61,6 +62,10 @@ def ensure_dir(control: Control, storage: Storage, placement: Placement, key: st
     finally:
         if placement.is_owner and several:
             _remove(storage, token)
+
+
+def _of_owners(answers: Sequence[str | None]) -> dict[int, str]:
+    return {rank: token for rank, token in enumerate(answers) if token is not None}
 
 
 def _confirm(

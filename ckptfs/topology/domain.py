@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ckptfs.errors import CollectiveError, Failure, StateError
@@ -61,7 +61,10 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class _Ruling:
-    """The coordinator's answer: the domains, final or to be confirmed."""
+    """The coordinator's answer: the domains, final or to be confirmed. tokens: of their owners.
+
+    What every rank reads: a final one that confirms another has no domains, they are the same.
+    """
 
     domains: tuple[Domain, ...]
     tokens: Mapping[int, str]
@@ -162,12 +165,13 @@ def _confirm(
         after = _rule(control.worlds, answers, "auto", tokens=True)
         missed = {rank: a.misses for rank, a in enumerate(answers) if a and a.misses}
         if after.domains == before.domains and not missed:
-            return _Ruling(after.domains, {}, final=True)
+            return _Ruling((), {}, final=True)
         if attempt + 1 == _ROUNDS:
             raise _disagreement(control.worlds, before, after, missed)
         return after
 
-    return control.step("domain.confirm", look, decide)
+    after = control.step("domain.confirm", look, decide)
+    return replace(after, domains=after.domains or before.domains)
 
 
 def _rule(
@@ -188,9 +192,10 @@ def _rule(
     if scope == "node":
         _refuse_shared(worlds, domains)
     spread = any(len(d.nodes) > 1 for d in domains)
+    left = {d.owner: a.token for d in domains if (a := answers[d.owner]) is not None}
     return _Ruling(
         domains,
-        {rank: a.token for rank, a in enumerate(answers) if a is not None},
+        left,
         # Different ids need a second look too: on a place without exclusive create, two leads may
         # each have read back an id that the other has overwritten since.
         final=one or not tokens or (not spread and len(domains) == 1),

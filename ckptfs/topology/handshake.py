@@ -21,7 +21,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from ckptfs._version import __version__
 from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure
 from ckptfs.topology.client import StoreClient, drop, offer, put, take
 from ckptfs.topology.pulse import Life
+from ckptfs.topology.table import decode_table, encode_table
 from ckptfs.topology.verdict import Verdict, decode_verdict, encode_verdict
 from ckptfs.topology.world import World
 
@@ -108,7 +109,7 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
         if problem is not None:
             _refuse(place, hellos, offers, problem)
         place.call(lambda store: prepare(store, nonce))  # noqa: B023 - called at once
-        place.call(lambda store: put(store, _table(place, nonce), json.dumps(table).encode()))  # noqa: B023
+        place.call(lambda store: put(store, _table(place, nonce), encode_table(table)))  # noqa: B023
         data = encode_verdict(Verdict(value=nonce))
         for rank in others:
             _welcome(place, hellos[rank], offers, data)
@@ -262,7 +263,7 @@ def _follow(
             absent = lambda: _absent(place, nonce)  # noqa: B023, E731 - called in this turn only
             if _await_told(place, _go(place, nonce), silent=absent) == "go":
                 table = place.call(lambda s: take(s, _table(place, nonce))[0])  # noqa: B023
-                return _meeting(nonce, json.loads(table))
+                return _meeting(nonce, decode_table(table))
     except BaseException:
         # So that rank 0 does not offer again to a process that has given up.
         place.client.submit(lambda s: _withdraw(s, place, hello))
@@ -334,7 +335,7 @@ def _asdict(life: Life | None) -> dict[str, int] | None:
     return None if life is None else asdict(life)
 
 
-def _meeting(nonce: str, table: list[Mapping[str, Any]]) -> Meeting:
+def _meeting(nonce: str, table: Sequence[Mapping[str, Any]]) -> Meeting:
     return Meeting(
         nonce,
         tuple(World(**hello["world"]) for hello in table),

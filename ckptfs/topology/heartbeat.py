@@ -1,7 +1,7 @@
 """Heartbeats: who is alive, who is silent, who is dead; one thread per process and control.
 
-    every rank, every 2 s     beat/<rank> = a number that grows
-    the coordinator           reads all beats, publishes who is silent:    watch
+    every rank, every 2 s     beat/<rank> = a number that grows, and what its storage is stuck at
+    the coordinator           reads all beats, publishes who is silent, who is stuck:    watch
     the others                read watch; one that stands still is the coordinator's own silence
     every rank, twice a s     looks at the processes of its node (pid and start time in /proc);
                               one that is gone is written to dead/<i>, which all ranks read,
@@ -11,12 +11,17 @@ So each rank reads a fixed number of keys, whatever the world's size. A rank sil
 named in every rank's log; what ends a waiting call is ``Monitor.alarm()``: a dead process, a
 silence of ``timeout_s``, or a store that is gone. Silence is counted on the observer's clock and
 only while the observer itself runs: one that was frozen accuses nobody when it wakes up.
+
+A rank may be silent in another way: its heart beats, and its part of a step waits for one system call
+that never returns, in a hard mount whose server is gone. That ends a waiting call of the same control.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +32,9 @@ from typing import Any
 
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, Failure
 from ckptfs.topology.client import StoreClient, answer
+from ckptfs.topology.hanging import Hanging, Stuck
 from ckptfs.topology.pulse import LEFT, Life, Pulses, Tempo, is_gone
+from ckptfs.topology.stepkeys import StepKeys
 from ckptfs.topology.verdict import collective_error
 from ckptfs.topology.world import World
 
@@ -38,14 +45,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a waiting call must end: processes that are gone, or ranks silent for too long."""
+    """Why a waiting call must end: processes that are gone, ranks whose storage does not answer, or
+    that are silent themselves, for too long.
+    """
 
     dead: Mapping[int, str] = field(default_factory=dict)
     silent: Mapping[int, float] = field(default_factory=dict)
+    stuck: Mapping[int, str] = field(default_factory=dict)
 
     def names(self, rank: int) -> bool:
         """True when that rank is one of them."""
-        return rank in self.dead or rank in self.silent
+        return rank in self.dead or rank in self.silent or rank in self.stuck
 
     def error(self, label: str, worlds: Sequence[World], timeout_s: float) -> CkptfsError:
         """The error that the step ``label`` ends with."""
@@ -53,6 +63,16 @@ class Alarm:
             kind = "ckptfs.errors.CollectiveError"
             failures = {r: Failure(r, worlds[r].node, kind, why) for r, why in self.dead.items()}
             return collective_error(label, failures, worlds)
+        if self.stuck:
+            kind, number = "ckptfs.errors.AnswerLostError", errno.ETIMEDOUT
+            failures = {
+                r: Failure(r, worlds[r].node, kind, why, number) for r, why in self.stuck.items()
+            }
+            error = collective_error(label, failures, worlds)
+            error.hint = (
+                "the file server is down or cut off from there; a hard mount waits for ever"
+            )
+            return error
         ranks = tuple(sorted(self.silent))
         named = "; ".join(f"rank {r} on {worlds[r].place}" for r in ranks[:8])
         return DeadlineError(
@@ -72,6 +92,7 @@ class _Seen:
     left: set[int]
     beats: dict[int, str]
     silent: dict[int, float]
+    stuck: dict[int, Stuck]
     obituaries: list[dict[str, str]]
 
 
@@ -79,11 +100,14 @@ def first_beat(store: Any, prefix: str, rank: int) -> None:
     """Write a rank's keys before anybody reads them: a read of a missing key blocks."""
     store.set(f"{prefix}/beat/{rank}", "0")
     if rank == 0:
-        store.set(f"{prefix}/watch", "[0, {}]")
+        store.set(f"{prefix}/watch", "[0, {}, {}]")
 
 
 class Monitor:
-    """The heartbeat thread of one control, and what it knows. ``alarm()`` from any thread."""
+    """The heartbeat thread of one control, and what it knows. ``alarm()`` from any thread.
+
+    hanging: is told of the parts of steps that this process works at.
+    """
 
     def __init__(
         self,
@@ -110,10 +134,12 @@ class Monitor:
         }
         watched = [r for r in range(len(worlds)) if r != rank] if rank == 0 else [0]
         self._pulses = Pulses(watched, 2 * tempo.beat_s)
+        self.hanging = Hanging(timeout_s, 2 * tempo.beat_s)
         self._lock = threading.Lock()
         self._dead: dict[int, str] = {}
         self._left: set[int] = set()
         self._silent: dict[int, float] = {}
+        self._stuck: dict[int, Stuck] = {}
         self._lost: ControlPlaneLostError | None = None
         self._warned: set[int] = set()
         self._stop = threading.Event()
@@ -139,13 +165,25 @@ class Monitor:
         """Write the last beat: a process that ends after this has not died. After ``stop``."""
         store.set(f"{self._prefix}/beat/{self._rank}", LEFT)
         if self._rank == 0:
-            store.set(f"{self._prefix}/watch", json.dumps([LEFT, {}]))
+            store.set(f"{self._prefix}/watch", json.dumps([LEFT, {}, {}]))
 
-    def alarm(self) -> Alarm | None:
-        """Why a waiting call must end now, or None. The dead come first: they stay dead."""
+    def alarm(self, keys: StepKeys, waited_s: float = math.inf) -> Alarm | None:
+        """Why a call that has waited for so long in that step must end now, or None. The dead come first:
+        they stay dead. Then those who can say what they are stuck at: whoever is silent cannot.
+        """
+        # What a rank was stuck at in an earlier step travels for so long: beat, watch, look.
+        is_fresh = waited_s > 3 * self._tempo.beat_s
         with self._lock:
             if self._dead:
                 return Alarm(dead=dict(self._dead))
+            last = keys.number if is_fresh else -1
+            stuck = {}
+            for rank, parts in self._stuck.items():
+                number, text = parts.get(keys.prefix, (math.inf, ""))
+                if rank != self._rank and (number == keys.number or number < last):
+                    stuck[rank] = text
+            if stuck:
+                return Alarm(stuck=stuck)
             silent = {r: s for r, s in self._silent.items() if s >= self._timeout_s}
             return Alarm(silent=silent) if silent else None
 
@@ -192,7 +230,7 @@ class Monitor:
             now = time.monotonic()
             suspects = self.gone_neighbours().keys() - self._dead.keys() - self._left
             if visit is None and (suspects or now - asked >= self._tempo.beat_s):
-                asked, visit = now, self._client.submit(self._visit(suspects))
+                asked, visit = now, self._client.submit(self._visit(suspects, now - asked))
             if visit is not None and visit.done():
                 self._integrate(visit, now - last)
                 last, visit = now, None
@@ -212,29 +250,39 @@ class Monitor:
     def _obituary(self, rank: int, why: str) -> str:
         return f"rank {rank} on {self._worlds[rank].place}: {why}"
 
-    def _visit(self, suspects: AbstractSet[int]) -> Callable[[Any], _Seen]:
+    def _visit(self, suspects: AbstractSet[int], elapsed_s: float) -> Callable[[Any], _Seen]:
         """The operation of one beat: write ours, read what concerns us.
 
         suspects: processes of this node that have ended; whether they had left, their beat says.
         """
         self._count += 1
+        try:
+            own = self.hanging.at(elapsed_s)
+        except Exception:  # the heart beats on, whatever there is to say
+            log.exception("what this rank waits for cannot be told")
+            own = {}
         count, dead, silent = self._count, dict(self._dead), dict(self._silent)
         prefix, rank, size = self._prefix, self._rank, len(self._worlds)
 
         def visit(store: Any) -> _Seen:
-            store.set(f"{prefix}/beat/{rank}", str(count))
+            store.set(f"{prefix}/beat/{rank}", f"{count} {json.dumps(own) if own else ''}")
             beats, heard = {}, {}
+            stuck: dict[int, Stuck] = {}
             left = {r for r in suspects if store.get(f"{prefix}/beat/{r}") == LEFT.encode()}
             dead.update(dict.fromkeys(suspects - left, "its process is gone"))
             if rank == 0:
                 keys = [f"{prefix}/beat/{r}" for r in range(1, size)]
                 beats = {r + 1: b.decode() for r, b in enumerate(_get_all(store, keys))}
-                store.set(f"{prefix}/watch", json.dumps([count, silent]))
+                texts = {r: beat.partition(" ")[2] for r, beat in beats.items()}
+                stuck = {r: json.loads(text) for r, text in texts.items() if text}
+                told = {rank: own, **stuck} if own else stuck
+                store.set(f"{prefix}/watch", json.dumps([count, silent, told]))
             else:
-                number, told = json.loads(store.get(f"{prefix}/watch"))
+                number, silences, told = json.loads(store.get(f"{prefix}/watch"))
                 beats = {0: str(number)}
-                heard = {int(r): float(s) for r, s in told.items()}
-            return _Seen(left, beats, heard, self._exchange_obituaries(store, dead))
+                heard = {int(r): float(s) for r, s in silences.items()}
+                stuck = {int(r): parts for r, parts in told.items()}
+            return _Seen(left, beats, heard, stuck, self._exchange_obituaries(store, dead))
 
         return visit
 
@@ -260,6 +308,9 @@ class Monitor:
         except ControlPlaneLostError as error:
             self._lost = error
             return
+        except Exception:  # a bug: the next beat may tell more, and this thread has to see to it
+            log.exception("a heartbeat failed")
+            return
         self._left |= seen.left
         for obituary in seen.obituaries:
             self._bury({int(r): why for r, why in obituary.items() if int(r) != self._rank})
@@ -268,6 +319,7 @@ class Monitor:
         with self._lock:
             self._silent = {**seen.silent, **own}
             self._silent.pop(self._rank, None)  # the coordinator may not know yet that we woke up
+            self._stuck = seen.stuck
         self._warn()
 
     def _lose(self, waited_s: float) -> None:

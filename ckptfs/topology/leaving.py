@@ -36,7 +36,7 @@ def linger(pulse: StoreClient, monitor: Monitor, last: StepKeys) -> None:
     deadline = time.monotonic() + _LINGER_S
     try:
         while not pulse.call(last.is_acknowledged, _LINGER_S):
-            if monitor.alarm():
+            if monitor.alarm(last):
                 deadline = min(deadline, time.monotonic() + _LAST_S)
             if time.monotonic() > deadline:
                 return

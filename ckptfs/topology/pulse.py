@@ -2,6 +2,7 @@
 
 Life      one life of a process id: gone when the pid is free, a zombie, or somebody else's
 Pulses    how long each rank has been silent; pure, the clock is the caller's
+Patience  how long one and the same thing has gone on; likewise
 Tempo     how often to beat, look and warn
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LEFT", "Life", "Pulses", "Tempo", "is_gone"]
+__all__ = ["LEFT", "Life", "Patience", "Pulses", "Tempo", "is_gone"]
 
 LEFT = "left"  # the last beat of a rank that closed its control
 
@@ -91,3 +92,22 @@ class Pulses:
     def silent(self, at_least_s: float) -> dict[int, float]:
         """Ranks silent for that long or longer, with their silence in seconds."""
         return {rank: s for rank, s in self._silent_s.items() if s >= at_least_s}
+
+
+class Patience:
+    """How long one and the same thing has gone on. Pure: the clock is the caller's.
+
+    longest_tick_s: no tick counts for more: who was frozen has not waited.
+    """
+
+    def __init__(self, longest_tick_s: float) -> None:
+        self._longest_tick_s = longest_tick_s
+        self._thing: object = None
+        self._waited_s = 0.0
+
+    def tick(self, elapsed_s: float, thing: object) -> float:
+        """So much time has passed, and this goes on now (None: nothing does); for how long, in seconds."""
+        same = thing is not None and thing == self._thing
+        self._waited_s = self._waited_s + min(elapsed_s, self._longest_tick_s) if same else 0.0
+        self._thing = thing
+        return self._waited_s

@@ -4,6 +4,7 @@
                  arrived    how many have; the last sets "all"
                  all        wakes the coordinator
                  claim      "decide" (coordinator) or "alarm" (anybody), once
+                 for/<r>    rank r's own piece of it, if it has pieces    offer_verdict, take_piece
                  verdict    the answer, once                              offer_verdict, end
                  acks       how many have read it; the last sets "acked"  acknowledge
 
@@ -12,10 +13,11 @@ Every method is an operation on a store, run on a StoreClient's thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.topology.client import drop, offer, put, take, wait_for
+from ckptfs.topology.client import drop, offer, put, take, take_many, wait_for
 
 __all__ = ["StepKeys"]
 
@@ -47,15 +49,32 @@ class StepKeys:
         wait_for(store, self._key("all"))
         if not self.claim(store, "decide"):
             return []
-        return [take(store, self._key(f"in/{rank}")) for rank in range(1, self.size)]
+        return take_many(store, [self._key(f"in/{rank}") for rank in range(1, self.size)])
 
     def claim(self, store: Any, what: str) -> bool:
         """Take the step for "decide" or "alarm"; the first has it, and later ones of the same."""
         return bool(store.compare_set(self._key("claim"), "", what) == what.encode())
 
-    def offer_verdict(self, store: Any, data: bytes) -> bool:
-        """Set the verdict if nobody has; True when ours is the one that all obey."""
-        return offer(store, self._key("verdict"), data)
+    def offer_verdict(self, store: Any, data: bytes, pieces: Sequence[bytes] = ()) -> bool:
+        """Set the verdict if nobody has; True when ours is the one that all obey.
+
+        pieces: of each rank, there before the verdict that speaks of them.
+        """
+        names = [self._key(f"for/{rank}") for rank in range(len(pieces))]
+        for name, piece in zip(names[1:], pieces[1:], strict=True):
+            put(store, name, piece)
+        if offer(store, self._key("verdict"), data):
+            return True
+        for name in names[1:]:
+            drop(store, name)  # an alarm came first: nobody will read them
+        return False
+
+    def take_piece(self, store: Any, rank: int) -> bytes:
+        """Read this rank's own piece of the verdict, which said that there is one."""
+        data, names = take(store, self._key(f"for/{rank}"))
+        for name in names:
+            store.delete_key(name)
+        return data
 
     def end(self, store: Any, data: bytes) -> None:
         """Offer a verdict out of turn, and wake the coordinator, who waits for values."""

@@ -6,7 +6,7 @@ One step, over the keys of ``stepkeys`` (fresh for every control: see ``handshak
     coordinator     claims the step ("decide"), reads all values, decides, offers the verdict
     every rank      waits for the verdict, obeys it, acknowledges it
 
-    alarm (dead process, silence): whoever waits claims the step ("alarm") and offers the error as
+    alarm (dead process, silence, stuck storage): whoever waits claims the step ("alarm") and offers the error as
     the verdict. The claim lets one of the two happen: once the coordinator decides, only its own
     death or silence may still end the step with an error.
 
@@ -18,13 +18,17 @@ deletes the rest. After an alarm some keys may stay, those of late values.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -46,7 +50,10 @@ from ckptfs.topology.verdict import (
     encode_said,
     encode_verdict,
     failure_of,
+    for_rank,
+    joined,
     settle,
+    split,
 )
 from ckptfs.topology.world import World
 
@@ -130,7 +137,7 @@ class StoreControl:
         self._busy = threading.Lock()
         self._closed = False
         self._ended: CkptfsError | None = None
-        self._stuck: Future[Any] | None = None  # a wait that was given up
+        self.hears: Callable[[CkptfsError], None] | None = None  # see ``hearing``
         self._io = StoreClient(ground.source, f"ckptfs-control-{world.rank}")
         # A control that was forgotten still says goodbye, so that nobody waits for its rank.
         if ground.closes_at_exit:
@@ -196,8 +203,9 @@ class StoreControl:
     def _step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None
     ) -> tuple[Verdict[Any], BaseException | None]:
-        said, problem = attempt(label, local, self.world)
         keys = self._keys()
+        with self._working(keys, label):
+            said, problem = attempt(label, local, self.world)
         self._index += 1
         if self._given_up is not None and not self._given_up.done():
             self._io.close()  # a client that still waits serves nobody else
@@ -237,26 +245,30 @@ class StoreControl:
         if not gathered:
             return self._obey(keys, label), None
         read = [name for _, names in gathered for name in names]
-        self._io.submit(lambda store: keys.sweep(store, read))
         heard = [
             own,
             *(self._heard(label, rank + 1, data) for rank, (data, _) in enumerate(gathered)),
         ]
-        verdict, raised = settle(heard, decide, self.worlds)
+        with self._working(keys, label):
+            verdict, raised = settle(heard, decide, self.worlds)
+        pieces: list[bytes] = []
         try:
-            data = encode_verdict(verdict)
+            common, pieces = split(verdict)
+            data = encode_verdict(common)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             raised = raised or error
             failures = {0: failure_of(error, self.world)}
-            verdict = Verdict(error=collective_error(label, failures, self.worlds))
+            verdict, pieces = Verdict(error=collective_error(label, failures, self.worlds)), []
             data = encode_verdict(verdict)
-        offered = self._io.submit(lambda store: keys.offer_verdict(store, data))
+        offered = self._io.submit(lambda store: keys.offer_verdict(store, data, pieces))
+        # After the verdict: thousands of ranks wait for that, and nobody for this.
+        self._io.submit(lambda store: keys.sweep(store, read))
         if not self._await(offered, keys, label):
             return self._obey(keys, label), raised  # the others gave us up while we were silent
         self._io.submit(keys.acknowledge)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
-        return verdict, raised
+        return for_rank(verdict, 0), raised
 
     def _heard(self, label: str, rank: int, data: bytes) -> Said:
         try:
@@ -268,15 +280,22 @@ class StoreControl:
     def _obey(self, keys: StepKeys, label: str) -> Verdict[Any]:
         """Wait for the verdict, whoever wrote it."""
         data = self._await(self._io.submit(keys.read_verdict), keys, label)
-        self._io.submit(keys.acknowledge)
         try:
-            return decode_verdict(data)
+            verdict = decode_verdict(data)
+            if not verdict.apart:
+                return verdict
+            taken = self._io.submit(lambda store: keys.take_piece(store, self.rank))
+            return joined(verdict, self._await(taken, keys, label))
+        except CkptfsError:
+            raise
         except Exception as error:
             raise StateError(
                 f"the answer of {label} cannot be unpickled on this rank: {error}",
                 rank=self.rank,
                 hint="its class must be importable on every rank",
             ) from error
+        finally:
+            self._io.submit(keys.acknowledge)
 
     def _interrupted(self, keys: StepKeys, said: Said) -> None:
         """Ctrl-C or exit on this rank: let the others know, wait for nobody."""
@@ -301,7 +320,7 @@ class StoreControl:
 
     def _await_alive(self, future: Future[T], keys: StepKeys, label: str) -> T:
         monitor = self._ground.monitor
-        ended = False
+        begun, ended = time.monotonic(), False
         while True:
             try:
                 return future.result(_SLICE_S)
@@ -312,7 +331,7 @@ class StoreControl:
                     raise
             if monitor.lost is not None:
                 raise monitor.with_gone(monitor.lost)
-            alarm = None if ended else monitor.alarm()
+            alarm = None if ended else monitor.alarm(keys, time.monotonic() - begun)
             if alarm is not None:
                 ended = self._raise_alarm(alarm, keys, label)
 
@@ -346,6 +365,36 @@ class StoreControl:
             return self._ground.pulse.call(end, self._ground.timeout_s)
         except ControlPlaneLostError as lost:
             raise self._ground.monitor.with_gone(lost) from lost
+
+    def _working(self, keys: StepKeys, label: str) -> AbstractContextManager[None]:
+        """This thread does its part of the step; whoever is to hear of a hang of it is bound now."""
+        tell = partial(self._hangs, keys, label, self.hears)
+        return self._ground.monitor.hanging.working(keys, tell)
+
+    def _hangs(
+        self,
+        keys: StepKeys,
+        label: str,
+        hears: Callable[[CkptfsError], None] | None,
+        why: str,
+        goes_on: Callable[[], bool],
+    ) -> None:
+        """This rank's part of the step hangs in its storage: end it for all, and tell ``hears``.
+
+        On a thread of its own: the one that hangs can be told nothing. What it is told is what the
+        step ends with; a part that has returned in the meantime hears it there.
+        """
+        if not goes_on():
+            return
+        try:
+            self._raise_alarm(Alarm(stuck={self.rank: why}), keys, label)
+            with contextlib.closing(StoreClient(self._ground.source, "ckptfs-hangs")) as client:
+                data = client.call(keys.read_verdict, self._ground.timeout_s)
+            error = decode_verdict(data).error
+        except CkptfsError as lost:
+            error = lost
+        if error is not None and hears is not None and goes_on():
+            hears(error)
 
     # -- leaving ---------------------------------------------------------------------------
 

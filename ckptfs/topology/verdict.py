@@ -4,6 +4,8 @@
     coordinator      all Said -> decide -> Verdict(value | error)        settle
     every rank       Verdict -> return the value, or raise the error     Verdict.unwrap
 
+``decide`` may answer ``apart(common, pieces)``: every rank reads ``common``, and each only its piece.
+
 Values travel pickled: they go between processes of one job, which trust each other. Errors never
 do: an exception class with an ``__init__`` of its own kills whoever unpickles it (needs.md row 16),
 so they travel as class path, message, errno and traceback text, and arrive as a class of
@@ -16,7 +18,7 @@ import json
 import pickle
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from ckptfs import errors
@@ -27,6 +29,7 @@ from ckptfs.uri import mask_credentials
 __all__ = [
     "Said",
     "Verdict",
+    "apart",
     "attempt",
     "collective_error",
     "decode_said",
@@ -34,10 +37,15 @@ __all__ = [
     "encode_said",
     "encode_verdict",
     "failure_of",
+    "for_rank",
+    "joined",
     "settle",
+    "split",
 ]
 
 T = TypeVar("T")
+C = TypeVar("C")
+P = TypeVar("P")
 R = TypeVar("R")
 
 _TRACEBACK_CHARS = 8000  # the end of a traceback says what failed; the store is no log
@@ -59,15 +67,35 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
+class _Apart:
+    """What all ranks are told, and what each of them alone."""
+
+    common: Any
+    pieces: Sequence[Any]
+
+
+def apart(common: C, pieces: Sequence[P] = ()) -> tuple[C, P]:
+    """What ``decide`` returns where each rank needs a piece of its own: on rank r the step returns
+    ``(common, pieces[r])``. Typed as that; only a step can use it.
+
+    pieces: one for each rank, in order; empty: (common, None). In one value for all, thousands of
+    ranks would read thousands of pieces each.
+    """
+    return _Apart(common, pieces)  # type: ignore[return-value] # what the step makes of it
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict(Generic[R]):
     """The answer of a step: a value, or the error that every rank raises.
 
-    final: a rank is gone for good, so every later step ends with this error too, at once.
+    final: a rank is gone for good, so every later step ends with this error too, at once. apart: a
+    piece for each rank lies beside it.
     """
 
     value: R | None = None
     error: CkptfsError | None = None
     final: bool = False
+    apart: bool = False
 
     def unwrap(self, cause: BaseException | None = None) -> R:
         """Return the value or raise the error; ``cause`` is this rank's own failure, if it had."""
@@ -187,7 +215,15 @@ def decode_said(data: bytes) -> Said:
 def encode_verdict(verdict: Verdict[Any]) -> bytes:
     """Bytes of the answer. An unpicklable value raises whatever pickle raises."""
     error = _describe(verdict.error) if verdict.error else None
-    return _pack({"error": error, "final": verdict.final}, verdict.value)
+    head: dict[str, Any] = {"error": error, "final": verdict.final}
+    if verdict.apart:
+        head["apart"] = True
+    value = verdict.value
+    if isinstance(value, list) and value and all(v is None for v in value):
+        # Of a step that was a barrier every rank reads this: spelled out, thousands of ranks would
+        # read thousands of Nones each.
+        head["nothings"], value = len(value), None
+    return _pack(head, value)
 
 
 def decode_verdict(data: bytes) -> Verdict[Any]:
@@ -195,7 +231,37 @@ def decode_verdict(data: bytes) -> Verdict[Any]:
     head, body = _unpack(data)
     if head["error"]:
         return Verdict(error=_rebuild(head["error"]), final=head["final"])
-    return Verdict(value=pickle.loads(body))  # noqa: S301 - peers of one job
+    if "nothings" in head:
+        return Verdict(value=[None] * head["nothings"], apart=bool(head.get("apart")))
+    return Verdict(value=pickle.loads(body), apart=bool(head.get("apart")))  # noqa: S301 - as above
+
+
+def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
+    """What a rank is told, where nothing has to travel."""
+    told = verdict.value
+    if not isinstance(told, _Apart):
+        return verdict
+    return replace(verdict, value=(told.common, told.pieces[rank] if told.pieces else None))
+
+
+def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], list[bytes]]:
+    """What all ranks read, and each one's piece, encoded; no pieces where the answer is one for all."""
+    told = verdict.value
+    if not isinstance(told, _Apart) or not told.pieces:
+        return for_rank(verdict, 0), []
+    # Of one object for several ranks the bytes are made once.
+    encoded = {
+        key: pickle.dumps(piece, protocol=5)
+        for key, piece in {id(piece): piece for piece in told.pieces}.items()
+    }
+    common = replace(verdict, value=told.common, apart=True)
+    return common, [encoded[id(piece)] for piece in told.pieces]
+
+
+def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:
+    """The inverse of ``split`` on one rank. Only for bytes of this job's own ranks: it unpickles."""
+    value = (verdict.value, pickle.loads(piece))  # noqa: S301 - peers of one job
+    return replace(verdict, value=value, apart=False)
 
 
 def _pack(head: Mapping[str, Any], value: object) -> bytes:

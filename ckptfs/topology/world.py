@@ -21,6 +21,7 @@ from typing import Any
 
 from ckptfs import _torch
 from ckptfs.errors import StateError
+from ckptfs.topology.pulse import Life
 
 __all__ = ["World", "job_id_from", "node_id"]
 
@@ -46,7 +47,8 @@ class World:
 
     rank: 0 ... size - 1, the group's where there is one. local_rank, local_size: the launcher's, on
     this machine (0 and 1 without one). node: what the module says; opaque, compare for equality.
-    hostname, pid: for messages only. job_id: what the scheduler or torchrun calls this job, None
+    hostname: for messages only. pid: as the node's /proc has it, which in a pid namespace may be another
+    number than the process itself sees. job_id: what the scheduler or torchrun calls this job, None
     where nobody gave it a name of its own. has_group: torch.distributed is initialised, so that
     tensors can be sharded over ``size``; without it only directory calls make sense.
     """
@@ -136,6 +138,7 @@ def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
 def _here(*, rank: int, size: int, has_group: bool) -> World:
     env = os.environ
     launched = size > 1 and env.get("LOCAL_RANK", "").isdigit()
+    life = Life.of_this_process()
     return World(
         rank=rank,
         size=size,
@@ -143,7 +146,7 @@ def _here(*, rank: int, size: int, has_group: bool) -> World:
         local_size=int(env.get("LOCAL_WORLD_SIZE") or 1) if launched else 1,
         node=node_id(),
         hostname=socket.gethostname(),
-        pid=os.getpid(),
+        pid=os.getpid() if life is None else life.pid,
         job_id=job_id_from(env),
         has_group=has_group,
     )

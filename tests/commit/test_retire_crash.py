@@ -17,13 +17,14 @@ KEEP = 2  # of tests/commit/restarts.py
 def test_a_delete_killed_at_any_operation_is_completed_or_was_never_made() -> None:
     """From the claim over the entries, in two domains one after the other, to the last rename: the
     save is there, whole, or it is deleted for every reader; the next owner completes the delete in
-    the domain that had not heard of it, and foreign files stay.
+    the domain that had not heard of it, and foreign files stay. Every third operation here, all of
+    them in ``test_campaign_every_death_of_every_scenario``.
     """
-    verdicts = deaths(Job("retire", TWO_DOMAINS))
+    verdicts = deaths(Job("retire", TWO_DOMAINS, stride=3))
     bad = [f"{v.point}:\n{v.trouble}" for v in verdicts if v.trouble]
     assert not bad, f"{len(bad)} of {len(verdicts)} deaths:\n" + "\n".join(bad[:3])
     assert {v.end for v in verdicts} == {"old", "new"}
-    assert len(verdicts) > 100
+    assert len(verdicts) > 35
 
 
 def test_debris_is_at_most_one_attempt_however_often_a_job_dies(tmp_path: Path) -> None:

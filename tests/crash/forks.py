@@ -1,7 +1,7 @@
-"""One warmed process, one fork for every death.
+"""One warmed process, one fork for every job, one for every death.
 
-    test  --stdin: job-->   python -m tests.crash.forks  --fork-->  case  --fork-->  victim
-          <-stdout: verdicts--                             `--> judge
+    test  --stdin: jobs-->  python -m tests.crash.forks  --fork-->  job  --fork-->  case  --fork-->  victim
+          <-stdout: verdicts--                                                       `--> judge
 
 The warmed process has imported the commit layer, once, and holds no thread: a fork of it costs
 milliseconds and inherits no lock. Each case works on a copy of what lay there before.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import faulthandler
+import functools
 import gc
 import json
 import logging
@@ -56,6 +57,7 @@ CASE_TIMEOUT_S = 60
 VICTIM_TIMEOUT_S = 30  # a hang is a verdict too
 WORKERS = 2
 NEAR_CALLS = 30
+TOLD, ENDED = "told", "ended"  # keys of the lines that the warmed process writes
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,60 @@ class Verdict:
     trouble: str = ""
 
 
+class _Warmed:
+    """The warmed process: started by the first job, ended with the tests (its stdin closes)."""
+
+    def __init__(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.crash.forks"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            cwd=ROOT,
+        )
+
+    def answers(self, job: Job) -> list[Any]:
+        """What the fork that does this job tells; AssertionError with its last words where it fails."""
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+        self._process.stdin.flush()
+        told = []
+        for line in self._process.stdout:
+            if (status := json.loads(line).get(ENDED)) is None:
+                told.append(json.loads(line)[TOLD])
+                continue
+            assert status == 0, self._said()
+            return told
+        raise AssertionError(f"the warmed process ended\n{self._said()}")
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()[-4000:]
+
+    def end(self) -> None:
+        """It and the job that it does are not to be waited for."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+@functools.cache
+def _warmed() -> _Warmed:
+    return _Warmed()
+
+
 def ask(job: Job) -> list[Any]:
-    """Run a job in a warmed process of its own; its answers."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.crash.forks"],
-        input=json.dumps(asdict(job)),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    """Run a job in a fork of the warmed process; its answers."""
+    warmed = _warmed()
+    try:
+        return warmed.answers(job)
+    except BaseException:  # the next job finds no answers of this one
+        _warmed.cache_clear()
+        warmed.end()
+        raise
 
 
 def deaths(job: Job) -> list[Verdict]:
@@ -155,21 +199,37 @@ class Sites:
 
 def _main() -> None:
     logging.disable(logging.CRITICAL)  # what the dying say is judged by what they leave
-    told = json.load(sys.stdin)
-    job = Job(**{**told, "layout": Layout(**told["layout"])})
-    scenario = SCENARIOS[job.scenario]
-    base = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     gc.collect()
     gc.freeze()  # the forks share what is warm: collecting it would copy it
+    for line in sys.stdin:
+        told = json.loads(line)
+        job = Job(**{**told, "layout": Layout(**told["layout"])})
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                _do(job)
+                code = 0
+            except BaseException:  # noqa: BLE001 - an exit status and a text are all that leaves
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        print(json.dumps({ENDED: status}), flush=True)
+
+
+def _do(job: Job) -> None:
+    scenario = SCENARIOS[job.scenario]
+    base = tempfile.mkdtemp(prefix="crash-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
     try:
         found = json.loads(_in_child(lambda: _survey(job, scenario, base)))
         if job.how == "sites":
             for site in found:
-                print(json.dumps(site))
+                print(json.dumps({TOLD: site}), flush=True)
             return
         todo = [Point(**p) for p in found][:: job.stride]
         for verdict in _judge_all(job, scenario, base, todo):
-            print(json.dumps(asdict(verdict)), flush=True)
+            print(json.dumps({TOLD: asdict(verdict)}), flush=True)
             if job.first and verdict.trouble:
                 return
     finally:

@@ -127,6 +127,7 @@ def save_directory(seat: Seat, name: str, label: str) -> None:
             with open(f"{collector.path}/plain_{rank}_0.distcp", "wb") as file:
                 file.write(contents(label, rank))
             seat.control.step("leave", lambda: None)
+            collector.share_out()
             attempt.commit(collector.write, collector.finish)
     except BaseException:
         attempt.abandon()

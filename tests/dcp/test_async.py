@@ -26,6 +26,7 @@ from ckptfs.errors import (
     StateError,
     UriError,
 )
+from ckptfs.events import Counters, SaveResult
 
 WAIT_S = 30.0
 
@@ -261,3 +262,13 @@ def test_a_pending_save_is_made_without_a_thread() -> None:
     assert not pending.staged.done()  # the caller's own
     pending.has_staged(None)
     assert pending.staged.result(0) is None
+
+
+def test_of_two_ends_of_a_pending_save_the_first_counts() -> None:
+    """One that was given up stays failed, in its futures and its phase, when its thread comes back."""
+    pending = PendingSave("file:///x/step_1", 1)
+    pending.fail(StateError("it hung"))
+    pending.watch().enter(Phase.COMMIT)
+    pending.succeed(SaveResult(pending.uri, 1, "id", Counters(), Counters(), (), 0.0))
+    assert pending.progress().phase is Phase.FAILED
+    assert isinstance(pending.committed.exception(0), StateError)

@@ -1,4 +1,4 @@
-"""Real servers on this machine, for tests and for people: object stores, and an HDFS.
+"""Real servers on this machine, for tests and for people: object stores, an HDFS, many machines.
 
     radosgw       Ceph: the S3 of record. mon, osd and gateway in memory           Debian
     moto          what radosgw lacks (If-Match); moto_tls: the same over https     PyPI
@@ -28,6 +28,9 @@ Ports are free ones and every server has a directory of its own, so that session
 A server is up when it answers; one that dies or does not answer in time is a ``LabError`` with the
 end of its log. ``UnavailableError``: the machine lacks a part; fixtures then skip, and fail where CI=true.
 No server outlives the process that started it, however that ends (tests/lab/keeper.py).
+``with lab.Nodes(2) as nodes`` is two machines that do not see each other's disks (tests/lab/nodes.py),
+and ``tests.lab.job`` a real torchrun over such machines.
+``with lab.PowerCut("ext4") as disk`` is a filesystem whose power can be cut (tests/lab/powercut.py).
 ``tests.lab.raw`` reads and writes behind ckptfs's back. ``make lab-install`` installs, ``make lab-s3``
 and its sisters start one in the foreground. ``radosgw.make_user`` adds a user who may nothing yet.
 """
@@ -38,6 +41,9 @@ from tests.lab.azurite import azurite
 from tests.lab.gcs import gcs, gcs_emulator
 from tests.lab.hdfs import hdfs
 from tests.lab.moto import moto
+from tests.lab.nfs import NfsLab
+from tests.lab.nodes import Nodes
+from tests.lab.powercut import PowerCut
 from tests.lab.process import LabError, UnavailableError
 from tests.lab.radosgw import radosgw
 from tests.lab.server import Server
@@ -45,6 +51,9 @@ from tests.lab.sink import sink
 
 __all__ = [
     "LabError",
+    "NfsLab",
+    "Nodes",
+    "PowerCut",
     "Server",
     "UnavailableError",
     "azurite",

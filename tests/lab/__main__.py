@@ -1,25 +1,32 @@
-"""Start one server in the foreground, for a person: ``make lab-s3`` and its sisters.
+"""Start a part of the laboratory in the foreground, for a person: ``make lab-s3`` and its sisters.
 
-    python -m tests.lab s3 | moto | moto-tls | azure | gcs | gcs-emulator | hdfs | sink
+    python -m tests.lab s3 | moto | moto-tls | azure | gcs | gcs-emulator | hdfs | sink | nodes
+    | nfs | nfs3 | powercut | powercut-xfs | powercut-btrfs
 
-Prints its URI, its storage_options and the variables to export; Ctrl-C stops it.
+Prints how to use it (a server: its URI, its storage_options and the variables to export); Ctrl-C
+stops it. A part is a context manager whose value has ``describe()``; one line in ``PARTS`` adds it.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Final
+from typing import Final, Protocol
 
 from tests import lab
-from tests.lab.server import Server
 
-SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Server]]]] = {
+
+class Described(Protocol):
+    """What runs and can say how it is used."""
+
+    def describe(self) -> str:
+        """What a person pastes into a shell and into Python."""
+
+
+PARTS: Final[Mapping[str, Callable[[], AbstractContextManager[Described]]]] = {
     "s3": lab.radosgw,
     "moto": lab.moto,
     "moto-tls": functools.partial(lab.moto, tls=True),
@@ -28,28 +35,26 @@ SERVERS: Final[Mapping[str, Callable[[], AbstractContextManager[Server]]]] = {
     "gcs-emulator": lab.gcs_emulator,
     "hdfs": lab.hdfs,
     "sink": lab.sink,
+    "nodes": functools.partial(lab.Nodes, 2),
+    "nfs": lab.NfsLab,
+    "nfs3": functools.partial(lab.NfsLab, "3"),
+    "powercut": functools.partial(lab.PowerCut, "ext4"),
+    "powercut-xfs": functools.partial(lab.PowerCut, "xfs"),
+    "powercut-btrfs": functools.partial(lab.PowerCut, "btrfs"),
 }
 _STOP: Final = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
-def describe(server: Server) -> str:
-    """What a person pastes into a shell and into Python."""
-    exports = [f"export {name}={shlex.quote(at)}" for name, at in server.environment.items()]
-    options = json.dumps(server.storage_options(), indent=4)
-    lines = [f"# {server.name} at {server.endpoint}", *exports, f"uri = {server.uri()!r}"]
-    return "\n".join([*lines, f"storage_options = {options}", "# Ctrl-C stops it"])
-
-
 def main(arguments: list[str]) -> int:
-    """Serve until a signal says stop; 1 with one line of reason where it cannot."""
-    if len(arguments) != 1 or arguments[0] not in SERVERS:
-        print(f"usage: python -m tests.lab {' | '.join(SERVERS)}", file=sys.stderr)
+    """Run until a signal says stop; 1 with one line of reason where it cannot."""
+    if len(arguments) != 1 or arguments[0] not in PARTS:
+        print(f"usage: python -m tests.lab {' | '.join(PARTS)}", file=sys.stderr)
         return 2
     try:
-        with SERVERS[arguments[0]]() as server:
+        with PARTS[arguments[0]]() as part:
             # First: who has read that it is up may interrupt it in the next moment.
             signal.pthread_sigmask(signal.SIG_BLOCK, _STOP)
-            print(describe(server), flush=True)
+            print(part.describe(), flush=True)
             signal.sigwait(_STOP)
     except KeyboardInterrupt:  # before it was up
         return 130

@@ -11,6 +11,7 @@ packages=(
     default-jre-headless libjersey1-core-java libjersey1-server-java libjersey1-servlet-java # HDFS
     libjersey1-json-java libcommons-daemon-java libjsr311-api-java libjettison-java libasm-java
 )
+packages+=(e2fsprogs xfsprogs btrfs-progs) # power cuts
 command -v npm >/dev/null || packages+=(nodejs npm) # Azurite
 
 missing=()
@@ -30,6 +31,20 @@ mkdir -p .lab
 if [[ ! -e .lab/node_modules/azurite/package.json ]] ||
     [[ $(node -p 'require("./.lab/node_modules/azurite/package.json").version') != "$azurite" ]]; then
     npm install --prefix .lab --no-audit --no-fund --loglevel=error "azurite@$azurite"
+fi
+
+# User-mode Linux and the programs of NFS, unpacked and not installed: this machine serves nothing.
+if [[ ! -x .lab/uml/usr/bin/linux.uml ]]; then
+    nfs=(
+        user-mode-linux nfs-common nfs-kernel-server libnfsidmap1 rpcbind libwrap0 libtirpc3
+        libtirpc-common libevent-core-2.1-7 keyutils busybox-static
+    )
+    rm -rf .lab/uml.new && mkdir -p .lab/uml.new/packages
+    (cd .lab/uml.new/packages && apt-get download -qq -o APT::Sandbox::User=root "${nfs[@]}") ||
+        (apt-get update -qq && cd .lab/uml.new/packages &&
+            apt-get download -qq -o APT::Sandbox::User=root "${nfs[@]}")
+    for package in .lab/uml.new/packages/*.deb; do dpkg -x "$package" .lab/uml.new; done
+    rm -rf .lab/uml.new/packages .lab/uml && mv .lab/uml.new .lab/uml
 fi
 
 "$python" -m tests.lab.install_hdfs

@@ -35,7 +35,7 @@ HOME = REPOSITORY / ".lab"  # what make lab-install put there
 START_TIMEOUT_S = 90.0  # of a server that takes 10 s on an idle machine
 STOP_GRACE_S = 5.0
 LOG_LINES = 15
-_KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER = Path(__file__).with_name("keeper.py")
 # Below the ports that the kernel gives to clients: no connection takes one between look and use.
 _PORTS = range(17_000, 32_000)
 
@@ -135,7 +135,7 @@ class Crew:
         grace_s: from SIGTERM to SIGKILL; 0 for one that keeps nothing and takes its time.
         """
         keeper: list[str | Path] = [
-            *(sys.executable, "-I", "-S", _KEEPER, str(os.getpid()), str(grace_s), self.run_dir),
+            *(sys.executable, "-I", "-S", KEEPER, str(os.getpid()), str(grace_s), self.run_dir),
         ]
         with (self.run_dir / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
@@ -169,6 +169,16 @@ class Crew:
             with open(f"/proc/{process.pid}/task/{process.pid}/children") as listing:
                 found += [int(pid) for pid in listing.read().split()]
         return tuple(found)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to one program and all that it started; its name may be started again."""
+        for entry in [entry for entry in self._running if entry[0] == name]:
+            keeper = entry[1]
+            with open(f"/proc/{keeper.pid}/task/{keeper.pid}/children") as listing:
+                for pid in listing.read().split():
+                    os.kill(int(pid), signal.SIGKILL)
+            keeper.wait(timeout=3 * STOP_GRACE_S)  # it ends what the program left behind
+            self._running.remove(entry)
 
     def stop(self) -> None:
         """End every process, last started first, and remove the directory; harmless twice."""

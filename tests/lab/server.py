@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import shlex
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +45,13 @@ class Server:
     def storage_options(self, **more: Any) -> dict[str, Any]:
         """Options of its own for one caller, with ``more`` on top; nested dicts are merged."""
         return merged(self.options, more)
+
+    def describe(self) -> str:
+        """What a person pastes into a shell and into Python."""
+        exports = [f"export {name}={shlex.quote(at)}" for name, at in self.environment.items()]
+        options = json.dumps(self.storage_options(), indent=4)
+        lines = [f"# {self.name} at {self.endpoint}", *exports, f"uri = {self.uri()!r}"]
+        return "\n".join([*lines, f"storage_options = {options}", "# Ctrl-C stops it"])
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from ckptfs.storage.base import Shape
 from tests.model.scenarios import SCENARIOS, build
 from tests.model.search import Result, explore
 
-MAX_STATES = 12_000  # of breadth first: short interleavings all, long ones in the campaign
+MAX_STATES = 6_000  # of breadth first: short interleavings all, long ones in the campaign
 # Each state of two recoveries, or of four processes, takes milliseconds.
-SLOW = {"parts-deleted": 2_000, "delete-unfenced": 4_000}
+SLOW = {"parts-deleted": 1_000, "delete-unfenced": 2_000}
 
 
 def _told(result: Result) -> str:

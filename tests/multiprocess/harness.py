@@ -17,7 +17,8 @@
 Every wait has a deadline and leaving the ``with`` block kills every process that was started.
 ``store="test"`` hosts the c10d store in the test process, ``"rank0"`` inside rank 0 and ``"apart"``
 in a process of its own (``ranks.kill_store()``). Ranks are forked from one process that imported
-torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters.
+torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters. With
+``warm=True`` and the prefix of a ``Node`` (tests/lab/nodes.py) one such process lives there.
 ``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results.
 """
 
@@ -25,6 +26,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
+import importlib
 import importlib.util
 import inspect
 import json
@@ -49,7 +52,16 @@ HOST = "127.0.0.1"
 # answer, everybody waits 5 s for that. One second, once, is enough here.
 RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 os.environ.update(RESOLVER)
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
+WARM = (
+    "pytest",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.serialization.config",
+    "torch._dynamo",
+    "xxhash",
+)
 StoreHost = Literal["test", "rank0", "apart", "none"]
 Body = Callable[["Rank"], object]
 
@@ -227,6 +239,7 @@ class _Process:
     log: Path
     news: threading.Condition
     popen: subprocess.Popen[bytes] | None = None
+    prefix: tuple[str, ...] = ()
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ended: bool = False
 
@@ -249,7 +262,11 @@ class _Process:
 
     def signal(self, number: int) -> None:
         told = self.find("pid")
-        if told and not self.ended:
+        if told and not self.ended and self.prefix:
+            # It told its number in its own pid namespace; here that is somebody else's.
+            words = [*self.prefix, "kill", f"-{int(number)}", str(told["pid"])]
+            subprocess.run(words, check=False, stderr=subprocess.DEVNULL)
+        elif told and not self.ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(told["pid"], number)
 
@@ -289,6 +306,11 @@ class Ranks:
         assert all(f is not None for f in found), f"a rank ended first\n{self.logs()}"
         return found[-1] or {}
 
+    def told(self, event: str, rank: int) -> list[dict[str, Any]]:
+        """The data of every such event of one rank so far, also of one that is dead."""
+        with self._news:
+            return [data for name, data in self._processes[rank].events if name == event]
+
     def release(self, name: str, *, rank: int | None = None, **data: object) -> None:
         """Let one rank (None: all) out of ``rank.hold(name)``."""
         text = json.dumps({"release": name, "data": data}).encode() + b"\n"
@@ -297,7 +319,7 @@ class Ranks:
                 process.line.sendall(text)
 
     def pid(self, rank: int) -> int:
-        """The process id of a rank."""
+        """The process id of a rank, as the rank itself sees it."""
         return int(self.wait("pid", rank=rank)["pid"])
 
     def kill(self, rank: int) -> None:
@@ -370,11 +392,11 @@ class Ranks:
 class _Zygote:
     """One process that has imported torch and forks ranks on request; dies with the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: tuple[str, ...]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.popen = subprocess.Popen(
-                [sys.executable, __file__, "--zygote", str(theirs.fileno())],
+                [*prefix, sys.executable, __file__, "--zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=_environment({}),
             )
@@ -384,24 +406,39 @@ class _Zygote:
         socket.send_fds(self.line, [str(spec_file).encode()], [line.fileno()])
 
 
-_zygote: _Zygote | None = None
+# One per prefix and test session, started by the first test that needs it.
+_zygotes: dict[tuple[str, ...], _Zygote] = {}
 _zygote_lock = threading.Lock()
 
 
-def _warm() -> _Zygote:
-    global _zygote  # noqa: PLW0603 - one per test session, started by the first test that needs it
+def _warm(prefix: tuple[str, ...]) -> _Zygote:
     with _zygote_lock:
-        if _zygote is None or _zygote.popen.poll() is not None:
-            _zygote = _Zygote()
-        return _zygote
+        for key, zygote in list(_zygotes.items()):
+            if zygote.popen.poll() is not None:  # killed, or its node was
+                zygote.line.close()
+                del _zygotes[key]
+        if prefix not in _zygotes:
+            _zygotes[prefix] = _Zygote(prefix)
+        return _zygotes[prefix]
+
+
+def warm_up() -> None:
+    """Import what ranks need, and what torch imports at its first use: a second of each rank."""
+    import torch
+
+    import ckptfs
+
+    for name in WARM:
+        importlib.import_module(name)
+    for name in ckptfs.__all__:
+        getattr(ckptfs, name)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the forks share what is warm: collecting it would copy it
 
 
 def _zygote_main(fd: int) -> None:
-    import torch
-    import torch.distributed
-    import torch.distributed.checkpoint
-
-    torch.set_num_threads(1)
+    warm_up()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped at once: no zombies
     line = socket.socket(fileno=fd)
     while True:
@@ -451,16 +488,18 @@ def launch(
     nodes: Sequence[str] | None = None,
     env: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
     launcher_env: bool = False,
-    warm: bool = True,
+    warm: bool | None = None,
     prefix: Callable[[int], Sequence[str]] | None = None,
 ) -> Iterator[Ranks]:
     """Start ``size`` rank processes that run ``body``; see the module's docstring.
 
     nodes: simulated node name of each rank (CKPTFS_NODE). launcher_env: set what torchrun sets
     (RANK, WORLD_SIZE, MASTER_PORT, TORCHELASTIC_USE_AGENT_STORE=True) over the harness's store.
-    prefix: command words put before the interpreter of each rank, such as nsenter.
+    prefix: command words put before the interpreter of each rank, such as nsenter. warm: fork ranks
+    from a process that has imported torch; the default where there is no prefix.
     """
     news = threading.Condition()
+    forked = prefix is None if warm is None else warm
     held, port = None, None
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as scratch:
         ranks = Ranks([], news)
@@ -485,7 +524,7 @@ def launch(
                 spec |= {"port": port, "store": store}
                 words = prefix(number) if prefix else ()
                 ranks._processes.append(
-                    _start(spec, Path(scratch), news, warm=warm and not prefix, prefix=words)
+                    _start(spec, Path(scratch), news, warm=forked, prefix=words)
                 )
             if store == "rank0":
                 _forward_port(ranks)
@@ -554,10 +593,10 @@ def _start(
     file = scratch / f"spec-{spec['rank']}.json"
     file.write_text(json.dumps(spec, default=str))
     ours, theirs = socket.socketpair()
-    process = _Process(ours, Path(spec["log"]), news)
+    process = _Process(ours, Path(spec["log"]), news, prefix=tuple(prefix))
     with theirs:
         if warm:
-            _warm().start(file, theirs)
+            _warm(tuple(prefix)).start(file, theirs)
         else:
             process.popen = subprocess.Popen(
                 [*prefix, sys.executable, __file__, "--rank", str(file), str(theirs.fileno())],

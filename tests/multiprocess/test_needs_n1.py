@@ -17,7 +17,6 @@ import pytest
 
 from tests.multiprocess.harness import Rank, launch
 
-STEPS = 200
 UNHELD = 12  # so many steps are saved by calls of their own, the others under a held run
 MOST_VERSIONS = 6  # of one object; the disk is the ranks' too
 GROUP = 2  # ranks 0 and 1; the process after them is the driver
@@ -61,7 +60,7 @@ def _save_all(rank: Rank) -> object:
 
     store = rank.store()
     dist.init_process_group("gloo", store=store, rank=rank.number, world_size=GROUP)
-    run = str(rank.args["run"])
+    run, steps = str(rank.args["run"]), int(rank.args["steps"])
 
     def save(step: int, held: ckptfs.Run | None) -> None:
         if Order.of(step) in (Order.FIRST, Order.ALL_ALONG):
@@ -73,9 +72,9 @@ def _save_all(rank: Rank) -> object:
     for step in range(UNHELD):
         save(step, None)
     with ckptfs.prepare_run(run) as held:
-        for step in range(UNHELD, STEPS):
+        for step in range(UNHELD, steps):
             save(step, held)
-    store.wait([f"object/{STEPS - 1}"])
+    store.wait([f"object/{steps - 1}"])
     return _change_everything(rank, run)
 
 
@@ -109,7 +108,7 @@ def _drive(rank: Rank) -> object:
     store = rank.store()
     run = str(rank.args["run"])
     versions = []
-    for step in range(STEPS):
+    for step in range(int(rank.args["steps"])):
         target, saved, version = f"{run}/global_step_{step}/data.pt", f"saved/{step}", 0
         order = Order.of(step)
         if order is Order.AFTER:
@@ -173,23 +172,24 @@ def check_steps(run: Path, values: dict[int, int]) -> None:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.campaign)])
 def test_n1_an_outsiders_objects_and_the_ranks_checkpoints_never_hurt_each_other(
-    tmp_path: Path,
+    tmp_path: Path, steps: int
 ) -> None:
-    """N1: 200 steps, object first, after, all along and at the seal: nothing fails, all is there;
+    """N1: many steps, object first, after, all along and at the seal: nothing fails, all is there;
     replacing a step and overwriting the run leave the driver's objects where they are.
     """
     run = tmp_path / "run"
-    with launch(take_part, GROUP + 1, args={"run": str(run)}) as ranks:
+    with launch(take_part, GROUP + 1, args={"run": str(run), "steps": steps}) as ranks:
         ranks.wait("saved", timeout_s=120)
         versions = ranks.results(ranks=[GROUP])[0].value
         before = check_objects(run, versions)
-        check_steps(run, {step: step for step in range(STEPS)})
+        check_steps(run, {step: step for step in range(steps)})
         ranks.release("replace")
         for rank in range(GROUP):
             ranks.wait("replaced", rank=rank)
         assert objects_of(run) == before
-        check_steps(run, {0: 1001, 1: 1, STEPS - 1: STEPS - 1})
+        check_steps(run, {0: 1001, 1: 1, steps - 1: steps - 1})
         ranks.release("overwrite")
         ends = ranks.results(ranks=range(GROUP))
         assert [end.value for end in ends] == ["done"] * GROUP, ranks.logs()

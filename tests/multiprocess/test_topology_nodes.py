@@ -1,38 +1,14 @@
-"""Nodes and domains between real processes: mount namespaces, simulated nodes, a dying owner."""
+"""Nodes and domains between real processes: simulated nodes, a dying owner. Real ones: tests/nodes."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.multiprocess.harness import Rank, launch
 
 TIMEOUT_S = 60.0
-
-
-def probe_and_make(rank: Rank) -> dict[str, Any]:
-    """Probe two places and make a directory in each, without any process group."""
-    from ckptfs.storage.registry import open_storage
-    from ckptfs.topology.control import open_control
-    from ckptfs.topology.directory import ensure_dir
-    from ckptfs.topology.domain import probe_domains
-
-    found: dict[str, Any] = {}
-    with open_control(timeout_s=TIMEOUT_S) as control:
-        for name in ("shared", "private"):
-            storage = open_storage(str(rank.args[name]))
-            placement = probe_domains(control, storage)
-            ensure_dir(control, storage, placement, "step_20/data")
-            found[name] = [list(d.ranks) for d in placement.domains]
-            found[f"{name}_seen"] = storage.stat("step_20/data").is_dir
-        found["hosts"] = len({world.hostname for world in control.worlds})
-        found["nodes"] = len({world.node for world in control.worlds})
-    return found
 
 
 def make_counted(rank: Rank) -> dict[str, Any]:
@@ -81,61 +57,6 @@ def die_while_making(rank: Rank) -> None:
     rank.init_group()
     control = open_control(timeout_s=TIMEOUT_S)
     ensure_dir(control, storage, probe_domains(control, storage), "step_20")
-
-
-@pytest.fixture
-def namespaces(tmp_path: Path) -> Iterator[list[int]]:
-    """Two mount namespaces: ``private`` is a tmpfs of each, ``shared`` is bound into both."""
-    if os.geteuid() != 0:
-        pytest.skip("mount namespaces need root")
-    (tmp_path / "real").mkdir()
-    (tmp_path / "shared").mkdir()
-    (tmp_path / "private").mkdir()
-    script = (
-        f"mount -t tmpfs tmpfs {tmp_path}/private && "
-        f"mount --bind {tmp_path}/real {tmp_path}/shared && echo ready && exec sleep 600"
-    )
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script]
-    holders = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
-    try:
-        for holder in holders:
-            assert holder.stdout
-            if holder.stdout.readline() != b"ready\n":
-                pytest.skip("this kernel or container allows no mount namespace")
-        yield [holder.pid for holder in holders]
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-            assert holder.stdout
-            holder.stdout.close()
-
-
-@pytest.mark.timeout(180)
-def test_row22_mount_namespaces_are_nodes_and_only_the_bytes_say_what_is_shared(
-    namespaces: list[int], tmp_path: Path
-) -> None:
-    """One host, one hostname, one path twice: the bind is one domain, the tmpfs are two."""
-    places = {name: str(tmp_path / name) for name in ("shared", "private")}
-    with launch(
-        probe_and_make,
-        4,
-        args=places,
-        launcher_env=True,
-        prefix=lambda rank: ["nsenter", "-t", str(namespaces[rank // 2]), "-m"],
-    ) as ranks:
-        values = ranks.values(timeout_s=120)
-    for value in values:
-        assert value == {
-            "shared": [[0, 1, 2, 3]],
-            "private": [[0, 1], [2, 3]],
-            "shared_seen": True,
-            "private_seen": True,
-            "hosts": 1,
-            "nodes": 2,
-        }
-    assert list((tmp_path / "real/step_20/data").iterdir()) == []
-    assert not (tmp_path / "private/step_20").exists()
 
 
 def test_n1_each_node_local_directory_is_made_by_one_process_per_node(tmp_path: Path) -> None:

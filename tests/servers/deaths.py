@@ -126,7 +126,12 @@ def _main() -> None:
     logging.disable(logging.CRITICAL)  # what the dying say is judged by what they leave
     told = json.load(sys.stdin)
     job = Job(**told)
-    for name in ("ckptfs.dcp.api", "ckptfs.api", "obstore.fsspec"):
+    for name in (
+        "ckptfs.dcp.api",
+        "ckptfs.api",
+        "obstore.fsspec",
+        "torch.utils.serialization.config",
+    ):
         importlib.import_module(name)
     warm(Server(**job.server).uri())
     if job.spoil:

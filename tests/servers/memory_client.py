@@ -1,17 +1,15 @@
 """One save, or one load, of a large state in a process of its own, and what memory it took.
 
-    python -m tests.servers.memory_client '{"do": "save", "uri": ..., "options": {...}, "gib": 1.0}'
+    with launch(measured, 1, args={"do": "save", "uri": ..., "options": {...}, "gib": 1.0}) as ranks:
 
-The state is one tensor of 256 MiB, and its first 6 MiB, under many keys, half of the bytes each: large
+The state is one tensor of 128 MiB, and its first 6 MiB, under many keys, half of the bytes each: large
 ones go out from where they lie, of small ones several share a part. What is measured is what ckptfs
 holds beside it.
-Prints JSON: the most resident memory above what was resident before, in bytes, and seconds.
+Returns the most resident memory above what was resident before, in bytes, and seconds.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +17,9 @@ from typing import Any
 import torch
 
 import ckptfs
+from tests.multiprocess.harness import Rank
 
-PIECE_BYTES, SMALL_BYTES = 256 << 20, 6 << 20
+PIECE_BYTES, SMALL_BYTES = 128 << 20, 6 << 20
 
 
 def resident(what: str) -> int:
@@ -76,12 +75,7 @@ def load(asked: dict[str, Any]) -> tuple[int, float]:
     return found
 
 
-def main() -> None:
+def measured(rank: Rank) -> object:
     """Do what is asked for."""
-    asked: dict[str, Any] = json.loads(sys.argv[1])
-    most_bytes, seconds = save(asked) if asked["do"] == "save" else load(asked)
-    print(json.dumps({"bytes": most_bytes, "s": seconds}))
-
-
-if __name__ == "__main__":
-    main()
+    most_bytes, seconds = save(rank.args) if rank.args["do"] == "save" else load(rank.args)
+    return {"bytes": most_bytes, "s": seconds}

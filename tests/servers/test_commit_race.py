@@ -11,7 +11,8 @@ from tests.servers.looking import keys_below
 from tests.servers.racers import Job, Outcome, race
 
 WRITERS = 16
-STORES = ("radosgw", "moto", "azurite", "gcs")
+# Rounds here; moto and azurite take many times as long for one.
+STORES = {"radosgw": 2, "moto": 1, "azurite": 1, "gcs": 2}
 
 
 def judge(server: Server, uri: str, rounds: Sequence[Sequence[Outcome]]) -> None:
@@ -30,13 +31,13 @@ def judge(server: Server, uri: str, rounds: Sequence[Sequence[Outcome]]) -> None
 
 @pytest.mark.parametrize("store", STORES)
 def test_16_writers_race(store: str, request: pytest.FixtureRequest) -> None:
-    """16 processes seal one name at once, a few rounds: one commits, 15 get CommitConflictError and
+    """16 processes seal one name at once, once or twice: one commits, 15 get CommitConflictError and
     leave nothing.
     """
     server: Server = request.getfixturevalue(store)
     uri = server.fresh("race")
-    rounds = race(Job(uri, server.storage_options(), WRITERS, rounds=2))
-    assert len(rounds) == 2
+    rounds = race(Job(uri, server.storage_options(), WRITERS, rounds=STORES[store]))
+    assert len(rounds) == STORES[store]
     judge(server, uri, rounds)
 
 

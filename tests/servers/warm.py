@@ -10,12 +10,16 @@ from ckptfs.uri import Uri
 __all__ = ["share_aws_data", "warm"]
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+# What clients of S3 import late: ours, and boto3, the eyes of the tests. Other modules of
+# ckptfs.storage.clients bring obstore's thread along.
+S3 = ("ckptfs.storage.clients.s3", "boto3.s3.inject", "s3transfer.manager")
 
 
 def warm(uri: str) -> None:
     """Import what a client of this store needs; no client is made, no thread started."""
     protocol = Uri.parse(uri).protocol
-    for name in ("obstore.store", LIBRARIES.get(protocol, "")):
+    late = S3 if protocol == "s3" else ()
+    for name in ("obstore.store", LIBRARIES.get(protocol, ""), *late):
         if name and importlib.util.find_spec(name.partition(".")[0]):
             importlib.import_module(name)
     if protocol == "s3":

@@ -470,6 +470,14 @@ def test_remove_tree_leaves_what_nfs_keeps(
     assert "sub/.nfs0001" in caplog.text
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="what root is told")
+def test_root_that_is_refused_is_told_of_root_squash(tmp_path: Path) -> None:
+    """On a disk of its own it may do anything."""
+    storage = ready(tmp_path, failing("mkdir", errno.EACCES))
+    with pytest.raises(errors.AccessError, match="root_squash"):
+        storage.make_dir("d")
+
+
 def test_remove_tree_tells_other_failures(tmp_path: Path) -> None:
     """A file that cannot be unlinked is an error with the URI, not a log line."""
     storage = ready(tmp_path, failing("unlink", errno.EACCES))
@@ -718,3 +726,20 @@ def test_an_unreadable_parent_is_passed(shared_group: Path) -> None:
     storage = LocalStorage(Uri.parse(str(run)))
     as_user(5004, lambda: storage.make_dir("log"))
     assert (run / "log").is_dir()
+
+
+def test_a_directory_that_may_only_be_passed_through_is_no_error_to_refresh(tmp_path: Path) -> None:
+    """Mode 0711: what is below may be read; a refresh is a hint, and the read says who is refused."""
+
+    class Unlistable(Posix):
+        def open(
+            self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None
+        ) -> int:
+            if flags & os.O_DIRECTORY:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return super().open(path, flags, mode, dir_fd=dir_fd)
+
+    ready(tmp_path).replace("log/f", b"x")
+    storage = LocalStorage(Uri.parse(str(tmp_path / "run")), posix=Unlistable())
+    storage.refresh("log")
+    assert storage.read("log/f") == b"x"

@@ -65,7 +65,7 @@ def test_shutdown_takes_no_more_and_lets_the_rest_end() -> None:
 
         first, second = pool.submit(work), pool.submit(int)
         assert held.wait(20)
-        pool.shutdown(cancel_futures=cancel)
+        pool.shutdown(wait=False, cancel_futures=cancel)
         with pytest.raises(RuntimeError):
             pool.submit(int)
         assert second.cancelled() is cancel
@@ -74,6 +74,15 @@ def test_shutdown_takes_no_more_and_lets_the_rest_end() -> None:
         assert first.result(20)
         if not cancel:
             assert second.result(20) == 0
+
+
+def test_shutdown_waits_for_what_runs() -> None:
+    """Who leaves a with block may free what the threads were writing into."""
+    hold, seen = threading.Event(), list[bool]()
+    threading.Timer(0.2, hold.set).start()
+    with Threads(2, "t") as pool:
+        pool.submit(lambda: seen.append(hold.wait(20)))
+    assert seen == [True]
 
 
 def test_idle_threads_end_and_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +159,29 @@ def test_a_save_goes_on_when_the_main_thread_has_ended() -> None:
     )
     assert done.stdout == "saved True\n"
     assert done.stderr == ""
+
+
+def test_one_of_the_threads_does_not_wait_for_itself() -> None:
+    """The last reference to a storage may go away on a thread of its own."""
+    pool = Threads(1, "t")
+    pool.submit(pool.shutdown).result(20)
+
+
+def test_a_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent() -> None:
+    """They are not in it, however many ran when it was made; nor is whoever held their lock."""
+    script = """
+import os, threading, warnings
+warnings.simplefilter("ignore")
+from ckptfs.storage.threads import Threads
+pool, held, hold = Threads(1, "t"), threading.Event(), threading.Event()
+pool.submit(lambda: (held.set(), hold.wait(60)))
+assert held.wait(60)
+pid = os.fork()
+if not pid:
+    pool.shutdown()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+hold.set()
+pool.shutdown()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

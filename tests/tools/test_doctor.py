@@ -150,10 +150,12 @@ def test_links_that_two_win_are_no_exclusive_create(tmp_path: Path) -> None:
 
     class Careless(Posix):
         def link(self, source: str, target: str) -> None:
-            if "/race/" not in target:
-                return super().link(source, target)
-            super().link(source, f"{source}.second")
-            os.replace(f"{source}.second", target)
+            super().link(source, second := f"{source}.second")
+            if "/race/" in target:
+                os.replace(second, target)
+            else:
+                os.unlink(second)
+                super().link(source, target)
 
     found = alone(tmp_path / "run", opener=on(Careless())).finding("exclusive-create")
     assert found.verdict is FAIL

@@ -98,6 +98,42 @@ def test_a_file_that_saves_share_is_read_once_and_told_for_each(tmp_path: Path) 
     assert sum(seen) <= sum(one.compared_bytes for one in found.checkpoints)
 
 
+@pytest.mark.parametrize("piece", [".metadata", "ckptfs.json"])
+def test_a_replacement_that_stopped_half_way_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: str
+) -> None:
+    """Committed, its data in place, what stock readers see still the old one, as a power cut leaves
+    it: whole with a note until the next owner completes it; damage where nobody is at it.
+    """
+    run = f"faults+file://{tmp_path}/run"
+    ckptfs.save({"w": torch.zeros(9)}, f"{run}/step_1")
+    monkeypatch.setenv("CKPTFS_TEST_FAULT", f"fail=EIO:rename:*attempts*/{piece}:1")
+    ckptfs.save({"w": torch.ones(9)}, f"{run}/step_1", if_exists="replace")
+    monkeypatch.delenv("CKPTFS_TEST_FAULT")
+    stopped = verify([run], deep=True)
+    assert stopped.verdict is Verdict.CLEAN
+    assert "projection is not complete" in " ".join(stopped.checkpoints[0].notes)
+    (attempt,) = (tmp_path / "run" / ".ckptfs" / "attempts").iterdir()
+    aside = attempt.rename(tmp_path / "aside")
+    abandoned = verify([run], deep=True)
+    assert {one.damage for one in abandoned.all_findings} == {Damage.PROJECTION}
+    aside.rename(attempt)
+    ckptfs.prepare_run(run).release()
+    done = verify([run], deep=True)
+    assert done.verdict is Verdict.CLEAN
+    assert not done.checkpoints[0].notes
+
+
+def test_an_attempt_that_stayed_behind_hides_no_damage(tmp_path: Path) -> None:
+    """Its directory is there, what stock readers see is rotten, and nothing waits to replace it."""
+    run = tmp_path / "run"
+    saved = ckptfs.save({"w": torch.zeros(9)}, run / "step_1")
+    (run / "step_1" / ".metadata").write_bytes(b"rotten")
+    (run / ".ckptfs" / "attempts" / saved.save_id).mkdir()
+    found = verify([str(run)], deep=True)
+    assert {one.damage for one in found.all_findings} == {Damage.PROJECTION}
+
+
 def test_nothing_looked_at_is_never_clean() -> None:
     """Also where a program asks for it in a way that the command does not."""
     assert Verified(deep=True, checkpoints=()).verdict is Verdict.UNKNOWN

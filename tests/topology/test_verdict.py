@@ -36,6 +36,13 @@ def test_every_ckptfs_error_arrives_as_itself(cls: type[CkptfsError]) -> None:
     assert getattr(got, "errno", None) == getattr(sent, "errno", None)
 
 
+@pytest.mark.parametrize("value", [[None, None], [], ["a"], None])
+def test_what_is_common_stays_apart_from_the_pieces(value: object) -> None:
+    """Also where it is the short form of a barrier's answer."""
+    got = decode_verdict(encode_verdict(Verdict(value=value, apart=True)))
+    assert (got.value, got.apart) == (value, True)
+
+
 def test_extra_attributes_survive() -> None:
     """The failures of a CollectiveError and the silent ranks of a DeadlineError travel."""
     failure = Failure(1, "n", "ckptfs.errors.NoSpaceError", "full", 28, "Traceback ...")

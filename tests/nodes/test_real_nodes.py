@@ -1,4 +1,4 @@
-"""Tensors on nodes that do not see each other's disk: two mount namespaces, one path, real DCP."""
+"""Tensors on nodes that do not see each other's disk: two of them, one path, real DCP."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.lab.nodes import Nodes
 from tests.multiprocess.harness import Rank, launch
-from tests.multiprocess.test_topology_nodes import namespaces
-
-__all__ = ["namespaces"]
 
 
 def save_and_load(rank: Rank) -> object:
@@ -54,20 +52,19 @@ def save_and_load(rank: Rank) -> object:
     }
 
 
-@pytest.mark.timeout(180)
-def test_row7_node_local_saves_are_whole_on_every_node(
-    namespaces: list[int], tmp_path: Path
-) -> None:
+@pytest.mark.timeout(300)
+def test_row7_node_local_saves_are_whole_on_every_node(trainers: Nodes) -> None:
     """Row 7: each node has `.metadata` and its own shards, every rank loads, and a sharding that
     needs the other node's files is an error that says where they are.
     """
     with launch(
         save_and_load,
         4,
-        args={"run": str(tmp_path / "private" / "run")},
-        prefix=lambda rank: ["nsenter", "-t", str(namespaces[rank // 2]), "-m"],
+        args={"run": "/scratch/real"},
+        warm=True,
+        prefix=lambda rank: trainers[rank // 2].prefix,
     ) as ranks:
-        values = ranks.values(timeout_s=120)
+        values = ranks.values(timeout_s=240)
     for number, value in enumerate(values):
         assert value["one"]
         assert value["leaf"] == 63

@@ -1,0 +1,31 @@
+"""The fence's token, read by every rank, where a rank's node still has its absence in a cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.run import claim
+from ckptfs.storage.local import LocalStorage
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
+from ckptfs.testing.world import simulate
+from ckptfs.topology.control import Control
+from ckptfs.uri import Uri
+
+
+def test_a_rank_that_sees_the_fence_late_looks_again(tmp_path: Path) -> None:
+    """The neighbour of a node's lead is told that the entry is missing, and the claim goes on."""
+
+    def take(control: Control) -> int:
+        absent = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        faults = [Fault("read", ".ckptfs/log/*", 1, Fail(absent))] if control.rank == 3 else []
+        plan = Plan(faults)
+        storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
+        with claim(sit_down(control, storage, Place(), write=True)) as run:
+            return run.generation[0]
+
+    ends = simulate(4, take, nodes=["a", "a", "b", "b"])
+    assert [end.error for end in ends] == [None] * 4
+    assert [end.get() for end in ends] == [1] * 4

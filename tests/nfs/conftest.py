@@ -1,0 +1,55 @@
+"""Two labs, v4.2 and v3, started by the first test that asks and kept for the session.
+
+``lab`` runs a test on both. A test that kills, cuts or re-exports puts everything back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.lab import UnavailableError
+from tests.lab.nfs import NfsLab, Version
+
+VERSIONS: tuple[Version, ...] = ("4.2", "3")
+Labs = Callable[[Version], NfsLab]
+
+
+@pytest.fixture(scope="session")
+def labs() -> Iterator[Labs]:
+    """Starts the lab of a version once; skips with the reason where it cannot be, fails where CI=true."""
+    running: dict[Version, NfsLab] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(version: Version) -> NfsLab:
+            if version not in running:
+                try:
+                    running[version] = stack.enter_context(NfsLab(version))
+                except UnavailableError as error:
+                    if os.environ.get("CI") == "true":
+                        raise
+                    pytest.skip(str(error))
+            return running[version]
+
+        yield start
+
+
+@pytest.fixture(params=VERSIONS, ids=lambda version: f"v{version}")
+def lab(request: pytest.FixtureRequest, labs: Labs) -> NfsLab:
+    """The server and its two clients, over NFS 4.2 and over NFS 3."""
+    return labs(request.param)
+
+
+@pytest.fixture
+def lab42(labs: Labs) -> NfsLab:
+    """Over NFS 4.2 alone."""
+    return labs("4.2")
+
+
+@pytest.fixture(params=["4.2", pytest.param("3", marks=pytest.mark.campaign)], ids="v{}".format)
+def either(request: pytest.FixtureRequest, labs: Labs) -> NfsLab:
+    """Over NFS 4.2, and in the campaign over NFS 3: for what takes long and tells little of the version."""
+    return labs(request.param)

@@ -1,0 +1,24 @@
+"""Small functions that run on the clients of the lab; imported there by name."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["exists", "exists_after_refresh", "free_bytes"]
+
+
+def exists(path: str) -> bool:
+    """A plain look: what the client's cache says, for up to 30 s."""
+    return os.path.exists(path)
+
+
+def exists_after_refresh(path: str) -> bool:
+    """A look after the parent was opened."""
+    os.close(os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY))
+    return os.path.exists(path)
+
+
+def free_bytes(path: str) -> int:
+    """What is left for whoever is not root, on the filesystem of a path."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

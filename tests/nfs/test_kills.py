@@ -1,0 +1,123 @@
+"""SIGKILL of one rank of four, on two NFS clients, at random moments; then a new job goes on.
+
+A moment is a random time after the ranks have met, within what a life in peace takes: in the claim, a
+restore, any part of a save, between two of them. What must hold after each death:
+
+* whoever survives is told within the deadline, by a typed error;
+* the next job restores a step that was committed, or the one after it, with every bit right.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.lab.nfs import NfsLab
+from tests.nfs.crowd import Crowd
+from tests.nfs.lives import live
+
+SIZE = 4
+SAVES = 2
+# The deadline of a silence. Whoever dies after it was heard of is known in seconds; of one that dies
+# before it has said anything nobody can tell more than that it is silent.
+SILENCE_S = 30
+TOLD_WITHIN_S = SILENCE_S + 90.0  # the machine of the tests may be busy
+TOLD = {"CollectiveError", "CommitInDoubtError", "ControlPlaneLostError", "DeadlineError"}
+
+
+@dataclass
+class Lives:
+    """One run that job after job goes on with. committed: the newest step that anybody was told of."""
+
+    lab: NfsLab
+    chance: random.Random
+    run: str = ""
+    committed: int = 0
+    peace_s: list[float] = field(default_factory=list)
+    slowest_s: float = 0.0
+    in_doubt: int = 0
+
+    def __post_init__(self) -> None:
+        self.run = self.lab.fresh("lives")
+
+    def in_peace(self) -> None:
+        """A life without a death: all of it works."""
+        values = self._live({"saves": SAVES})
+        for value in values:
+            assert value["error"] is None, value
+            assert len(value["committed"]) == SAVES
+        self.peace_s.append(max(value["lived_s"] for value in values))
+
+    def with_a_death_of(self, victim: int) -> None:
+        """Lives until one ends by the death of that rank: it may be done before its moment comes."""
+        for _ in range(20):
+            moment_s = self.chance.uniform(0.0, statistics.median(self.peace_s))
+            args = {"saves": SAVES, "victim": victim, "kill_after_s": moment_s}
+            values = self._live(args, victim=victim)
+            if len(values) < SIZE:
+                return
+            self.peace_s.append(max(value["lived_s"] for value in values))
+        raise AssertionError(f"rank {victim} was never killed in time: {self.peace_s}")
+
+    def _live(self, args: dict[str, Any], *, victim: int | None = None) -> list[dict[str, Any]]:
+        environment = {"CKPTFS_TIMEOUT_S": str(SILENCE_S)}
+        with Crowd(
+            self.lab, live, {"run": self.run, **args}, job="lives", own=lambda _: environment
+        ) as crowd:
+            ends = crowd.ends()
+        values = []
+        for rank, end in enumerate(ends):
+            if isinstance(end, ConnectionError) and rank == victim:
+                continue
+            assert isinstance(end, dict), f"rank {rank} ended otherwise: {end!r}"
+            values.append(end)
+        self._judge(values, died=len(values) < SIZE)
+        return values
+
+    def _judge(self, values: list[dict[str, Any]], *, died: bool) -> None:
+        assert {value["wrong"] for value in values} == {""}, values
+        restored = {value["restored"] for value in values if value["restored"]}
+        assert len(restored) <= 1, values
+        for step in restored:
+            assert step in (self.committed, self.committed + 1), (self.committed, values)
+            self.in_doubt += step > self.committed
+            self.committed = step
+        for value in values:
+            if value["error"] is not None:
+                assert died, value
+                assert value["error"]["type"] in TOLD, value
+                assert value["error"]["after_s"] < TOLD_WITHIN_S, value
+                self.slowest_s = max(self.slowest_s, value["error"]["after_s"])
+        self.committed = max([self.committed, *(s for v in values for s in v["committed"])])
+
+
+def kill_each_rank(lab: NfsLab, times: int, seed: int) -> Lives:
+    """Every rank in turn, ``times`` times."""
+    lives = Lives(lab, random.Random(seed))
+    lives.in_peace()
+    for _ in range(times):
+        for victim in range(SIZE):
+            lives.with_a_death_of(victim)
+    lives.in_peace()
+    return lives
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.campaign
+def test_after_a_rank_was_killed_the_next_job_goes_on(lab42: NfsLab) -> None:
+    """Each of four ranks on two clients dies at random moments; the others are told, nothing is lost."""
+    kill_each_rank(lab42, 1, seed=random.randrange(1 << 30))
+
+
+@pytest.mark.campaign
+def test_campaign_each_rank_is_killed_at_100_moments(lab: NfsLab) -> None:
+    """400 deaths on each version of NFS."""
+    lives = kill_each_rank(lab, 100, seed=7)
+    print(
+        f"v{lab.version}: 400 deaths, {lives.in_doubt} saves that nobody was told of were committed"
+    )
+    print(f"the slowest survivor raised after {lives.slowest_s:.1f} s")
