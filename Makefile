@@ -27,7 +27,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
-	@echo "make test            every test (under 15 minutes on 2 cores)"
+	@echo "make test            every test (about 17 minutes on 2 cores)"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
 	@echo "                     their own; make integrations-matrix: each one on every store"

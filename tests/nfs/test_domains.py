@@ -85,6 +85,7 @@ def test_domains_are_what_the_bytes_say(lab: NfsLab, places: dict[str, str]) -> 
         assert seen == dict.fromkeys(("private", "one side", "two"), (apart, own))
 
 
+@pytest.mark.campaign
 def test_a_directory_is_ready_when_ensure_dir_returns(lab: NfsLab) -> None:
     """Ranks that had looked for it before write into it at once; after a plain mkdir and a barrier the
     other node's cannot (needs: a directory that exists differs between clients).
@@ -109,6 +110,7 @@ def test_ranks_that_see_different_things_take_the_same_branch(lab: NfsLab) -> No
     assert found == [{"f": b"one"}, {"f": b"one"}]
 
 
+@pytest.mark.campaign
 def test_what_one_node_wrote_last_is_in_the_manifest(lab: NfsLab) -> None:
     """Over v3 a node that has just listed the directory does not see what is written to it within the
     same tick; every file is committed all the same, each once.

@@ -20,6 +20,7 @@ def lab(either: NfsLab) -> NfsLab:
     return either
 
 
+@pytest.mark.campaign
 def test_row8_a_directory_that_all_ranks_make_is_made(lab42: NfsLab) -> None:
     """Row 8: absent or there, no rank fails, and each can write into it at once."""
     run = lab42.fresh("row8")
@@ -30,6 +31,7 @@ def test_row8_a_directory_that_all_ranks_make_is_made(lab42: NfsLab) -> None:
         assert made == sorted(f"{rank}-{again}" for rank in range(4) for again in range(2))
 
 
+@pytest.mark.campaign
 def test_row10_all_ranks_take_one_branch(lab: NfsLab) -> None:
     """Row 10: a plain look differs between the nodes; where to go on is the same answer on all ranks."""
     with Crowd(lab, branches, {"run": lab.fresh("row10")}) as crowd:
@@ -39,6 +41,7 @@ def test_row10_all_ranks_take_one_branch(lab: NfsLab) -> None:
         assert (value["restored"], value["latest"], value["same"]) == (1, 1, True)
 
 
+@pytest.mark.campaign
 def test_row22_what_is_shared_is_found_by_a_token(lab42: NfsLab) -> None:
     """Row 22: equal hostnames and equal device and inode numbers of private disks mislead nobody."""
     args = {"run": lab42.fresh("row22"), "name": f"row22-v{lab42.version}"}

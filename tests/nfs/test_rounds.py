@@ -40,6 +40,7 @@ def assert_seen(values: list[dict[str, Any]]) -> None:
     assert sum(naive[PER_NODE:]) > 0, "the control: the usual pattern met nothing"
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_directory_is_there_for_every_rank_at_once(lab: NfsLab) -> None:
     """25 rounds, absence cached on both clients before each."""
