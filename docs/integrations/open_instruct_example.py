@@ -28,7 +28,7 @@ config = {"train_batch_size": 8, "zero_optimization": {"stage": 2}}
 config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
 engine, *_ = deepspeed.initialize(model=torch.nn.LayerNorm(8), config=config)
 with CkptfsEngine(root, uri, mode=mode, keep_latest=2).attach(engine) as store:
-    print("resumed", (engine.load_checkpoint(root)[0] and engine.global_steps) or "none")
+    print(engine.load_checkpoint(root) and f"resumed {engine.global_steps or 'none'}" * (not rank))
     while engine.global_steps < 6:
         torch.distributed.broadcast_object_list(told := pipe.recv() if rank == 0 else [0, 0])
         engine.backward(engine(told[0][rank]).pow(3).mean())

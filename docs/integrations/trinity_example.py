@@ -24,9 +24,9 @@ torch.manual_seed(0)
 model = fully_shard(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)))
 state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), 0.01)}
 state["rng"] = ckptfs.RngState()
-coordinator = Coordinator(*sys.argv[1:3])
+coordinator, rank = Coordinator(*sys.argv[1:3]), torch.distributed.get_rank()
 restored = coordinator.manager.restore(state)
-print("resumed", "none" if restored is None else restored.step)
+print("" if rank else f"resumed {restored.step if restored else 'none'}\n", end="")
 for step in range(1 if restored is None else restored.step + 1, 5):
     model(torch.randn(4, 8)).square().mean().backward()
     state["optimizer"].step()
@@ -35,4 +35,5 @@ for step in range(1 if restored is None else restored.step + 1, 5):
     coordinator.save_async("checkpoint", state, step)
 coordinator.manager.close()
 tensors = [*(p.full_tensor() for p in model.parameters()), torch.get_rng_state()]
-print("final", hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest())
+content = b"".join(t.detach().numpy().tobytes() for t in tensors)
+print("" if rank else f"final {hashlib.sha256(content).hexdigest()}\n", end="")

@@ -166,9 +166,12 @@ def ours_deletes_last(rank: Rank, run: str) -> Any:
         failed = failure(lambda: job.train(4))
         left = whole(run)
         job.train(4)
-        job.checkpointer.close()
+        job.checkpointer.close()  # on the rank that deletes, what it had to delete is gone
     finally:
         os.environ.pop("CKPTFS_TEST_FAULT", None)
+    import torch.distributed as dist
+
+    dist.barrier()
     return [failed, left, whole(run)]
 
 
