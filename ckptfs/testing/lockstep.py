@@ -28,16 +28,15 @@ from ckptfs.errors import CkptfsError, Failure, StateError
 from ckptfs.testing.world import End, worlds_of
 from ckptfs.topology.control import Control
 from ckptfs.topology.verdict import (
-    Said,
     Verdict,
     attempt,
     collective_error,
     decode_said,
     decode_verdict,
-    encode_said,
     encode_verdict,
     failure_of,
     joined,
+    said_by,
     settle,
     split,
 )
@@ -240,11 +239,7 @@ class LockstepControl:
         said, problem = attempt(label, local, self.world)
         if problem is not None and not isinstance(problem, Exception):
             raise problem
-        try:
-            data = encode_said(said)
-        except Exception as error:  # noqa: BLE001 - pickle raises anything
-            data = encode_said(Said(label, failure=failure_of(error, self.world)))
-        step = self._ring.arrive(key, self.rank, data)
+        step = self._ring.arrive(key, self.rank, said_by(self.world, said))
         raised = None
         if step.verdict is None:
             raised = self._ring.decide(step, label, decide, self.rank)

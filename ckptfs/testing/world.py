@@ -28,10 +28,10 @@ from ckptfs.topology.verdict import (
     collective_error,
     decode_said,
     decode_verdict,
-    encode_said,
     encode_verdict,
     failure_of,
     joined,
+    said_by,
     settle,
     split,
 )
@@ -262,10 +262,7 @@ class ThreadControl:
             yield from clone._family()  # noqa: SLF001 - one class
 
     def _say(self, key: tuple[str, int], said: Said) -> None:
-        try:
-            data = encode_said(said)
-        except Exception as error:  # noqa: BLE001 - pickle raises anything
-            data = encode_said(Said(said.label, failure=failure_of(error, self.world)))
+        data = said_by(self.world, said)
         self._index += 1
         with self._hall.news:
             self._hall.step(key).said[self.rank] = data

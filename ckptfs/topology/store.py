@@ -52,6 +52,7 @@ from ckptfs.topology.verdict import (
     failure_of,
     for_rank,
     joined,
+    said_by,
     settle,
     split,
 )
@@ -214,7 +215,7 @@ class StoreControl:
             self._interrupted(keys, said)
             raise problem
         if self.rank:
-            data = self._encode(said)
+            data = said_by(self.world, said)
             self._io.submit(lambda store: keys.arrive(store, self.rank, data))
             return self._obey(keys, label), problem
         try:
@@ -229,12 +230,6 @@ class StoreControl:
     def _keys(self) -> StepKeys:
         """The keys of the step that comes next."""
         return StepKeys(self._prefix, self._index, self.size)
-
-    def _encode(self, said: Said) -> bytes:
-        try:
-            return encode_said(said)
-        except Exception as error:  # noqa: BLE001 - pickle raises anything
-            return encode_said(Said(said.label, failure=failure_of(error, self.world)))
 
     def _decide(
         self, keys: StepKeys, own: Said, decide: Callable[[list[T]], Any] | None

@@ -39,6 +39,7 @@ __all__ = [
     "failure_of",
     "for_rank",
     "joined",
+    "said_by",
     "settle",
     "split",
 ]
@@ -203,6 +204,14 @@ def encode_said(said: Said) -> bytes:
     """Bytes of what a rank says. An unpicklable value raises whatever pickle raises."""
     head = {"label": said.label, "failure": asdict(said.failure) if said.failure else None}
     return _pack(head, said.value)
+
+
+def said_by(world: World, said: Said) -> bytes:
+    """``encode_said``; a value that cannot be pickled is that rank's failure, and travels as one."""
+    try:
+        return encode_said(said)
+    except Exception as error:  # noqa: BLE001 - pickle raises anything
+        return encode_said(Said(said.label, failure=failure_of(error, world)))
 
 
 def decode_said(data: bytes) -> Said:
