@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ckptfs.errors import CollectiveError, StateError
@@ -52,6 +54,19 @@ def test_a_failure_and_an_early_end_reach_all() -> None:
     for rank in (0, 2):
         with pytest.raises(CollectiveError, match="left"):
             ends[rank].get()
+
+
+def test_a_value_that_cannot_be_pickled_is_its_ranks_failure() -> None:
+    """As between processes: all learn whose it was, and nobody raises anything else."""
+
+    def work(control: Control) -> None:
+        control.step("tell", lambda: threading.Lock() if control.rank == 1 else None)
+
+    for ends in (lockstep(3, work)[0], simulate(3, work)):
+        for end in ends:
+            with pytest.raises(CollectiveError) as caught:
+                end.get()
+            assert list(caught.value.failures) == [1]
 
 
 def test_different_calls_are_told_apart() -> None:
