@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -237,10 +237,21 @@ def run_words(words: Sequence[str], env: Mapping[str, str], *, cwd: str | None =
 
 def _end_all(mark: str) -> None:
     """Kill what a run left: ranks and daemons have sessions of their own, and its mark."""
+    while living := [
+        *_marked(mark)
+    ]:  # a SIGKILL takes its time, and a dying one may have started another
+        for pid in living:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def _marked(mark: str) -> Iterator[int]:
+    """Processes of this run; one that is dying still counts, a zombie does not."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours to read
             if f"{_MARK}={mark}".encode() in (process / "environ").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+                yield int(process.name)
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
