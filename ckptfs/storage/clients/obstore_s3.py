@@ -6,7 +6,10 @@
     _Make          the store: keys, or a provider of credentials that botocore refreshes
 
 What obstore cannot say, ``cannot`` names; then ``client="auto"`` takes s3fs. Checksums: to AWS over
-https a crc64nvme of each body, which S3 verifies; everywhere else its SHA-256, which is signed.
+https a crc64nvme of each body, which S3 verifies; to others over https TLS's own, since many refuse
+the newer headers and a SHA-256 costs four times what sending does; over http the SHA-256, signed.
+Ranges are read over sockets of our own (``signed_get``), whose URLs obstore signs; where that does not
+go, by obstore.
 Uploads that nobody completed, and versions, are listed by s3fs' client where it is installed.
 """
 
@@ -16,6 +19,7 @@ import base64
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Final
 from urllib.parse import parse_qsl
@@ -23,11 +27,13 @@ from urllib.parse import parse_qsl
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.clients.base import ObjectClient, PendingUpload
 from ckptfs.storage.clients.bucket_rules import BucketRules
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
 from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3
 from ckptfs.storage.clients.s3_options import S3Options, parse_s3_options
 from ckptfs.storage.clients.s3_resolved import Place, resolve
+from ckptfs.storage.clients.signed_get import SIGNED_S, Got, SignedGets, can_read
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
@@ -104,8 +110,8 @@ class _Make:
     def __call__(self, client_options: dict[str, Any], retry_config: dict[str, Any]) -> Any:
         from obstore.store import S3Store
 
-        place = resolve(self.options, self.bucket)
-        wanted = self._config(place) | {
+        place = self.place()
+        wanted = self.config(place) | {
             "client_options": client_options | dict(place.client_options),
             "retry_config": retry_config,
         }
@@ -113,7 +119,12 @@ class _Make:
             wanted["credential_provider"] = place.provider
         return S3Store(self.bucket, **wanted)
 
-    def _config(self, place: Place) -> dict[str, Any]:
+    def place(self) -> Place:
+        """Where requests go; variables and files are read now."""
+        return resolve(self.options, self.bucket)
+
+    def config(self, place: Place) -> dict[str, Any]:
+        """obstore's configuration of the store there."""
         said = self.options.parameters
         config = {_CONFIG[name]: value for name, value in said.items() if name in _CONFIG}
         config |= dict(place.config) | {"disable_bulk_delete": not self.in_batches}
@@ -125,15 +136,28 @@ class _Make:
             config["skip_signature"] = True
         if algorithm := said.get("ChecksumAlgorithm"):
             config["checksum_algorithm"] = str(algorithm).lower()
-        elif place.is_aws and not place.chose_checksum:
-            config |= {"checksum_algorithm": "crc64nvme", "unsigned_payload": True}
+        elif place.is_tls and not place.chose_checksum:
+            config["unsigned_payload"] = True
+            if place.is_aws:
+                config["checksum_algorithm"] = "crc64nvme"
         if place.payload_signing is not None:
             config["unsigned_payload"] = not place.payload_signing
         return config
 
 
+class _Untried:
+    """Nobody has asked yet whether signed URLs go."""
+
+
+_UNTRIED: Final = _Untried()
+
+
 class S3ObstoreClient(ObstoreClient):
-    """obstore's client, with s3fs' for the two listings that obstore does not have."""
+    """obstore's client, with s3fs' for the two listings that obstore does not have, and ranges over
+    sockets of our own.
+    """
+
+    _gets: SignedGets | _Untried | None
 
     def __init__(self, uri: Uri, options: dict[str, Any], times: Times) -> None:
         parsed = parse_s3_options(uri, options)
@@ -146,6 +170,51 @@ class S3ObstoreClient(ObstoreClient):
         )
         super().__init__(uri, make, flavour, endpoint_name(parsed), times)
         self._place = (uri, options, times)
+        self._made, self._gets, self._gets_lock = make, _UNTRIED, ProcessLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_gets": _UNTRIED, "_gets_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gets_lock = ProcessLock()
+
+    def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+        """Over a socket of our own, else as obstore does."""
+        view, gets = out.cast("B"), self._signed()
+        if gets is None or not view:
+            super().get_range(key, offset, out, etag)
+            return
+        if gets.fill(self._asked("get", key), key, offset, view, etag) is Got.FILLED:
+            return
+        super().get_range(key, offset, out, etag)  # it tells what was wrong
+        # Nothing was: this place does not take what obstore can do without.
+        _log.info("ranges of %s are read by obstore: signed URLs do not work here", self._root)
+        with self._gets_lock:
+            self._gets = None
+
+    def _signed(self) -> SignedGets | None:
+        """None where obstore has to ask."""
+        with self._gets_lock:
+            if isinstance(self._gets, _Untried):
+                place = self._made.place()
+                fits = can_read(self._made.config(place), place.client_options)
+                made = SignedGets(self._sign, place.client_options, self._place[2])
+                self._gets = made if fits else None
+            return self._gets
+
+    def _sign(self, key: str) -> str:
+        import obstore
+
+        expires = timedelta(seconds=SIGNED_S)
+        asked = self._asked("get", key)
+        return self._say(asked, lambda: str(obstore.sign(self._store(), "GET", key, expires)))
+
+    def close(self) -> None:
+        super().close()
+        gets, self._gets = self._gets, _UNTRIED
+        if isinstance(gets, SignedGets):
+            gets.close()
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         if find_spec("s3fs") is None:

@@ -35,11 +35,12 @@ _ASK_AGAIN: Final = timedelta(minutes=1)
 class Place:
     """config and client_options: for obstore's S3Store. provider: called for credentials.
 
-    chose_checksum, payload_signing: what the user said of them.
+    is_aws: AWS itself, over https. chose_checksum, payload_signing: what the user said of them.
     """
 
     config: Mapping[str, Any]
     client_options: Mapping[str, Any]
+    is_tls: bool
     is_aws: bool
     chose_checksum: bool
     payload_signing: bool | None
@@ -59,6 +60,7 @@ def resolve(options: S3Options, bucket: str) -> Place:
     return Place(
         config,
         _client_options(options, verify, allow_http=not is_tls),
+        is_tls=is_tls,
         is_aws=is_tls and host.endswith(_AWS),
         chose_checksum="request_checksum_calculation" in options.table("config_kwargs")
         or "AWS_REQUEST_CHECKSUM_CALCULATION" in os.environ,
