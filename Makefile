@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo first-run test test-hdfs check docs format compat formats campaign-crash campaign-model bench
-.PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async
+.PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
 .PHONY: scale campaign-scale
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
@@ -53,6 +53,7 @@ help:
 	@echo "make campaign-tools  2 GB copied with ten kills, gc killed at every request, all damages on S3 (long)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
+	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour)"
 	@echo "make bench-async     how long async_save holds training, beside dcp.async_save and a copy"
 	@echo "make bench-objects   the same on object stores, beside FsspecWriter, s3torchconnector, obstore"
 
@@ -171,6 +172,10 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.save_load
+
+floors: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.floors --record --markdown build/floors.md
 
 bench-async: $(STAMP)
 	$(BIN)/python -m benchmarks.async_stall

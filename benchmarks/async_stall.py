@@ -167,35 +167,48 @@ def _beside(name: str, first: dict[str, float], turns: list[dict[str, float]]) -
     )
 
 
-def main() -> int:
-    """Measure, write the result, print the table."""
-    options = _options()
-    directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=options.dir))
+def measured(
+    size_bytes: int, rounds: int, *, within: Path, peers: Sequence[str], command: str
+) -> Result:
+    """The whole comparison in this process. within: where its directory is made, and removed."""
+    directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=within))
     started, load_before = datetime.now(UTC), list(os.getloadavg())
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        if any(name in STOCK for name in options.peers):
+        if any(name in STOCK for name in peers):
             store = dist.TCPStore("127.0.0.1", 0, is_master=True)
             dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         run = stack.enter_context(ckptfs.prepare_run(directory / "run"))
-        bench = Bench(directory, options.mib * MIB, run, options.peers)
-        measured = bench.measure(options.rounds)
-    result = result_of(
-        measured,
+        bench = Bench(directory, size_bytes, run, peers)
+        found = bench.measure(rounds)
+    return result_of(
+        found,
         size_bytes=sum(tensor.nbytes for tensor in bench.state.values()),
         tensors=len(bench.state),
         about={
             "date": started.isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
+            "command": command,
             "machine": {
-                **describe(directory.parent),
+                **describe(within),
                 "load_average": {"before": load_before, "after": list(os.getloadavg())},
             },
             "versions": versions(*PACKAGES),
-            "settings": {"threads": torch.get_num_threads(), "rounds": options.rounds},
-            "targets": (Target(PLACE, filesystem(directory.parent)),),
+            "settings": {"threads": torch.get_num_threads(), "rounds": rounds},
+            "targets": (Target(PLACE, filesystem(within)),),
         },
+    )
+
+
+def main() -> int:
+    """Measure, write the result, print the table."""
+    options = _options()
+    result = measured(
+        options.mib * MIB,
+        options.rounds,
+        within=Path(options.dir or tempfile.gettempdir()),
+        peers=options.peers,
+        command=shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
     )
     found = goals.goals_of(result, GOALS)
     path = telling.save(result, options.out, "async_stall")

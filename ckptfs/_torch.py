@@ -121,6 +121,37 @@ def is_wrapper_subclass(value: object) -> bool:
     return bool(is_traceable_wrapper_subclass(value))
 
 
+# -- torch.save ------------------------------------------------------------------------------
+
+
+def storage_alignment_bytes() -> int:
+    """To what multiple torch.save aligns data in its archives; before torch 2.7 always 64."""
+    from torch import serialization
+
+    asked = getattr(serialization, "_get_storage_alignment", None)
+    return int(asked()) if asked else 64
+
+
+def save_without_data(tensor: Any, sink: Any) -> None:
+    """What torch.save writes of a tensor, its data seeked over and all CRC fields 0.
+
+    PyTorchFileWriter, _save: torch.save would ask a setting of the whole process whether to compute
+    CRCs, and changing that is seen by whoever saves at the same time. skip_data is this thread's own.
+    """
+    import pickle
+
+    import torch
+    from torch import serialization
+
+    alignment = (
+        () if not hasattr(serialization, "_get_storage_alignment") else (storage_alignment_bytes(),)
+    )
+    with serialization.skip_data():
+        writer = torch._C.PyTorchFileWriter(sink, False, *alignment)  # noqa: FBT003, SLF001
+        serialization._save(tensor, writer, pickle, serialization.DEFAULT_PROTOCOL, False)  # noqa: FBT003, SLF001
+        writer.write_end_of_file()
+
+
 # -- staging ---------------------------------------------------------------------------------
 
 
@@ -150,6 +181,17 @@ def wait_for_device(device: Any) -> None:
         module.current_stream(device).synchronize()
     elif hasattr(module, "synchronize"):  # mps has one stream
         module.synchronize()
+
+
+def wait_for_accelerator() -> None:
+    """As ``wait_for_device`` for this thread's accelerator, where there is one that was used."""
+    import torch
+
+    if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+    elif (device := torch.accelerator.current_accelerator()) is not None:
+        wait_for_device(device)
 
 
 # -- state of modules and optimizers ------------------------------------------------------------

@@ -43,7 +43,8 @@ class Counters:
     size_bytes of all data files and their sidecars; payload_bytes of tensors and objects in them;
     files and items; seconds spent: plan (flattening, checks, exchange of plans), stage (device to
     host), write, sync (making names durable), read, verify, commit. referenced_bytes: of items that
-    had not changed and were not written again (unchanged="reference").
+    had not changed and were not written again (unchanged="reference"). direct_bytes: written past the
+    page cache (engine="direct", or where that pays); 0 where all went through it, or to an object store.
     """
 
     size_bytes: int = 0
@@ -58,6 +59,7 @@ class Counters:
     verify_s: float = 0.0
     commit_s: float = 0.0
     referenced_bytes: int = 0
+    direct_bytes: int = 0
 
     @property
     def data_s(self) -> float:

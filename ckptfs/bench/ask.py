@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from ckptfs.bench.results import Phase
 from ckptfs.bench.workloads import WorkloadSpec, make_workload
 from ckptfs.uri import Uri
 
 __all__ = [
     "Asked",
+    "Baseline",
     "LoopShape",
     "TargetAsked",
     "WorkloadAsked",
@@ -25,6 +27,12 @@ __all__ = [
     "encode_asked",
     "settings_of",
 ]
+
+
+# What memory a call is charged with: what it added to what the process held before it, or all that
+# came since the state was made and the engines' modules were imported (pools, caches, lazy imports).
+Baseline = Literal["call", "start"]
+_MOVED: tuple[Phase, ...] = ("save", "load_warm", "load_cold")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +82,10 @@ class LoopShape:
 class Asked:
     """engines: names that were asked for; () takes all that are installed and fit.
 
-    rounds: those that count; one more comes first, as a warm-up. durable: whether writers that have
-    the choice make files survive a power cut. keep: leave what the last round wrote.
+    rounds: those that count; warm_ups of them come first and do not. phases: of saves and loads, those
+    that are measured; what is loaded has to be saved in any case. memory_from: see ``Baseline``.
+    durable: whether writers that have the choice make files survive a power cut. keep: leave what the
+    last round wrote.
     """
 
     targets: tuple[TargetAsked, ...]
@@ -86,6 +96,9 @@ class Asked:
     durable: bool = True
     keep: bool = False
     loop: LoopShape = LoopShape()
+    warm_ups: int = 1
+    phases: tuple[Phase, ...] = _MOVED
+    memory_from: Baseline = "call"
 
 
 def encode_asked(asked: Asked) -> str:
@@ -99,7 +112,8 @@ def decode_asked(text: str) -> Asked:
     targets = tuple(TargetAsked(**one) for one in record.pop("targets"))
     workloads = tuple(WorkloadAsked(**one) for one in record.pop("workloads"))
     engines, loop = tuple(record.pop("engines")), LoopShape(**record.pop("loop"))
-    return Asked(targets, workloads, engines, loop=loop, **record)
+    phases = tuple(record.pop("phases"))
+    return Asked(targets, workloads, engines, loop=loop, phases=phases, **record)
 
 
 def settings_of(asked: Asked) -> dict[str, Any]:
@@ -107,7 +121,8 @@ def settings_of(asked: Asked) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ranks": asked.ranks,
         "rounds": asked.rounds,
-        "warm_up_rounds": 1,
+        "warm_up_rounds": asked.warm_ups,
+        "memory_from": asked.memory_from,
         "durable": asked.durable,
         "engines": list(asked.engines) or "all that are installed",
         "storage_options": sorted({name for t in asked.targets for name in t.storage_options}),

@@ -4,12 +4,18 @@
     ckptfs             ckptfs.save, ckptfs.load      the same, through obstore or the fsspec library
     ckptfs:CLIENT      -                             through that library
     dcp                FileSystemWriter, -Reader     FsspecWriter, FsspecReader
+    dcp:t2, dcp:t4     with two, four threads        -
+    dcp:fsspec         FsspecWriter, FsspecReader    -
     torch.save         one file a rank               the same, into fsspec's file
     safetensors        save_file, load_file          to a local file, then up; down, then from there
     s3torchconnector   -                             S3StorageWriter, S3StorageReader: S3 only
+    torchsnapshot      Snapshot.take, restore        -
+    torch_checkpointing  save_sync, load             -
     raw                O_DIRECT, as many bytes       multipart put and ranged get: no checkpoint
+    raw:direct, raw:buffered    one way each, two threads of 16 MiB, from memory as large as the state
 
 All of them end a load with the bytes in the tensors that were there before: as a job starts again.
+What stands after a colon, and torchsnapshot and torch_checkpointing, take part only where they are named.
 """
 
 from __future__ import annotations
@@ -22,18 +28,22 @@ from ckptfs.errors import MissingDriverError, StateError
 from ckptfs.storage.clients.choose import PROTOCOLS
 from ckptfs.uri import Uri
 
-__all__ = ["ENGINES", "OBJECT_STORES", "Chosen", "Kind", "choose"]
+__all__ = ["ENGINES", "OBJECT_STORES", "ON_REQUEST", "Chosen", "Kind", "choose", "kind_of"]
 
 OBJECT_STORES = tuple(PROTOCOLS)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a driver is ("module:factory"), what it needs installed, and where it makes sense."""
+    """Where a driver is ("module:factory"), what it needs installed, and where it makes sense.
+
+    variants: what may stand after a colon; on a directory only, but for clients of ckptfs.
+    """
 
     driver: str
     needs: tuple[str, ...] = ()
     fits: Callable[[Uri], bool] = lambda _: True
+    variants: tuple[str, ...] = ()
 
 
 def _on_s3(uri: Uri) -> bool:
@@ -47,7 +57,9 @@ def _known_to_fsspec(uri: Uri) -> bool:
 _FSSPEC = ("hdfs", "webhdfs", "abfs", "sftp", "ssh", "smb", "memory")
 ENGINES = {
     "ckptfs": Kind("ckptfs.bench.engine_ckptfs:Ckptfs"),
-    "dcp": Kind("ckptfs.bench.engine_dcp:open_dcp", fits=_known_to_fsspec),
+    "dcp": Kind(
+        "ckptfs.bench.engine_dcp:open_dcp", fits=_known_to_fsspec, variants=("t2", "t4", "fsspec")
+    ),
     "torch.save": Kind("ckptfs.bench.engine_files:TorchSave", fits=_known_to_fsspec),
     "safetensors": Kind(
         "ckptfs.bench.engine_files:Safetensors", ("safetensors",), fits=_known_to_fsspec
@@ -55,21 +67,34 @@ ENGINES = {
     "s3torchconnector": Kind(
         "ckptfs.bench.engine_dcp:S3TorchConnector", ("s3torchconnector", "tenacity"), fits=_on_s3
     ),
-    "raw": Kind("ckptfs.bench.engine_raw:open_raw", fits=_known_to_fsspec),
+    "raw": Kind(
+        "ckptfs.bench.engine_raw:open_raw", fits=_known_to_fsspec, variants=("direct", "buffered")
+    ),
+}
+# Who takes part only where it is named: a benchmark is not made longer by what happens to be installed.
+ON_REQUEST = {
+    "torchsnapshot": Kind(
+        "ckptfs.bench.engine_peers:TorchSnapshot", ("torchsnapshot",), lambda uri: uri.is_local
+    ),
+    "torch_checkpointing": Kind(
+        "ckptfs.bench.engine_peers:TorchCheckpointing",
+        ("torch_checkpointing",),
+        lambda uri: uri.is_local,
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An engine that takes part. client: of ckptfs's, where it was named."""
+    """An engine that takes part. variant: a client of ckptfs, or one of ``Kind.variants``."""
 
     name: str
-    client: str | None = None
+    variant: str | None = None
 
     @property
     def label(self) -> str:
         """As it was asked for."""
-        return f"{self.name}:{self.client}" if self.client else self.name
+        return f"{self.name}:{self.variant}" if self.variant else self.name
 
 
 def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
@@ -80,11 +105,12 @@ def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
     """
     chosen, notes = [], []
     for word in asked or ENGINES:
-        name, _, client = word.partition(":")
-        kind = ENGINES.get(name)
-        if kind is None or (client and name != "ckptfs"):
-            raise StateError(f"no engine is called {word!r}", hint=f"one of {', '.join(ENGINES)}")
-        if not kind.fits(place) or (client and place.protocol not in OBJECT_STORES):
+        name, _, variant = word.partition(":")
+        kind = ENGINES.get(name) or ON_REQUEST.get(name)
+        if kind is None or (variant and name != "ckptfs" and variant not in kind.variants):
+            raise StateError(f"no engine is called {word!r}", hint=f"one of {', '.join(_words())}")
+        there = place.protocol in OBJECT_STORES if name == "ckptfs" else place.is_local
+        if not kind.fits(place) or (variant and not there):
             notes.append(f"{word} does not take part at {place}: not made for it")
             continue
         missing = [module for module in kind.needs if find_spec(module) is None]
@@ -96,5 +122,15 @@ def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
         if missing:
             notes.append(f"{word} does not take part: {', '.join(missing)} is not installed")
             continue
-        chosen.append(Chosen(name, client or None))
+        chosen.append(Chosen(name, variant or None))
     return chosen, notes
+
+
+def kind_of(name: str) -> Kind:
+    """Of a chosen engine."""
+    return ENGINES[name] if name in ENGINES else ON_REQUEST[name]
+
+
+def _words() -> list[str]:
+    known = {**ENGINES, **ON_REQUEST}
+    return [*known, *(f"{name}:{one}" for name, kind in known.items() for one in kind.variants)]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from ckptfs.bench.ask import Baseline
 from ckptfs.errors import CkptfsError
 from ckptfs.uri import mask_credentials
 
@@ -103,14 +104,22 @@ class _Mine:
 class Clock:
     """Times calls of a group."""
 
-    def __init__(self, group: Group, wire: Wire | None = None) -> None:
+    def __init__(
+        self, group: Group, wire: Wire | None = None, memory_from: Baseline = "call"
+    ) -> None:
         self._group = group
         self._wire = wire or Wire()
+        self._start_bytes: int | None = None
+        if memory_from == "start":
+            gc.collect()  # garbage that goes later would hide what comes
+            self._start_bytes = _restart_peak()
 
     def time(self, call: Callable[[], None]) -> Spent:
         """Collective. What the call cost; CkptfsError, the lowest failed rank's, on every rank."""
         gc.collect()
         before_bytes = _restart_peak()
+        if before_bytes is not None and self._start_bytes is not None:
+            before_bytes = self._start_bytes
         self._group.barrier()
         wire = self._wire.read()
         cpu, started = _cpu_s(), time.perf_counter()

@@ -19,24 +19,34 @@ __all__ = ["FileSystem", "Fsspec", "S3TorchConnector", "open_dcp"]
 _UNVERIFIED = "nothing"
 
 
-def open_dcp(setting: Setting) -> Driver:
-    """The writer that torch has for the target."""
-    return FileSystem(setting) if setting.home.place.is_local else Fsspec(setting)
+def open_dcp(setting: Setting, variant: str | None = None) -> Driver:
+    """The writer that torch has for the target. variant: ``t2`` and ``t4``, its threads; ``fsspec``,
+    FsspecWriter on a directory.
+    """
+    if variant == "fsspec" or not setting.home.place.is_local:
+        return Fsspec(setting, variant)
+    return FileSystem(setting, int(variant[1:]) if variant else 1)
 
 
 class FileSystem(Driver):
-    """FileSystemWriter and FileSystemReader with torch's defaults."""
+    """FileSystemWriter and FileSystemReader with torch's defaults, but for the number of threads."""
+
+    def __init__(self, setting: Setting, threads: int = 1) -> None:
+        super().__init__(setting)
+        self._threads = threads
 
     def about(self) -> Engine:
         return Engine(
-            "dcp",
+            "dcp" if self._threads == 1 else f"dcp:t{self._threads}",
             f"{version_text('torch')} (FileSystemWriter)",
             "data files fsynced, not their directory" if self.setting.durable else "no fsync",
             _UNVERIFIED,
         )
 
     def save(self, state: State, at: Attempt) -> None:
-        writer = dcp.FileSystemWriter(at.path, sync_files=self.setting.durable)
+        writer = dcp.FileSystemWriter(
+            at.path, sync_files=self.setting.durable, thread_count=self._threads
+        )
         dcp.save(state, storage_writer=writer)
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
@@ -46,23 +56,26 @@ class FileSystem(Driver):
 class Fsspec(Driver):
     """FsspecWriter and FsspecReader over the library that fsspec has for the protocol."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, variant: str | None = None) -> None:
         super().__init__(setting)
+        self._name = f"dcp:{variant}" if variant else "dcp"
         self.options = fsspec_options(self.home)
+        # On an object store every file would cost an os.sync() of this whole machine, and gain nothing.
+        self._syncs = self.home.place.is_local and setting.durable
 
     def about(self) -> Engine:
         known = PROTOCOLS.get(self.home.place.protocol)
         library = known.usual if known else "fsspec"
+        stored = "data files fsynced, not their directory" if self._syncs else "no fsync"
         return Engine(
-            "dcp",
+            self._name,
             f"{version_text('torch', library)} (FsspecWriter)",
-            "every object's answer",
+            stored if self.home.place.is_local else "every object's answer",
             _UNVERIFIED,
         )
 
     def save(self, state: State, at: Attempt) -> None:
-        # sync_files=False: with it every file costs an os.sync() of this whole machine.
-        writer = _torch.fsspec_writer(fsspec_uri(at.place), sync_files=False, **self.options)
+        writer = _torch.fsspec_writer(fsspec_uri(at.place), sync_files=self._syncs, **self.options)
         dcp.save(state, storage_writer=writer)
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:

@@ -14,17 +14,27 @@ import mmap
 import os
 import queue
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
+from ckptfs.bench.engine_bare import BareFile, Way
 from ckptfs.bench.engine_files import fsync
 from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, version_text
 from ckptfs.bench.places import fsspec_options, fsspec_uri
+from ckptfs.bench.raw_io import (
+    bytes_of,
+    fill,
+    noise,
+    parts_of,
+    rounded,
+    size_of,
+    takes_direct,
+    write_all,
+)
 from ckptfs.bench.results import Engine
 from ckptfs.bench.states import State, local_of
 from ckptfs.storage.clients.choose import PROTOCOLS
@@ -39,11 +49,12 @@ _PART_BYTES = 16 << 20
 _OBJECT_BYTES = 64 << 20
 _AT_ONCE = 8
 _MAPS = hasattr(mmap, "MAP_POPULATE")
-_BLOCK_BYTES = 4096  # O_DIRECT: offset, length and memory are multiples of it
 
 
-def open_raw(setting: Setting) -> Driver:
-    """The barest way to the target that is installed."""
+def open_raw(setting: Setting, variant: str | None = None) -> Driver:
+    """The barest way to the target that is installed. variant: one way alone, see ``engine_bare``."""
+    if variant is not None:
+        return BareFile(setting, Way(variant))
     if setting.home.place.is_local:
         return RawFile(setting)
     storage = setting.home.storage
@@ -57,12 +68,12 @@ _Way = Callable[[int, _Pieces], None]
 
 def _read(fd: int, pieces: _Pieces) -> None:
     for piece, start in pieces:
-        _fill(fd, piece, start, len(piece))
+        fill(fd, piece, start, len(piece))
 
 
 def _read_together(fd: int, pieces: _Pieces) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda p: _fill(fd, p[0], p[1], len(p[0])), pieces))
+        list(pool.map(lambda p: fill(fd, p[0], p[1], len(p[0])), pieces))
 
 
 def _copy_mapped(fd: int, pieces: _Pieces) -> None:
@@ -90,11 +101,11 @@ class RawFile(Driver):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._direct = _takes_direct(os.fspath(self.home.root.local_path))
+        self._direct = takes_direct(os.fspath(self.home.root.local_path))
         self._warm_way: _Way | None = None
         self._buffers: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         for _ in range(_THREADS):
-            self._buffers.put(_noise(_CHUNK_BYTES))
+            self._buffers.put(noise(_CHUNK_BYTES))
 
     def about(self) -> Engine:
         how = "O_DIRECT" if self._direct else "buffered"
@@ -108,15 +119,15 @@ class RawFile(Driver):
 
     def save(self, state: State, at: Attempt) -> None:
         os.makedirs(at.path, exist_ok=True)
-        path, size = self._path(at), _size(state)
+        path, size = self._path(at), size_of(state)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | self._flag, 0o666)
         try:
             os.posix_fallocate(fd, 0, max(1, size))
 
             def write(buffer: memoryview, start: int, end: int) -> None:
                 # The last block is written whole, and cut off below.
-                length = _rounded(end - start) if self._direct else end - start
-                _all(os.pwrite, fd, buffer[:length], start)
+                length = rounded(end - start) if self._direct else end - start
+                write_all(os.pwrite, fd, buffer[:length], start)
 
             self._each(size, write)
             os.ftruncate(fd, size)
@@ -131,14 +142,14 @@ class RawFile(Driver):
         if cached is Cached.WARM:
             self._load_warm(target, at)
             return
-        size = _size(target)
+        size = size_of(target)
         fd = os.open(self._path(at), os.O_RDONLY | self._flag)
         try:
 
             def read(buffer: memoryview, start: int, end: int) -> None:
                 # The last block is asked for whole, and its read ends with the file.
-                length = _rounded(end - start) if self._direct else end - start
-                _fill(fd, buffer[:length], start, end - start)
+                length = rounded(end - start) if self._direct else end - start
+                fill(fd, buffer[:length], start, end - start)
 
             self._each(size, read)
         finally:
@@ -149,7 +160,7 @@ class RawFile(Driver):
 
         Which way is fastest is the machine's: the first call, in the warm-up round, tries all.
         """
-        views = [_bytes_of(local_of(tensor)) for tensor in target.values()]
+        views = [bytes_of(local_of(tensor)) for tensor in target.values()]
         ends = accumulate((len(view) for view in views), initial=0)
         pieces = [
             (view[a : a + _CHUNK_BYTES], start + a)
@@ -195,7 +206,7 @@ class RawObstore(Driver):
         assert isinstance(storage, ObjectStorage)  # noqa: S101 - open_raw looked
         assert isinstance(storage.client, ObstoreClient)  # noqa: S101
         self._store = storage.client.library_store(_PART_BYTES)
-        self._part = _noise(_PART_BYTES)
+        self._part = noise(_PART_BYTES)
 
     def about(self) -> Engine:
         told = version_text("obstore")
@@ -213,7 +224,7 @@ class RawObstore(Driver):
         obstore.put(
             self._store,
             self._key(at),
-            _parts(self._part, _size(state)),
+            parts_of(self._part, size_of(state)),
             use_multipart=True,
             chunk_size=_PART_BYTES,
             max_concurrency=_AT_ONCE,
@@ -222,7 +233,7 @@ class RawObstore(Driver):
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
         import obstore
 
-        size, key = _size(target), self._key(at)
+        size, key = size_of(target), self._key(at)
 
         def get(start: int) -> None:
             obstore.get_range(self._store, key, start=start, end=min(start + _PART_BYTES, size))
@@ -247,7 +258,7 @@ class RawFsspec(Driver):
         self._filesystem: Any = fsspec.filesystem(
             "s3" if protocol == "s3a" else protocol, **options
         )
-        self._object = bytes(_noise(_OBJECT_BYTES))
+        self._object = bytes(noise(_OBJECT_BYTES))
 
     def about(self) -> Engine:
         known = PROTOCOLS.get(self.home.place.protocol)
@@ -264,7 +275,7 @@ class RawFsspec(Driver):
         def put(path: str, size: int) -> None:
             self._filesystem.pipe_file(path, self._object[:size])
 
-        self._each(_size(state), at, put)
+        self._each(size_of(state), at, put)
 
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
         def get(path: str, size: int) -> None:
@@ -272,7 +283,7 @@ class RawFsspec(Driver):
             if len(self._filesystem.cat_file(path, start=0, end=size)) != size:
                 raise EOFError(f"{path} is not {size} bytes")
 
-        self._each(_size(target), at, get)
+        self._each(size_of(target), at, get)
 
     def _each(self, size: int, at: Attempt, move: Callable[[str, int], None]) -> None:
         uri = fsspec_uri(at.place)
@@ -284,63 +295,3 @@ class RawFsspec(Driver):
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(one, range(0, size, _OBJECT_BYTES)))
-
-
-def _size(state: State) -> int:
-    return sum(local_of(tensor).nbytes for tensor in state.values())
-
-
-def _parts(part: memoryview, size: int) -> Iterator[memoryview]:
-    for start in range(0, size, len(part)):
-        yield part[: min(len(part), size - start)]
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
-
-
-def _all(write: Callable[[int, memoryview, int], int], fd: int, data: memoryview, at: int) -> None:
-    while data:
-        done = write(fd, data, at)
-        data, at = data[done:], at + done
-
-
-def _fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
-    """At least ``wanted`` bytes into the buffer. EOFError: there are fewer."""
-    filled = 0
-    while filled < wanted:
-        done = os.preadv(fd, [buffer[filled:]], at + filled)
-        if not done:
-            raise EOFError(f"{wanted - filled} bytes are missing")
-        filled += done
-
-
-def _noise(size: int) -> memoryview:
-    """Page-aligned memory full of noise: zeros are cheap for some storages."""
-    memory = memoryview(mmap.mmap(-1, size))
-    random = torch.Generator().manual_seed(size)
-    noise = torch.empty(size // 8, dtype=torch.int64).random_(generator=random)
-    memory[:] = _bytes_of(noise)
-    return memory
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
-
-
-def _takes_direct(directory: str) -> bool:
-    """Whether files below ``directory``, which exists, can be opened past the page cache."""
-    if not hasattr(os, "O_DIRECT"):
-        return False
-    path = os.path.join(directory, f"direct-{os.getpid()}")
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
-    except OSError:
-        return False
-    else:
-        os.close(fd)
-        return True
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)

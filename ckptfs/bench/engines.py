@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module
 
-from ckptfs.bench.choosing import ENGINES, Chosen
+from ckptfs.bench.choosing import Chosen, kind_of
 from ckptfs.bench.clock import Group
 from ckptfs.bench.machine import versions
 from ckptfs.bench.places import Home
@@ -91,9 +91,9 @@ class Driver(ABC):
 
 def ready(chosen: Chosen, setting: Setting) -> Driver:
     """The driver, its libraries imported."""
-    module, _, name = ENGINES[chosen.name].driver.partition(":")
+    module, _, name = kind_of(chosen.name).driver.partition(":")
     make: Callable[..., Driver] = getattr(import_module(module), name)
-    return make(setting, chosen.client) if chosen.name == "ckptfs" else make(setting)
+    return make(setting, chosen.variant) if chosen.variant else make(setting)
 
 
 def version_text(*packages: str) -> str:

@@ -37,6 +37,7 @@ from ckptfs.uri import mask_credentials
 __all__ = ["measure_ranks"]
 
 Tell = Callable[[Told], None]
+_OF_A_LOOP: tuple[Phase, ...] = ("stall", "steps", "steps_saving")
 _MAY_STAY = 0.05  # of the pages: a few that are in use somewhere change no cold load
 
 
@@ -95,7 +96,9 @@ class _AtTarget:
         self._asked, self._group, self._say = asked, group, say
         self._home, self._moved = home, moved
         self._setting = Setting(home, group, asked.durable)
-        self._clock = Clock(group, Wire(home.wire, counts=group.is_first_of_node))
+        self._clock = Clock(
+            group, Wire(home.wire, counts=group.is_first_of_node), asked.memory_from
+        )
         self._samples: list[Sample] = []
 
     # -- saves and loads
@@ -105,7 +108,7 @@ class _AtTarget:
         chosen, notes = choose(self._asked.engines, self._home.place)
         self._note(notes)
         drivers = self._drivers(chosen)
-        for number in range(self._asked.rounds + 1):
+        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
             for label in _turn(list(drivers), number):
                 self._tell_round(number, label)
                 try:
@@ -120,8 +123,9 @@ class _AtTarget:
         try:
             save = self._clock.time(lambda: driver.save(self._moved.state, at))
             self._sample(label, "save", number, save)
-            self._load(label, driver, number, at, Cached.WARM)
-            if has_cold(self._home):
+            if "load_warm" in self._asked.phases:
+                self._load(label, driver, number, at, Cached.WARM)
+            if "load_cold" in self._asked.phases and has_cold(self._home):
                 self._load(label, driver, number, at, Cached.COLD)
         except CkptfsError:
             with contextlib.suppress(CkptfsError):
@@ -177,7 +181,7 @@ class _AtTarget:
         self._note(f"{name} takes no part in a training loop" for name in quiet)
         drivers = self._drivers([one for one in chosen if one.name in LOOPERS])
         names = {one.label: one.name for one in chosen}
-        for number in range(self._asked.rounds + 1):
+        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
             for label in _turn(list(drivers), number):
                 self._tell_round(number, label)
                 try:
@@ -232,7 +236,7 @@ class _AtTarget:
         return Attempt(self._home, name)
 
     def _sample(self, label: str, phase: Phase, number: int, spent: Spent) -> None:
-        if not number:
+        if number < 1 or phase not in (*self._asked.phases, *_OF_A_LOOP):
             return
         sent, received = spent.sent_bytes, spent.received_bytes
         if self._home.wire is WireKind.LOOPBACK:
@@ -254,7 +258,7 @@ class _AtTarget:
         )
 
     def _tell_round(self, number: int, label: str) -> None:
-        told = f"round {number} of {self._asked.rounds}" if number else "warm-up"
+        told = f"round {number} of {self._asked.rounds}" if number > 0 else "warm-up"
         self._say(Progress(f"{self._moved.spec.name} at {self._home.place}: {told}, {label}"))
 
     def _note(self, notes: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
+from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.uri import Uri
 
 __all__ = ["ADVICE", "AdvisoryLog", "LogKind", "kind_of_log", "other_kind", "with_log"]
@@ -168,6 +169,12 @@ class AdvisoryLog(Storage):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         """As the inner storage."""
         return self._inner.open_write(key, size_hint_bytes=size_hint_bytes)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        """As the inner storage."""
+        return self._inner.open_parallel(key, size_bytes=size_bytes, engine=engine)
 
     def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
         """As the inner storage."""

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import xxhash
 
@@ -24,10 +24,11 @@ from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.publishing import list_files
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.sending import Sender, walk
+from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import Committed, SaveSpec, WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import Counters
+from ckptfs.storage.watched import WatchedFile, walk
 from ckptfs.topology.control import Control
 
 __all__ = ["Collector", "collected_files", "leaving_together", "writing_directory"]
@@ -124,7 +125,7 @@ class _Mounted:
         def tell() -> tuple[str, ...] | None:
             if not seat.placement.is_node_lead:
                 return None
-            self._here = tuple(walk(self.path, self._skip))
+            self._here = tuple(files_below(self.path, self._skip))
             return self._here
 
         def decide(told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
@@ -140,8 +141,8 @@ class _Mounted:
         records, size = [], 0
         for name in sorted(self._mine.union(self._here)):
             mine = name in self._mine
-            with open(os.path.join(self.path, name), "rb") as file:
-                os.fsync(file.fileno())
+            with WatchedFile(os.path.join(self.path, name)) as file:
+                file.sync()
                 if mine:
                     digest, length = _digest(file)
                     size += length
@@ -159,7 +160,7 @@ class _Mounted:
 
     def _sync_folders(self) -> None:
         storage, top = self._attempt.storage, self._attempt.directory
-        for folder, _, _ in os.walk(self.path):
+        for folder, _, _ in walk(self.path):
             below = os.path.relpath(folder, self.path)
             storage.sync(top if below == "." else f"{top}/{below}")
 
@@ -209,7 +210,7 @@ class _Uploaded:
         return _checked(parts)
 
 
-def _digest(file: BinaryIO) -> tuple[str, int]:
+def _digest(file: WatchedFile) -> tuple[str, int]:
     digest, size = xxhash.xxh3_128(), 0
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)

@@ -40,7 +40,12 @@ from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
 from ckptfs.commit.protocol import may_seal
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
-from ckptfs.commit.sealing import fenced_rather_than_missing, seal_everywhere, undo_here
+from ckptfs.commit.sealing import (
+    fenced_rather_than_missing,
+    lost_while_sealing,
+    seal_everywhere,
+    undo_here,
+)
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import (
     Committed,
@@ -104,6 +109,7 @@ class Attempt:
         self._plan: SavePlan | None = None
         self._keys: AttemptKeys | None = None
         self._seal_tried = False
+        self._committed: Committed | None = None
         self._began = False
 
     # -- what the writer of files needs -------------------------------------------------
@@ -139,11 +145,6 @@ class Attempt:
     def directory(self) -> str:
         """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
         return self._named.directory
-
-    @property
-    def seal_tried(self) -> bool:
-        """From here on it may be committed. Any thread."""
-        return self._seal_tried
 
     @property
     def _planned(self) -> SavePlan:
@@ -242,6 +243,20 @@ class Attempt:
             self.storage.refresh(record.rsplit("/", 1)[0])
             self.storage.read(record)
 
+    def given_up(self, error: CkptfsError) -> Committed:
+        """Local, from any thread. What this save came to, for whoever waits while this rank's part of it
+        hangs: ``error`` is what its step ended with on all others.
+
+        Before the seal it raises that. CommitInDoubtError: it hangs in the seal. What is committed stays
+        so; that its projection is not complete is among the warnings, as on the others.
+        """
+        if self._committed is not None:
+            return replace(self._committed, warnings=(str(error),))
+        if self._seal_tried:
+            where = self.storage.uri(self.spec.name)
+            raise lost_while_sealing(self.spec.name, where, error) from error
+        raise error
+
     # -- commit -------------------------------------------------------------------------
 
     def commit(
@@ -269,6 +284,8 @@ class Attempt:
         seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
         self._state = self._append_seal(seal)
+        commit_s = time.perf_counter() - started
+        self._committed = Committed(seal.save_id, gathered.counters, commit_s)
         warnings = self._finish(seal)
         if not self._means.caps.exclusive_create:
             warnings = (ADVICE, *warnings)

@@ -20,10 +20,13 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from ckptfs.errors import ManifestError
 
@@ -45,6 +48,9 @@ _VERSION = 1
 _HEADER = struct.Struct("<8sHHIQQ")  # magic, version, 0, block size, items, blocks
 _ITEM = struct.Struct("<QQQQ")  # offset, length, payload offset, payload length
 _SEAL = struct.Struct("<Q")  # xxh3_64 of everything before it
+_LARGEST = 1 << 61  # bytes; sums of three do not overflow
+
+_Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +62,7 @@ class Block:
     digest: int
 
 
-@dataclass(frozen=True, slots=True)
-class ItemDigests:
+class ItemDigests(NamedTuple):
     """One blob of a data file. All numbers are bytes; ``offset`` counts from the file's start,
     ``payload_offset`` from the blob's. ``blocks`` are the digests in order.
     """
@@ -88,17 +93,97 @@ class ItemDigests:
             before += count
 
 
-@dataclass(frozen=True, slots=True)
 class FileDigests:
     """Everything one sidecar says: the items of a data file, by rising offset."""
 
-    items: tuple[ItemDigests, ...]
+    def __init__(self, items: Iterable[ItemDigests]) -> None:
+        self._items: Sequence[ItemDigests] = tuple(items)
 
-    def by_offset(self) -> dict[int, ItemDigests]:
+    @property
+    def items(self) -> tuple[ItemDigests, ...]:
+        """All of them."""
+        return tuple(self._items)
+
+    def by_offset(self) -> Mapping[int, ItemDigests]:
         """Items by their offset in the file. Empty items share one with their successor: the
         longer one is kept, an empty item has no bytes to look up.
         """
-        return {item.offset: item for item in self.items if item.length}
+        return _ByOffset(
+            self._items, {item.offset: n for n, item in enumerate(self._items) if item.length}
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FileDigests) and self.items == other.items
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+    def __repr__(self) -> str:
+        return f"FileDigests({self.items!r})"
+
+
+class _DecodedDigests(FileDigests):
+    """As a sidecar has them: a file of 20,000 items makes none that nobody asks for."""
+
+    def __init__(self, table: _Table) -> None:
+        self._items = self._table = table
+
+    def by_offset(self) -> Mapping[int, ItemDigests]:
+        """As ``FileDigests.by_offset``."""
+        return _ByOffset(self._table, self._table.numbers())
+
+
+class _Table(Sequence[ItemDigests]):
+    """The items of a sidecar, made when they are asked for."""
+
+    def __init__(self, records: _Numbers, first: _Numbers, blocks: array[int]) -> None:
+        """records: offset, length, payload offset, payload length of each. first: which of the blocks
+        is its first; one more at the end.
+        """
+        self._records = records
+        self._rows: list[list[int]] = records.tolist()
+        self._first: list[int] = first.tolist()
+        self._blocks = blocks
+
+    def numbers(self) -> dict[int, int]:
+        """Offset -> number, of the items that have bytes."""
+        filled = np.nonzero(self._records[:, 1])[0]
+        return dict(zip(self._records[filled, 0].tolist(), filled.tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        if number < 0:
+            number += len(self)
+        first = self._first
+        blocks = self._blocks[first[number] : first[number + 1]]
+        offset, length, payload_offset, payload_length = self._rows[number]
+        # A NamedTuple's own __new__ is a Python function.
+        made = (offset, length, payload_offset, payload_length, blocks)
+        return tuple.__new__(ItemDigests, made)
+
+
+class _ByOffset(Mapping[int, ItemDigests]):
+    def __init__(self, items: Sequence[ItemDigests], numbers: Mapping[int, int]) -> None:
+        self._items = items
+        self._numbers = numbers
+
+    def __getitem__(self, offset: int) -> ItemDigests:
+        return self._items[self._numbers[offset]]
+
+    def get(self, offset: int, default: Any = None) -> Any:
+        """The item there; not by way of an exception, as a mapping would."""
+        number = self._numbers.get(offset)
+        return default if number is None else self._items[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 class BlockDigester:
@@ -182,11 +267,8 @@ def decode_digests(data: bytes, where: object) -> FileDigests:
         raise _damaged(where, f"version {version} with blocks of {block_size} bytes is unknown")
     blocks = array("Q")
     blocks.frombytes(data[items_end:blocks_end])
-    return FileDigests(
-        tuple(
-            _items(_ITEM.iter_unpack(data[_HEADER.size : items_end]), _little_endian(blocks), where)
-        )
-    )
+    records = np.frombuffer(data, "<u8", 4 * item_count, _HEADER.size).reshape(-1, 4)
+    return _DecodedDigests(_table(records, _little_endian(blocks), where))
 
 
 def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | None:
@@ -202,25 +284,29 @@ def first_bad_block(item: ItemDigests, start: int, data: memoryview) -> Block | 
     return None
 
 
-def _items(
-    records: Iterable[tuple[int, ...]], blocks: array[int], where: object
-) -> Iterator[ItemDigests]:
-    taken, position = 0, 0
-    for offset, length, payload_offset, payload_length in records:
-        # Items may leave gaps (alignment) but never overlap, or a digest would vouch for nothing.
-        if offset < position or payload_offset + payload_length > length:
-            raise _damaged(where, f"the item at offset {offset} overlaps its neighbours or itself")
-        item = ItemDigests(offset, length, payload_offset, payload_length, ())
-        count = sum(_blocks_in(high - low) for low, high in item.regions)
-        if taken + count > len(blocks):
-            raise _damaged(where, f"it lacks digests from offset {offset} on")
-        yield ItemDigests(
-            offset, length, payload_offset, payload_length, blocks[taken : taken + count]
-        )
-        taken += count
-        position = offset + length
-    if taken != len(blocks):
-        raise _damaged(where, f"{len(blocks) - taken} digests belong to no item")
+def _table(records: Any, blocks: array[int], where: object) -> _Table:
+    """The items of a sidecar, every one looked at."""
+    if np.any(records > _LARGEST):
+        raise _damaged(where, "it speaks of more bytes than a file can have")
+    numbers: _Numbers = records.astype(np.int64)
+    offset, length, payload_offset, payload_length = numbers.T
+    # Items may leave gaps (alignment) but never overlap, or a digest would vouch for nothing.
+    ends = np.concatenate([np.zeros(1, np.int64), offset + length])
+    tail = length - payload_offset - payload_length
+    wrong = np.nonzero((offset < ends[:-1]) | (tail < 0))[0]
+    if len(wrong):
+        at = int(offset[wrong[0]])
+        raise _damaged(where, f"the item at offset {at} overlaps its neighbours or itself")
+    counts = sum(
+        -(-region // BLOCK_SIZE_BYTES) for region in (payload_offset, payload_length, tail)
+    )
+    first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+    if first[-1] > len(blocks):
+        at = int(offset[np.nonzero(first[1:] > len(blocks))[0][0]])
+        raise _damaged(where, f"it lacks digests from offset {at} on")
+    if first[-1] != len(blocks):
+        raise _damaged(where, f"{len(blocks) - int(first[-1])} digests belong to no item")
+    return _Table(numbers, first, blocks)
 
 
 def _blocks_in(size_bytes: int) -> int:

@@ -27,6 +27,8 @@ from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import AlreadyExistsError, IntegrityError, UnsupportedError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.threads import Threads
+from ckptfs.storage.under_way import under_way
+from ckptfs.storage.watched import WatchedFile
 from ckptfs.topology.control import Control
 
 __all__ = ["Item", "Wanted", "fetched", "items_of", "share_items"]
@@ -175,7 +177,9 @@ class _Into(NodeScratch):
 
     def make(self) -> str:
         """As in NodeScratch. AlreadyExistsError: there are files already."""
-        if os.path.isdir(self._into) and os.listdir(self._into):
+        with under_way("listing", self._into):
+            taken = os.path.isdir(self._into) and bool(os.listdir(self._into))
+        if taken:
             raise AlreadyExistsError(
                 "the directory to fetch into has files", uri=self._into, hint="choose another"
             )
@@ -184,7 +188,8 @@ class _Into(NodeScratch):
     def publish(self, items: Sequence[Item]) -> None:
         """On the lead: the whole directory appears under its name."""
         try:
-            os.rename(self.target, self._into)
+            with under_way("rename", self._into):
+                os.rename(self.target, self._into)
         except OSError as error:
             # Another node, which shares this disk, was first: with the same files, if it was.
             if not all(os.path.isfile(os.path.join(self._into, item.path)) for item in items):
@@ -203,7 +208,8 @@ class _Into(NodeScratch):
 def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
     """Local. This rank's files; several small ones at once, a large one by itself."""
     for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
-        os.makedirs(folder, exist_ok=True)
+        with under_way("mkdir", folder):
+            os.makedirs(folder, exist_ok=True)
     small = [i for i in share if i.size_bytes is not None and i.size_bytes <= _SMALL_BYTES]
     large = [i for i in share if i not in small]
     with Threads(_AT_ONCE, "ckptfs-fetch") as pool:
@@ -223,7 +229,7 @@ def _one(storage: Storage, item: Item, target: str) -> None:
     with (
         contextlib.ExitStack() as stack,
         storage.open_read(item.key) as reader,
-        open(os.path.join(target, item.path), "wb", buffering=0) as file,
+        WatchedFile(os.path.join(target, item.path), "wb") as file,
     ):
         if item.size_bytes is not None and reader.size_bytes != item.size_bytes:
             raise _damaged_at(storage, item)(
@@ -231,14 +237,14 @@ def _one(storage: Storage, item: Item, target: str) -> None:
             )
         for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
             check.update(data)
-            _write_all(file.fileno(), data)
+            _write_all(file, data)
         check.finish()
 
 
-def _write_all(fd: int, data: memoryview) -> None:
+def _write_all(file: WatchedFile, data: memoryview) -> None:
     at = 0
     while at < len(data):
-        at += os.write(fd, data[at:])
+        at += file.write(data[at:])
 
 
 def _check_of(storage: Storage, item: Item) -> Check:

@@ -4,7 +4,8 @@
     find    every rank finds its files where they lie now       -> found, or all look again
 
 A save may be superseded, deleted or projected while we look. Then some rank finds nothing, and all
-ranks start over together: two ranks must never load two different saves.
+ranks start over together: two ranks must never load two different saves. One that is projected after
+the look is looked for again by who misses a file (``following``).
 
 A part of a checkpoint lies one level deeper, ``run/step_100/actor``: its run is found from there.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptfs.commit.advisory import with_log
 from ckptfs.commit.catalog import (
@@ -36,6 +38,7 @@ from ckptfs.commit.pieces import part_name, split_name
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
+    CollectiveError,
     IncompleteCheckpointError,
     ManifestError,
     NotFoundError,
@@ -48,13 +51,14 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
-__all__ = ["locate", "locate_directory", "reading_seat"]
+__all__ = ["following", "locate", "locate_directory", "reading_seat"]
 
 logger = logging.getLogger(__name__)
 
 TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
 
 View = tuple[str, LogState]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,38 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
+    """Collective, read-only. What ``load`` makes of what ``locate`` finds.
+
+    Once more where a file was missing because the save was projected between the look and the read.
+    Errors are those of both.
+    """
+    found = locate(seat, name)
+    try:
+        return load(found)
+    except CollectiveError as error:
+        missing = (IncompleteCheckpointError, NotFoundError, StaleError)
+        if not (any(error.all_are(kind) for kind in missing) and _has_moved(seat, found)):
+            raise
+        logger.info("%s was projected while it was read: reading it again", seat.storage.uri(name))
+    return load(locate(seat, name))
+
+
+def _has_moved(seat: Seat, found: Found) -> bool:
+    """Collective. Whether some rank finds the same save elsewhere by now."""
+
+    def look() -> bool:
+        if found.seal is None:
+            return False
+        where = seat.storage.uri(found.seal.name)
+        try:
+            return drive(find(found.seal, seat.caps.shape, where), seat.storage).home != found.home
+        except (NotFoundError, StaleError):
+            return False
+
+    return seat.control.step("has it moved", look, any)
 
 
 def locate_directory(seat: Seat, name: str) -> Found:

@@ -31,7 +31,7 @@ from ckptfs.commit.ops import MakeDir, Program, drive
 from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import Refusal, committed, may_fence, may_seal_part
-from ckptfs.commit.recovery import Report, plan_recovery, report, settle_plan
+from ckptfs.commit.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
 from ckptfs.commit.saving import begin
 from ckptfs.commit.sealing import seal_everywhere
 from ckptfs.commit.seat import Seat
@@ -140,6 +140,7 @@ def heed(
     }
     plan = plan_recovery(reports, word.generation)
     views = yield from settle_plan(plan, domain, word.generation, caps, ids=ids, stamp=stamp)
+    yield from sweep_empty(domain, views, caps)
     return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
 
 

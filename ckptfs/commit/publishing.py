@@ -22,10 +22,12 @@ import xxhash
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.layout import CONTROL, MANIFEST
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.sending import Sender, walk
+from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
+from ckptfs.storage.under_way import under_way
+from ckptfs.storage.watched import WatchedFile, walk
 
 __all__ = [
     "Listed",
@@ -71,7 +73,7 @@ def list_files(top: str) -> tuple[Listed, ...]:
         raise NotFoundError("there is no such directory on this node", uri=top)
     if os.path.isdir(os.path.join(top, CONTROL)):
         raise StateError("this is a run, not the directory of one step", uri=top)
-    for folder, folders, _ in os.walk(top):
+    for folder, folders, _ in walk(top):
         linked = next((f for f in folders if os.path.islink(os.path.join(folder, f))), None)
         if linked is not None:
             raise StateError(
@@ -80,12 +82,13 @@ def list_files(top: str) -> tuple[Listed, ...]:
                 hint="put a directory there",
             )
     found = []
-    for path in walk(top):
+    for path in files_below(top):
         if path == MANIFEST:
             continue  # of the checkpoint that this was a copy of; the commit writes another
         if "\\" in path or "://" in path or "\0" in path:
             raise StateError(f"{path!r} is no name on other storage", uri=top, hint="rename it")
-        stat = os.stat(os.path.join(top, path))
+        with under_way("stat", os.path.join(top, path)):
+            stat = os.stat(os.path.join(top, path))
         found.append(Listed(path, stat.st_size, stat.st_mtime_ns))
     return tuple(found)
 
@@ -183,7 +186,7 @@ class Publication:
 
     def _digest(self, path: str) -> str:
         state = xxhash.xxh3_128()
-        with open(os.path.join(self._path, path), "rb") as file:
+        with WatchedFile(os.path.join(self._path, path)) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 state.update(chunk)
         return state.hexdigest()

@@ -489,16 +489,21 @@ def wipe_leftovers(seals: list[Seal], domain: str, caps: Capabilities) -> Progra
 
 
 def remove_empty_attempt(save_id: str) -> Program[None]:
-    """Remove the directories of an attempt that died before its first file was whole."""
+    """Remove the directories of an attempt that died before its record was whole.
+
+    One that has a file may be another's and alive, who is writing data. A living one without: it sees
+    that its directory is gone, and makes it again (``saving.begin``).
+    """
     data = f"{ATTEMPTS}/{save_id}/{save_id}"
     try:
         entries: list[Entry] = yield List(data)
     except NotFoundError:
         entries = []  # it died between the two directories
+    if not all(entry.name.startswith(PARTIAL_PREFIX) for entry in entries):
+        return
     for entry in entries:
         # Half of a record. The name is unique to its writer: nobody else's file can be meant.
-        if entry.name.startswith(PARTIAL_PREFIX):
-            yield Remove(f"{data}/{entry.name}")
+        yield Remove(f"{data}/{entry.name}")
     for key in (data, f"{ATTEMPTS}/{save_id}"):
         try:
             yield RemoveDir(key)

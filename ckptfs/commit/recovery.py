@@ -65,6 +65,7 @@ __all__ = [
     "report",
     "settle",
     "settle_plan",
+    "sweep_empty",
 ]
 
 logger = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def settle(
                 continue
             _stop_if_fenced(gone, domain)
             views = {**views, domain: gone.state}
-    yield from _sweep_empty(domain, views, caps)
+    yield from sweep_empty(domain, views, caps)
     return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
 
 
@@ -294,8 +295,8 @@ def _complete_deletes(
     return views
 
 
-def _sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) -> Program[None]:
-    """Remove directories of attempts that died before their first file."""
+def sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) -> Program[None]:
+    """Remove directories of attempts that died before their first file was whole."""
     if caps.shape is Shape.OBJECT:
         return
     try:

@@ -25,7 +25,7 @@ from ckptfs.commit.project import project
 from ckptfs.commit.protocol import Refusal, Views, doomed, may_abort, may_seal
 from ckptfs.commit.reclaim import delete_save, discard_own_attempt
 from ckptfs.commit.recovery import encode_record
-from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.errors import NotFoundError, StaleError, StorageError
 from ckptfs.storage.base import Capabilities, Shape, first_of
 
 __all__ = [
@@ -81,7 +81,7 @@ def begin(keys: AttemptKeys, base: Generation, *, of: str = "", home: str = "") 
         try:
             yield Write(keys.record, record)
             break
-        except NotFoundError:
+        except (NotFoundError, StaleError):
             # A recovery took the empty directory for one that died before its first file.
             yield Pause(attempt, f"making {home}")
             attempt += 1

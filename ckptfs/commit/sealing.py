@@ -38,8 +38,9 @@ from ckptfs.errors import (
     StaleError,
     StorageError,
 )
+from ckptfs.uri import Uri
 
-__all__ = ["fenced_rather_than_missing", "seal_everywhere", "undo_here"]
+__all__ = ["fenced_rather_than_missing", "lost_while_sealing", "seal_everywhere", "undo_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,7 @@ def seal_everywhere(
     try:
         verdict = seat.control.step("seal", local, _judge)
     except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
-        raise CommitInDoubtError(
-            f"the ranks lost each other while {seal.name} was being sealed: {error.message}",
-            uri=where,
-            hint="nothing was deleted; latest() and the next save tell whether it committed",
-        ) from error
+        raise lost_while_sealing(seal.name, where, error) from error
     if verdict.what is _What.SEALED:
         return after[0] if after else None
     if verdict.what is _What.IN_DOUBT:
@@ -104,6 +101,15 @@ def seal_everywhere(
     sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
     _undo_everywhere(seat, keys, seal, means, sealed_here=sealed_here)
     raise _failure(verdict, seal, where)
+
+
+def lost_while_sealing(name: str, where: Uri, error: CkptfsError) -> CommitInDoubtError:
+    """What a save ends with when the step that seals it ended with ``error``."""
+    return CommitInDoubtError(
+        f"the ranks lost each other while {name} was being sealed: {error.message}",
+        uri=where,
+        hint="nothing was deleted; latest() and the next save tell whether it committed",
+    )
 
 
 def _append(

@@ -28,16 +28,18 @@ from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.threads import Threads
+from ckptfs.storage.under_way import under_way
+from ckptfs.storage.watched import WatchedFile, walk
 
-__all__ = ["SMALL_BYTES", "PlainNames", "Sender", "walk"]
+__all__ = ["SMALL_BYTES", "PlainNames", "Sender", "files_below"]
 
 _CHUNK_BYTES = 4 << 20
 SMALL_BYTES = 16 << 20  # files up to this are sent many at a time
 
 
-def walk(top: str, skip: str | None = None) -> Iterator[str]:
+def files_below(top: str, skip: str | None = None) -> Iterator[str]:
     """Relative paths of the files below ``top``, sorted; links to directories are not followed."""
-    for folder, folders, names in os.walk(top):
+    for folder, folders, names in walk(top):
         folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
         for name in sorted(names):
             yield os.path.relpath(os.path.join(folder, name), top)
@@ -110,7 +112,7 @@ class Sender:
         busy by itself. In memory: a chunk for each, and what its writer holds (a small file whole).
         """
         started = time.perf_counter()
-        sizes = {name: os.path.getsize(os.path.join(self._path, name)) for name in names}
+        sizes = {name: self._size_bytes(name) for name in names}
         small = [name for name in names if sizes[name] <= SMALL_BYTES]
         large = [name for name in names if sizes[name] > SMALL_BYTES]
         self._go_on()  # before the files too: a conflict costs no upload
@@ -161,7 +163,7 @@ class Sender:
             raise _Stopped
         storage.make_dir(key.rpartition("/")[0])
         if size_hint_bytes <= SMALL_BYTES and guard is not None:
-            with open(os.path.join(self._path, name), "rb") as whole:
+            with WatchedFile(os.path.join(self._path, name)) as whole:
                 data = whole.read()
             guard.put(key, data)
             digest = xxhash.xxh3_128_hexdigest(data)
@@ -170,7 +172,7 @@ class Sender:
         chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
         # Read, not mapped: a file that somebody cuts short while it is mapped kills the process.
         with (
-            open(os.path.join(self._path, name), "rb", buffering=0) as file,
+            WatchedFile(os.path.join(self._path, name)) as file,
             storage.open_write(key, size_hint_bytes=size_hint_bytes) as writer,
         ):
             while count := file.readinto(chunk):
@@ -181,6 +183,11 @@ class Sender:
                 writer.write(chunk[:count])
             self._go_on()
         return FileRecord(name, size, self._domain, None, state.hexdigest())
+
+    def _size_bytes(self, name: str) -> int:
+        path = os.path.join(self._path, name)
+        with under_way("stat", path):
+            return os.path.getsize(path)
 
     def _key(self, name: str) -> str:
         return f"{self._attempt.directory}/{name}"

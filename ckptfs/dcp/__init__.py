@@ -2,9 +2,12 @@
 
 planner.py  load_planner.py    what to save and to load, and every check that needs no data
 leaves.py  per_rank.py         fingerprints and safety of leaves; what each rank keeps for itself
+columns.py  exchange.py        plans as columns: what ranks say of them, sent once
+world_plan.py  emit.py         the coordinator's decision over columns, and ``.metadata`` made of them
 layout.py  engine.py           data files and their digests, written
 fetch.py                       data files, read and verified, into tensors
-metadata.py                    ``.metadata``, byte for byte torch's, and read without trust
+metadata.py  decoding.py       ``.metadata``, byte for byte torch's, and read without trust
+standins.py  inventory.py      the same in columns, for loads: by key, and no object that is not asked for
 pipeline.py                    plan, write, describe; plan, read: for ckptfs.save and ckptfs.load
 writer.py  reader.py           the same under torch's own dcp.save and dcp.load
 """

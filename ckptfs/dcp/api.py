@@ -15,14 +15,16 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, overload
 
-from ckptfs.commit.locate import locate, reading_seat
+from ckptfs.commit.locate import following, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.run import Run, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import SealedPart, TicketPart
+from ckptfs.dcp.engine import WriteEngineName
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.parts import save_part
 from ckptfs.dcp.reuse import Unchanged
@@ -38,6 +40,7 @@ __all__ = ["load", "save"]
 logger = logging.getLogger(__name__)
 
 Scope = Literal["auto", "shared", "node"]
+EngineName = Literal["auto", "direct", "buffered"]
 
 
 @overload
@@ -48,6 +51,7 @@ def save(
     per_rank: Sequence[str] = ...,
     require_space: bool = ...,
     threads: int = ...,
+    engine: EngineName = ...,
     process_group: Any = ...,
     timeout_s: float | None = ...,
     storage_options: Mapping[str, Any] | None = ...,
@@ -67,6 +71,7 @@ def save(
     per_rank: Sequence[str] = ...,
     require_space: bool = ...,
     threads: int = ...,
+    engine: EngineName = ...,
     unchanged: Literal["write", "reference"] = ...,
     process_group: Any = ...,
     timeout_s: float | None = ...,
@@ -86,6 +91,7 @@ def save(
     per_rank: Sequence[str] = (),
     require_space: bool = False,
     threads: int = 1,
+    engine: EngineName = "auto",
     unchanged: Literal["write", "reference"] = "write",
     process_group: Any = None,
     timeout_s: float | None = None,
@@ -103,7 +109,9 @@ def save(
     exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of
     flattened keys whose values differ by rank and are kept for each; unasked a difference is
     StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
-    a warning. threads: data files written at once by each rank. unchanged: "reference" writes nothing of
+    a warning. threads: data files written at once by each rank. engine: how files are written; "auto"
+    asks the storage, "direct" goes past the page cache where that is possible at all, "buffered" through
+    it; the counters' direct_bytes tell what was done. unchanged: "reference" writes nothing of
     what the last committed checkpoint of the run holds already, and needs ``run``. timeout_s: the longest silence of a
     rank that is waited out, 600 s unless CKPTFS_TIMEOUT_S says otherwise.
 
@@ -124,7 +132,7 @@ def save(
                 hint="tell them where the ticket is begun",
             )
         place = Place({**uri.storage_options, **(storage_options or {})}, scope, domain)
-        options = WriteOptions(threads, require_space)
+        options = WriteOptions(threads, require_space, engine=WriteEngineName(engine))
         with _control(process_group, timeout_s) as control:
             return save_part(
                 state_dict, uri, control, place, per_rank=tuple(per_rank), options=options
@@ -141,7 +149,12 @@ def save(
             run=None if holder is None else holder.generation,
             per_rank=tuple(per_rank),
         )
-        options = WriteOptions(threads, require_space, unchanged=Unchanged(unchanged))
+        options = WriteOptions(
+            threads,
+            require_space,
+            unchanged=Unchanged(unchanged),
+            engine=WriteEngineName(engine),
+        )
         return save_at(state_dict, seat, target, spec, options, started=started)
 
 
@@ -174,10 +187,10 @@ def load(
     with _control(process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with reading_seat(target, control, place) as (seat, name):
-            found = locate(seat, name)
-            return load_at(
-                state_dict, seat, target, found, strict=strict, verify=verify, started=started
+            load = partial(
+                load_at, state_dict, seat, target, strict=strict, verify=verify, started=started
             )
+            return following(seat, name, load)
 
 
 @contextlib.contextmanager

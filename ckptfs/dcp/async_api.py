@@ -29,6 +29,8 @@ from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import TicketPart
 from ckptfs.dcp.api import claimed, need_group
 from ckptfs.dcp.buffers import HostBuffers
+from ckptfs.dcp.engine import WriteEngineName
+from ckptfs.dcp.exchange import PlanMemory
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.reuse import Memory, Unchanged
 from ckptfs.dcp.saving import Tell, WriteOptions, save_at, tell_nobody
@@ -46,6 +48,7 @@ __all__ = ["Aside", "async_save", "begin_aside", "submit_pending"]
 logger = logging.getLogger(__name__)
 
 Scope = Literal["auto", "shared", "node"]
+EngineName = Literal["auto", "direct", "buffered"]
 _Opening = Callable[[], contextlib.AbstractContextManager[tuple[Seat, Uri, Run | None]]]
 
 
@@ -59,6 +62,7 @@ def async_save(
     per_rank: Sequence[str] = (),
     require_space: bool = False,
     threads: int = 1,
+    engine: EngineName = "auto",
     writers_per_node: int | None = None,
     unchanged: Literal["write", "reference"] = "write",
     host_memory_bytes: int | None = None,
@@ -114,7 +118,15 @@ def async_save(
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         opening = partial(_alone, opener, aside, uri, place, exists)
 
-    options = WriteOptions(threads, require_space, writers_per_node, how, aside.memory)
+    options = WriteOptions(
+        threads,
+        require_space,
+        writers_per_node,
+        how,
+        aside.memory,
+        WriteEngineName(engine),
+        aside.plans,
+    )
 
     def save(staged: Staged, watch: Watch) -> SaveResult:
         with opening() as (seat, agreed, holder):
@@ -141,6 +153,7 @@ class Aside:
     buffers: HostBuffers
     seat: Seat | None = None
     memory: Memory = field(default_factory=Memory)
+    plans: PlanMemory = field(default_factory=PlanMemory)
     pid: int = field(default_factory=os.getpid)
     _openings: Counter[tuple[int, ...]] = field(default_factory=Counter)
 

@@ -5,6 +5,9 @@ chunk 4 x 6, box rows 1-2, columns 2-4            contiguous in the file: 8-10 a
 . . # # # .        one piece 8-16 if the window holds it (9 elements read, 6 used),
 . . # # # .        else one piece per row
 . . . . . .
+
+pieces_of        which ranges of a chunk to read for a box
+pieces_within    what of a box lies in a range that was read
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from math import prod
 
 import torch
 
-__all__ = ["Piece", "narrowed", "pieces_of", "strides_of"]
+__all__ = ["Piece", "narrowed", "pieces_of", "pieces_within", "strides_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,13 @@ def pieces_of(
     window: int,
     *,
     whole: bool,
+    hole: int | None = None,
 ) -> Iterator[Piece]:
     """Cut a box of a row-major chunk into pieces that are read one by one.
 
     sizes: of the chunk; offsets, lengths: the box in it; window: elements that a piece may span.
-    whole: contiguous pieces may be longer than the window. Pieces are disjoint, cover the box, and
-    rise in ``start``.
+    whole: contiguous pieces may be longer than the window. hole: elements between two rows that a
+    piece may span, None: any. Pieces are disjoint, cover the box, and rise in ``start``.
     """
     strides = strides_of(sizes)
 
@@ -56,11 +60,17 @@ def pieces_of(
         start = sum((o + a) * s for o, a, s in zip(offsets, at, strides, strict=True))
         stop = start + 1 + sum((n - 1) * s for n, s in zip(box, strides, strict=True))
         piece = Piece(start, stop, at, box)
-        if stop - start <= window or (whole and piece.is_contiguous):
+        if whole and piece.is_contiguous:
+            yield piece
+            return
+        apart = _widest_hole(box, strides)
+        if stop - start <= window and (hole is None or apart <= hole):
             yield piece
             return
         dim = next(d for d, n in enumerate(box) if n > 1)
         rows = max(1, window // strides[dim])
+        if hole is not None and apart > hole:
+            rows = 1
         for row in range(0, box[dim], rows):
             count = min(rows, box[dim] - row)
             yield from cut(
@@ -69,6 +79,52 @@ def pieces_of(
 
     if prod(lengths):
         yield from cut((0,) * len(sizes), tuple(lengths))
+
+
+def _widest_hole(box: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements that nobody asked for between two rows of a box, where they are most."""
+    widest, inner = 0, 1
+    for count, stride in zip(reversed(box), reversed(strides), strict=True):
+        if count > 1:
+            widest = max(widest, stride - inner)
+            inner += (count - 1) * stride
+    return widest
+
+
+def pieces_within(
+    sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], begin: int, end: int
+) -> Iterator[Piece]:
+    """What of a box lies in elements ``begin`` to ``end`` of its chunk: few pieces, not by the row."""
+    strides = strides_of(sizes)
+    corner = [offset * stride for offset, stride in zip(offsets, strides, strict=True)]
+
+    def cut(at: tuple[int, ...], base: int) -> Iterator[Piece]:
+        dim = len(at)
+        if dim == len(sizes):
+            if begin <= base < end:
+                yield Piece(base, base + 1, at, (1,) * dim)
+            return
+        stride, first = strides[dim], base + corner[dim]
+        low = max(0, (begin - first) // stride)
+        high = min(lengths[dim], -(-(end - first) // stride))
+        inner_low = max(low, -(-(begin - first) // stride))  # rows that lie within from here on
+        inner_high = min(high, (end - first) // stride)
+        if inner_low >= inner_high:
+            for row in range(low, high):
+                yield from cut((*at, row), first + row * stride)
+            return
+        for row in range(low, inner_low):
+            yield from cut((*at, row), first + row * stride)
+        inner = (inner_high - inner_low, *lengths[dim + 1 :])
+        start = first + inner_low * stride + sum(corner[dim + 1 :])
+        stop = start + 1 + sum((n - 1) * s for n, s in zip(inner, strides[dim:], strict=True))
+        deeper = (0,) * (len(sizes) - dim - 1)
+        yield Piece(start, stop, (*at, inner_low, *deeper), (*(1,) * dim, *inner))
+        for row in range(inner_high, high):
+            yield from cut((*at, row), first + row * stride)
+
+    if prod(lengths):
+        yield from cut((), 0)
 
 
 def strides_of(sizes: Sequence[int]) -> list[int]:

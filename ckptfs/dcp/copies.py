@@ -14,34 +14,35 @@ Sharded items have one place for all. Pure functions; the coordinator calls them
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-__all__ = ["Held", "Place", "copies_for", "places_for"]
+__all__ = ["Place", "copies_for", "places_for"]
 
-Held = tuple[MetadataIndex, int]  # an item that a rank could write, and its size in bytes
+Item = TypeVar("Item", bound=Hashable)
 Place = tuple[str, int, int]  # path relative to the step directory, offset, length
 
 
 def copies_for(
     domains: Sequence[Sequence[int]],
-    held: Sequence[Sequence[Held]],
-    kept: Sequence[set[MetadataIndex]],
-) -> list[set[MetadataIndex]]:
+    held: Sequence[Sequence[tuple[Item, int]]],
+    kept: Sequence[set[Item]],
+) -> list[set[Item]]:
     """What each rank writes besides what DCP gave it, so that no domain lacks what its ranks hold.
 
-    domains: ranks of each. held: per rank, all that it could write. kept: per rank, what it writes
-    anyway. Of several ranks of a domain the one with the least to write takes the copy.
+    domains: ranks of each. held: per rank, all that it could write, with sizes in bytes; items are
+    whatever is equal on all ranks that have it. kept: per rank, what it writes anyway. Of several ranks of a domain the one with the least to write takes the copy.
     """
-    extra: list[set[MetadataIndex]] = [set() for _ in held]
+    extra: list[set[Item]] = [set() for _ in held]
     if len(domains) < 2:  # noqa: PLR2004
         return extra
     sizes = {index: size for items in held for index, size in items}
     load = [sum(sizes[index] for index in mine if index in sizes) for mine in kept]
     for ranks in domains:
         here = set().union(*(kept[rank] for rank in ranks))
-        holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+        holders: dict[Item, list[int]] = defaultdict(list)
         for rank in ranks:
             for index, _ in held[rank]:
                 if index not in here:

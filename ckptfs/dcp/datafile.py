@@ -8,13 +8,21 @@ verify_file                all of it against its digests, for tools
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 
-from ckptfs.commit.digests import ItemDigests, decode_digests, first_bad_block
+from xxhash import xxh3_64_intdigest
+
+from ckptfs.commit.digests import (
+    BLOCK_SIZE_BYTES,
+    ItemDigests,
+    decode_digests,
+    first_bad_block,
+)
 from ckptfs.commit.layout import shared_key
 from ckptfs.dcp.lanes import Lanes, Scratch
 from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want, blob_cuts
@@ -26,7 +34,7 @@ from ckptfs.errors import (
     NotFoundError,
 )
 from ckptfs.events import Counters
-from ckptfs.storage.base import DataReader, Storage
+from ckptfs.storage.base import DataReader, Reach, Storage
 
 __all__ = [
     "DataFile",
@@ -38,6 +46,9 @@ __all__ = [
     "run_request",
     "verify_file",
 ]
+
+
+_LARGEST_GAP_BYTES = 1 << 20  # no cutting throws away more between two wants
 
 
 class Verify(Enum):
@@ -55,7 +66,7 @@ class Source:
     path of its digests; empty for checkpoints that ckptfs did not write, which load unverified.
     shared: paths that lie beside the step directories instead. layouts: path of a data file -> its
     items by offset, where another format tells where payloads lie; digests, if there are any, lie in
-    the sidecar all the same.
+    the sidecar all the same. ranks: how many load from it at once, perhaps on one machine.
     """
 
     storage: Storage
@@ -65,6 +76,7 @@ class Source:
     rank: int | None = None
     shared: frozenset[str] = frozenset()
     layouts: Mapping[str, Mapping[int, ItemDigests]] = field(default_factory=dict)
+    ranks: int = 1
 
     def key(self, path: str) -> str:
         """The key of a path of the manifest."""
@@ -106,19 +118,22 @@ class DataFile:
                 f"it has {self.reader.size_bytes} bytes, the checkpoint needs {end}: truncated"
             )
 
-    def compare(self, item: ItemDigests | None, start: int, data: memoryview, *, key: str) -> float:
-        """Compare whole blocks of an item, from ``start`` of it; returns the seconds it took.
+    def compare(
+        self, item: ItemDigests, start: int, key: str, offset: int, data: memoryview
+    ) -> float:
+        """Compare whole blocks of an item, from ``offset`` behind ``start`` of it; the seconds it took.
 
-        IntegrityError names the damaged range. Nothing to compare with is no error.
+        IntegrityError names the damaged range.
         """
-        if item is None or not self.verifies:
-            return 0.0
         began = time.perf_counter()
-        bad = first_bad_block(item, start, data)
+        bad = first_bad_block(item, start + offset, data)
         if bad is not None:
-            low, high = item.offset + bad.start, item.offset + bad.stop
-            raise self.damaged(f"bytes {low} to {high}, of {key!r}, differ from what was written")
+            raise self.differs(item.offset + bad.start, item.offset + bad.stop, key)
         return time.perf_counter() - began
+
+    def differs(self, low: int, high: int, key: str) -> IntegrityError:
+        """An error about bytes ``low`` to ``high`` of it."""
+        return self.damaged(f"bytes {low} to {high}, of {key!r}, differ from what was written")
 
     def damaged(self, why: str) -> IntegrityError:
         """An error about this file."""
@@ -140,22 +155,77 @@ class Ran:
 
 def run_request(file: DataFile, request: Request, scratch: Scratch) -> Ran:
     """Read one request and deliver it. Any thread. Errors name the file and the keys."""
-    size = request.stop - request.start
-    data = request.out if request.out is not None else scratch.of(size)
+    verify_s = 0.0
+    data: memoryview | None = None
+    if request.out is not None:
+        verify_s += _read_alone(file, request, request.out)
+    elif request.scatters and file.reader.reach is Reach.LOCAL:
+        with _named(file, request):
+            _read_scattered(file, request, scratch)
+    else:
+        data = scratch.of(request.stop - request.start)
+        with _named(file, request):
+            file.reader.read_into(request.start, data)
+    for want in request.wants:
+        here = want.out
+        if data is not None:
+            found = data[want.start - request.start : want.stop - request.start]
+            if here is None:
+                here = found
+            else:
+                here[:] = found
+        assert here is not None  # noqa: S101 - nothing is read into nowhere
+        if want.digest is not None:
+            began = time.perf_counter()
+            if xxh3_64_intdigest(here) != want.digest:
+                raise file.differs(want.start, want.stop, want.key)
+            verify_s += time.perf_counter() - began
+        elif want.check is not None and request.out is None:
+            verify_s += want.check(0, here)
+        if want.take is not None:
+            want.take(here)
+    return Ran(request.stop - request.start, verify_s)
+
+
+@contextlib.contextmanager
+def _named(file: DataFile, request: Request) -> Iterator[None]:
+    """Whatever the storage cannot read: for whom it was."""
     try:
-        file.reader.read_into(request.start, data)
+        yield
     except CkptfsError as error:
         where = f"bytes {request.start} to {request.stop} of {file.path}, for {request.keys}"
         error.message = f"{error.message} ({where})"
         raise
-    verify_s = 0.0
+
+
+def _read_alone(file: DataFile, request: Request, out: memoryview) -> float:
+    """Read a want into place, comparing each block while it is in the processor's cache; seconds."""
+    [want] = request.wants
+    verify_s, at = 0.0, 0
+    for end in _steps(file, request, out):
+        if want.check is not None and (want.is_blocks or end == len(out)):
+            verify_s += want.check(at, out[at:end])
+            at = end
+    return verify_s
+
+
+def _steps(file: DataFile, request: Request, out: memoryview) -> Iterator[int]:
+    with _named(file, request):
+        yield from file.reader.read_steps(request.start, out, BLOCK_SIZE_BYTES)
+
+
+def _read_scattered(file: DataFile, request: Request, scratch: Scratch) -> None:
+    """Read each want of a span into its own place; what lies between them is thrown away."""
+    waste = scratch.of(_LARGEST_GAP_BYTES)
+    views = []
+    at = request.start
     for want in request.wants:
-        here = data[want.start - request.start : want.stop - request.start]
-        if want.out is not None and request.out is None:
-            want.out[:] = here
-            here = want.out
-        verify_s += want.take(here)
-    return Ran(size, verify_s)
+        if want.start > at:
+            views.append(waste[: want.start - at])
+        if want.out is not None:
+            views.append(want.out)
+        at = want.stop
+    file.reader.read_views(request.start, views)
 
 
 def verify_file(source: Source, path: str) -> Counters:
@@ -167,7 +237,7 @@ def verify_file(source: Source, path: str) -> Counters:
     digests = read_digests(source, path) or {}
     scratch = Scratch()
     ran: list[Ran] = []
-    with open_data(source, path) as reader, Lanes(reader.concurrency) as lanes:
+    with open_data(source, path) as reader, Lanes.of(reader) as lanes:
         file = DataFile(reader, source, path, digests)
         file.check_size(max((item.offset + item.length for item in digests.values()), default=0))
         for request in _whole_file(file, digests.values(), Cutting.of(reader)):
@@ -191,8 +261,8 @@ def _whole_file(
     for item in items:
         key = f"the item at {item.offset}"
         for low, high in blob_cuts(item, item.length, cutting.window):
-            take = partial(file.compare, item, low, key=key)
-            want = Want(item.offset + low, item.offset + high, Owner(), key, take)
+            check = partial(file.compare, item, low, key)
+            want = Want(item.offset + low, item.offset + high, Owner(), key, check=check)
             yield from gatherer.add(want)
     yield from gatherer.flush()
 
@@ -200,13 +270,17 @@ def _whole_file(
 def open_data(source: Source, path: str) -> DataReader:
     """Open a data file; IncompleteCheckpointError when it is missing."""
     try:
-        return source.storage.open_read(source.key(path))
+        reader = source.storage.open_read(source.key(path))
     except NotFoundError as error:
         raise IncompleteCheckpointError(
             f"data file {path} is missing",
             uri=source.storage.uri(source.key(path)),
             hint="restore it, or load another checkpoint",
         ) from error
+    if source.ranks > 1:
+        # What is replicated all of them read: once from the disk, and not once for each.
+        reader.keep_cached()
+    return reader
 
 
 def read_digests(source: Source, path: str) -> Mapping[int, ItemDigests] | None:

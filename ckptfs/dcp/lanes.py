@@ -1,9 +1,10 @@
 """Reads under way at once: jobs on a few threads, their results on the thread that asked.
 
-    with Lanes(8) as lanes:
+    with Lanes(8, Helping.NO) as lanes:
         lanes.submit(job, done)      job() on a thread; done(its result) here, at a later call
         while lanes.wait(): ...      handles one result after another
 
+Where the asking thread helps it is one of the lanes: it runs a job itself when enough of them wait.
 With one lane nothing is threaded: ``submit`` runs the job and its ``done`` at once. The first error
 is raised by the next call, once; no further job begins, and leaving the block waits for those that
 are under way: no thread writes into anybody's memory afterwards.
@@ -14,32 +15,52 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
 
 from ckptfs.dcp.resolve import memory_of
-from ckptfs.storage.threads import Threads
+from ckptfs.storage.base import DataReader, Reach
+from ckptfs.storage.threads import Threads, uninterrupted
 
-__all__ = ["Lanes", "Scratch"]
+__all__ = ["Helping", "Lanes", "Scratch"]
 
 T = TypeVar("T")
+
+_Job = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+class Helping(Enum):
+    """Whether the thread that asks runs jobs, too."""
+
+    YES = "yes"  # they wait for a disk or for nothing: it would only be idle
+    NO = "no"  # they wait for a network: it has results to handle meanwhile
 
 
 class Lanes:
     """``count`` jobs at once, and as many again that wait. Used from one thread."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, helping: Helping = Helping.NO) -> None:
         self.count = max(1, count)
-        self._threads: Threads | None = None
+        self._helps = helping is Helping.YES
+        self._most = self.count - 1 if self._helps else self.count  # threads
+        self._started = 0
+        self._threads = Threads(self.count, "ckptfs-read")
+        self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._under_way = 0
         self._stopped = threading.Event()
 
+    @staticmethod
+    def of(reader: DataReader) -> Lanes:
+        """Those that pay for this reader and its like."""
+        helping = Helping.YES if reader.reach is Reach.LOCAL else Helping.NO
+        return Lanes(reader.concurrency, helping)
+
     def __enter__(self) -> Self:
-        if self.count > 1:
-            self._threads = Threads(self.count, "ckptfs-read")
         return self
 
     def __exit__(
@@ -49,29 +70,52 @@ class Lanes:
         tb: TracebackType | None,
     ) -> None:
         self._stopped.set()
-        if self._threads is not None:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+        for _ in range(self._started):
+            self._waiting.put(None)
+        # A second Ctrl-C must not leave either: a read that ends later would write into tensors that
+        # another load has filled by then.
+        uninterrupted(partial(self._threads.shutdown, wait=True, cancel_futures=True))
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Run ``job`` soon. Blocks, handling results, while as many wait as run."""
-        if self._threads is None:
+        """Run ``job`` soon. Blocks, running one or handling results, while enough of them wait."""
+        if self.count == 1:
             done(job())
             return
         while self._under_way >= 2 * self.count:
-            self._handle_one()
+            self._go_on()
         self._under_way += 1
-        self._threads.submit(self._run, job, done)
+        self._waiting.put((job, done))
+        # A helper finds its first job itself: a load of one request starts no thread.
+        if self._started < min(self._most, self._under_way - self._helps):
+            self._start()
+        self._handle_all()
 
     def wait(self) -> bool:
         """Handle one result; False when nothing is under way."""
         if not self._under_way:
             return False
-        self._handle_one()
+        self._go_on()
         return True
 
+    def _start(self) -> None:
+        try:
+            self._threads.submit(self._work)
+        except RuntimeError:
+            if not self._started and not self._helps:
+                raise
+            self._most = self._started  # no more threads on this machine: those that run will do
+        else:
+            self._started += 1
+
+    def _work(self) -> None:
+        while not self._stopped.is_set():
+            found = self._waiting.get()
+            if found is None or self._stopped.is_set():
+                return
+            self._run(*found)
+            del found  # what it holds is nobody's business while idle
+
     def _run(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        if self._stopped.is_set():
-            return
         try:
             result = job()
         except BaseException as error:  # noqa: BLE001 - raised by the thread that asked
@@ -79,6 +123,22 @@ class Lanes:
             self._done.put(_raiser(error))
         else:
             self._done.put(lambda: done(result))
+
+    def _go_on(self) -> None:
+        """Handle a result; where none is there yet, help, or wait for one."""
+        if self._helps and self._done.empty() and not self._stopped.is_set():
+            try:
+                found = self._waiting.get_nowait()
+            except queue.Empty:
+                pass
+            else:
+                if found is not None:
+                    self._run(*found)
+        self._handle_one()
+
+    def _handle_all(self) -> None:
+        while not self._done.empty():
+            self._handle_one()
 
     def _handle_one(self) -> None:
         handle = self._done.get()

@@ -6,32 +6,29 @@
 
 One file per writer thread, one thread by default, no file for a rank that has nothing to save.
 ``write_files`` plans the files, runs one engine call per file and counts. An *engine* writes one
-file; ``ckptfs.dcp.engine`` has the buffered one, and another (O_DIRECT, parallel parts) only has to
-have its signature. The errors of all threads count: the first stops the others, every one is told.
+file; ``ckptfs.dcp.engine`` has them. The errors of all threads count: the first stops the others,
+every one is told.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
-import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs.commit.digests import FileDigests, encode_digests
 from ckptfs.commit.manifest import digest_of
+from ckptfs.dcp.crew import Cancelled, run_all
 from ckptfs.dcp.resolve import Resolve
-from ckptfs.errors import CkptfsError
 from ckptfs.events import Counters
 from ckptfs.storage.base import Storage
-from ckptfs.storage.under_way import carried
+from ckptfs.storage.parallel import Engine
 
 __all__ = [
     "DATA_SUFFIX",
@@ -75,15 +72,22 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One file to write: its key and the items, each with its position in the rank's plan."""
+    """One file to write: its key and the items, each with its position in the rank's plan.
+
+    at_once: files that this rank writes at the same time, which share its threads.
+    """
 
     key: str
     items: Sequence[tuple[int, WriteItem]]
+    at_once: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """One file that is complete and durable (its name is, after a sync of the directory)."""
+    """One file that is complete and durable (its name is, after a sync of the directory).
+
+    direct_bytes: of them, those that went past the page cache. engine: how it was written.
+    """
 
     size_bytes: int
     payload_bytes: int
@@ -91,6 +95,8 @@ class FileWritten:
     digests: FileDigests
     stage_s: float
     write_s: float
+    engine: Engine = Engine.STREAMED
+    direct_bytes: int = 0
 
 
 class WriteEngine(Protocol):
@@ -121,22 +127,6 @@ class Written:
 
 
 _Done = tuple[FileWritten, tuple[int, str], float]  # of one file; size and digest of its sidecar
-
-
-class _Stopped(Exception):  # noqa: N818 - not an error: another thread has that
-    """Another writer thread failed."""
-
-
-@dataclass(slots=True)
-class Cancelled:
-    """Tells writer threads that one of them failed."""
-
-    event: threading.Event = field(default_factory=threading.Event)
-
-    def raise_if_set(self) -> None:
-        """Leave this thread when another one failed: its files will never be committed."""
-        if self.event.is_set():
-            raise _Stopped
 
 
 def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, WriteItem]]]:
@@ -176,7 +166,11 @@ def write_files(
     """
     buckets = split_items(items, threads) if buckets is None else buckets
     names = [data_name(rank, first + number) for number in range(len(buckets))]
-    tasks = [FileTask(prefix + name, bucket) for name, bucket in zip(names, buckets, strict=True)]
+    at_once = max(1, min(threads, len(names)))
+    tasks = [
+        FileTask(prefix + name, bucket, at_once)
+        for name, bucket in zip(names, buckets, strict=True)
+    ]
     cancelled = Cancelled()
 
     def job(task: FileTask) -> _Done:
@@ -188,7 +182,7 @@ def write_files(
         told = len(sidecar), digest_of(sidecar)
         return written, told, time.perf_counter() - started
 
-    done = _run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
+    done = run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
     started = time.perf_counter()
     if done:
         storage.sync(prefix.rstrip("/"))
@@ -203,88 +197,13 @@ def write_files(
             payload_bytes=sum(written.payload_bytes for written, _, _ in done),
             files=2 * len(done),
             items=sum(len(written.placed) for written, _, _ in done),
+            direct_bytes=sum(written.direct_bytes for written, _, _ in done),
             stage_s=max((written.stage_s for written, _, _ in done), default=0.0),
             write_s=max((written.write_s + extra for written, _, extra in done), default=0.0),
             sync_s=sync_s,
         ),
         digests=tuple(written.digests for written, _, _ in done),
     )
-
-
-def _run_all(
-    jobs: Sequence[Callable[[], _Done]], cancelled: Cancelled, at_once: int
-) -> list[_Done]:
-    """Run every job, so many at once; all their results, or one error for all of them.
-
-    torch's own writer loses the error of every thread but the first, and commits without the
-    files of the lost ones (pytorch #191391).
-    """
-    results: dict[int, _Done] = {}
-    errors: list[BaseException] = []
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for number in range(len(jobs)):
-        waiting.put(number)
-
-    def work() -> None:
-        while not cancelled.event.is_set():
-            try:
-                number = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                results[number] = jobs[number]()
-            except _Stopped:
-                pass  # the thread that failed has the error
-            except BaseException as error:  # noqa: BLE001 - raised below, by the caller's thread
-                errors.append(error)
-                cancelled.event.set()
-
-    threads = [
-        threading.Thread(target=carried(work), name=f"ckptfs-write-{n}", daemon=True)
-        for n in range(min(at_once, len(jobs)) - 1)
-    ]
-    started = _start(threads)
-    try:
-        work()  # also what is left where threads did not start
-        for thread in started:
-            thread.join()
-    except BaseException:
-        # Ctrl-C while waiting: no thread may go on writing into a directory that is cleaned up.
-        cancelled.event.set()
-        for thread in started:
-            thread.join()
-        raise
-    if errors:
-        raise _as_one(errors)
-    return [results[number] for number in range(len(jobs))]
-
-
-def _start(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Start them; those that started. None starts any more while the interpreter is ending."""
-    started: list[threading.Thread] = []
-    for thread in threads:
-        try:
-            thread.start()
-        except RuntimeError:
-            break
-        started.append(thread)
-    return started
-
-
-def _as_one(errors: Sequence[BaseException]) -> BaseException:
-    """The first error; where several threads failed, its text names the others too."""
-    first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
-    others = [e for e in errors if e is not first]
-    if not others:
-        return first
-    told = "; ".join(f"{type(e).__name__}: {e}" for e in others)
-    _log.error("%d writer threads failed; also: %s", len(errors), told)
-    if isinstance(first, CkptfsError):
-        whole = copy.copy(first)
-        whole.message = f"{first.message} (and {len(others)} more writer threads failed: {told})"
-        whole.__cause__ = first
-        return whole
-    return first
 
 
 def _order(position: int, item: WriteItem) -> tuple[bool, int]:

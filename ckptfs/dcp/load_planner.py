@@ -4,27 +4,38 @@
     kinds     a tensor asked for where an object was saved, or the reverse
     tensors   global shape, and dtype (strict; otherwise torch converts)
 
-Objects load with ``weights_only=True``: a checkpoint is data, never a program.
+    create_reads         this rank's Reads, for ckptfs' own loads: no object of torch's per tensor
+    create_local_plan    the same as torch's ReadItems, for whoever drives it as torch does
+
+Plain tensors and DTensors are planned here; what else there is (ShardedTensor, subclasses that cut
+themselves, states that torch before 2.4 flattened otherwise) torch plans. Objects load with ``weights_only=True``: a checkpoint is data, never a program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
-from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from ckptfs.dcp.flattening import flattened
+from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
 from ckptfs.dcp.leaves import load_leaf
 from ckptfs.dcp.per_rank import listed, unmarked_key
+from ckptfs.dcp.planned import reads_of, target_of
 from ckptfs.dcp.planner import gc_paused
-from ckptfs.errors import StateError
+from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box
+from ckptfs.dcp.reads import Read
+from ckptfs.errors import CkptfsError, StateError
 
-__all__ = ["LoadPlanner", "unexpected_keys"]
+__all__ = ["Asked", "LoadPlanner", "unexpected_keys"]
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -49,6 +60,12 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Flatten the state dict; tensors on the meta device get memory. All ranks."""
         with gc_paused():
+            if (found := flattened(state_dict)) is not None:
+                self.original_state_dict = state_dict
+                self.state_dict, self.mappings = found
+                self.metadata = metadata
+                self.is_coordinator = is_coordinator
+                return
             # Where torch gives meta tensors memory, it makes None of every object it does not know.
             kept = [*_objects((), state_dict)]
             try:
@@ -69,6 +86,63 @@ class LoadPlanner(DefaultLoadPlanner):
             self._check()
             return plan
 
+    def create_reads(self, inventory: Inventory) -> list[Read]:
+        """What this rank reads, each with the memory that it fills. All ranks, instead of
+        ``create_local_plan``; StateError as there. ManifestError: the metadata lacks a place.
+        """
+        with gc_paused():
+            keys = inventory.keys
+            self.missing = tuple(key for key in self.state_dict if key not in keys)
+            if self.missing and len(self.state_dict) - len(self.missing) < len(keys):
+                # Something is asked for and not there, something else is there and not asked for:
+                # they may be the same, flattened by an older torch.
+                self.metadata = inventory.metadata()
+                return self._in_our_words(self.create_local_plan(), self.metadata)
+            try:
+                reads = self._reads(inventory)
+            except CkptfsError:
+                raise
+            except (ValueError, RuntimeError) as error:
+                self._refuse(inventory)
+                raise StateError(f"the state dict does not fit: {error}") from error
+            return reads
+
+    def _reads(self, inventory: Inventory) -> list[Read]:
+        reads: list[Read] = []
+        shardings = Shardings()
+        keys = inventory.keys
+        for key, value in self.state_dict.items():
+            if key not in keys:
+                if self.strict:
+                    self._refuse(inventory)
+                continue
+            saved = inventory.tensor(key)
+            if not _is_alike(value, saved) and _mismatch(value, saved, strict=self.strict):
+                self._refuse(inventory)
+            if saved is None:
+                reads.append(Read(key, *inventory.place(key, None)))
+            elif type(value) in PLAIN:
+                read_box(reads, inventory, key, saved, value, (0,) * len(saved.sizes))
+            elif (mine := shardings.of(value)) is not None:
+                for memory, offsets in mine:
+                    read_box(reads, inventory, key, saved, memory, offsets)
+            else:
+                reads += self._as_torch(inventory, {key: value})
+        return reads
+
+    def _as_torch(self, inventory: Inventory, state_dict: dict[str, Any]) -> list[Read]:
+        """What torch itself plans: only it knows how that is cut."""
+        metadata = inventory.metadata()
+        plan = create_default_local_load_plan(state_dict, metadata, strict=False)
+        return self._in_our_words(plan, metadata)
+
+    def _in_our_words(self, plan: LoadPlan, metadata: Metadata) -> list[Read]:
+        reads = reads_of(plan, metadata)
+        return [
+            read._replace(target=None if read.dtype is None else target_of(self, read))
+            for read in reads
+        ]
+
     @contextlib.contextmanager
     def _as_flattened(self) -> Iterator[None]:
         """Keep torch from flattening anew, as before 2.4, where nothing that is asked for is missing.
@@ -88,9 +162,12 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one object into the state dict. StateError when it would execute code."""
-        key = read_item.dest_index.fqn
+        self.load_object(read_item.dest_index.fqn, value)
+
+    def load_object(self, key: str, stream: io.BytesIO) -> None:
+        """Put the object that ``stream`` holds under ``key``. StateError as ``load_bytes``."""
         try:
-            leaf = load_leaf(value, weights_only=self.weights_only)
+            leaf = load_leaf(stream, weights_only=self.weights_only)
         except Exception as error:
             # The unpickler names what it refuses in a dozen ways; all mean the same here.
             raise StateError(
@@ -104,13 +181,20 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _check(self) -> None:
         assert self.metadata is not None  # noqa: S101 - torch's own base class has checked it
-        saved = self.metadata.state_dict_metadata
+        self._refuse(Whole(self.metadata))
+
+    def _refuse(self, inventory: Inventory) -> None:
+        """StateError that names every key that does not fit."""
+        keys = inventory.keys
         problems = []
-        self.missing = tuple(key for key in self.state_dict if key not in saved)
+        self.missing = tuple(key for key in self.state_dict if key not in keys)
         if self.missing and self.strict:
             problems.append(f"not in the checkpoint: {listed(self.missing)}")
         for key, value in self.state_dict.items():
-            if key in saved and (problem := _mismatch(value, saved[key], strict=self.strict)):
+            if key not in keys:
+                continue
+            saved = inventory.tensor(key)
+            if problem := _mismatch(value, saved, strict=self.strict):
                 problems.append(f"{key!r}: {problem}")
         if problems:
             shown = "; ".join(problems[:10])
@@ -121,32 +205,63 @@ class LoadPlanner(DefaultLoadPlanner):
             )
 
 
-def unexpected_keys(metadata: Metadata, asked: set[str]) -> tuple[str, ...]:
-    """Keys of the checkpoint that no rank asks for; ``asked`` is the union over all ranks.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """What one rank tells of the keys it asks for: those, or all others, whichever are fewer."""
 
-    What other ranks kept for themselves (per_rank=) is expected.
-    """
-    return tuple(
-        key
-        for key in metadata.state_dict_metadata
-        if key not in asked and ((own := unmarked_key(key)) is None or own[0] not in asked)
+    keys: tuple[str, ...]
+    is_complement: bool
+
+    @classmethod
+    def of(cls, saved: Collection[str], asked: Collection[str]) -> Asked:
+        """saved: keys of the checkpoint. What other ranks kept for themselves (per_rank=) is asked for
+        where this rank asks for its own.
+        """
+        others = tuple(key for key in saved if not _is_asked(key, asked))
+        is_complement = len(others) < len(asked)
+        return cls(others if is_complement else tuple(asked), is_complement)
+
+
+def unexpected_keys(saved: Collection[str], asked: Sequence[Asked]) -> tuple[str, ...]:
+    """Keys of the checkpoint that no rank asks for."""
+    left: Collection[str] = saved
+    for one in asked:
+        keys = frozenset(one.keys)
+        if one.is_complement:
+            left = [key for key in left if key in keys]
+        else:
+            left = [key for key in left if not _is_asked(key, keys)]
+    return tuple(left)
+
+
+def _is_asked(key: str, asked: Collection[str]) -> bool:
+    return key in asked or ((own := unmarked_key(key)) is not None and own[0] in asked)
+
+
+def _is_alike(value: Any, saved: SavedTensor | None) -> bool:
+    """Whether there is nothing to compare: a plain tensor, and the same shape and dtype saved."""
+    return (
+        saved is not None
+        and type(value) in PLAIN
+        and value.shape == saved.sizes
+        and value.dtype is saved.dtype
     )
 
 
-def _mismatch(value: object, saved: object, *, strict: bool) -> str | None:
-    """Why the saved value cannot go into ``value``; None when it can."""
+def _mismatch(value: object, saved: SavedTensor | None, *, strict: bool) -> str | None:
+    """Why what was saved (None: an object) cannot go into ``value``; None when it can."""
     wants_tensor = isinstance(value, torch.Tensor)
-    if isinstance(saved, TensorStorageMetadata) != wants_tensor:
+    if (saved is not None) != wants_tensor:
         if wants_tensor and not strict:
             return None  # stock's behaviour: the object replaces the tensor
         has, asks = ("an object", "a tensor") if wants_tensor else ("a tensor", "an object")
         return f"the checkpoint has {has}, the state dict {asks}"
-    if not isinstance(value, torch.Tensor) or not isinstance(saved, TensorStorageMetadata):
+    if not isinstance(value, torch.Tensor) or saved is None:
         return None
-    if tuple(saved.size) != tuple(value.size()):
-        return f"shape {tuple(saved.size)} saved, {tuple(value.size())} asked for"
-    if strict and saved.properties.dtype != value.dtype:
-        return f"{saved.properties.dtype} saved, {value.dtype} asked for"
+    if tuple(saved.sizes) != tuple(value.size()):
+        return f"shape {tuple(saved.sizes)} saved, {tuple(value.size())} asked for"
+    if strict and saved.dtype != value.dtype:
+        return f"{saved.dtype} saved, {value.dtype} asked for"
     return None
 
 

@@ -18,8 +18,10 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.opening import step_of
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.opened import read_metadata, source_of, who_holds
+from ckptfs.dcp.inventory import Inventory, Whole
+from ckptfs.dcp.opened import inventory_of, source_of, who_holds
 from ckptfs.dcp.pipeline import PlannedLoad, plan_load, read, restore_stateful, unwrap_stateful
+from ckptfs.dcp.planner import gc_paused
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.progress import progress
@@ -53,13 +55,16 @@ def load_at(
     started: ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
     """
     started = time.perf_counter() if started is None else started
-    held: list[Metadata] = []
-    seat.control.step("metadata", lambda: held.append(read_metadata(seat.storage, found)))
-    flat = unwrap_stateful(state_dict)
+    held: list[Inventory] = []
+    # Until all that a load makes is gone again: a collection in between would walk all of it.
+    with gc_paused():
+        seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
+        flat = unwrap_stateful(state_dict)
+        been_read = _plan_and_read(
+            flat, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
+        )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
-    return load_into(
-        loadable, held[0], seat, target, found, strict=strict, verify=verify, started=started
-    )
+    return _hand_over(loadable, been_read, seat, target, found, started)
 
 
 def load_into(
@@ -78,18 +83,66 @@ def load_into(
     Nobody's ``hand_over`` runs before every rank has read all of its part. Errors are as for
     ``ckptfs.load``.
     """
-    checking, control = Verify(verify), seat.control
-    manifest = found.manifest
+    with gc_paused():
+        been_read = _plan_and_read(
+            loadable.state_dict,
+            Whole(metadata),
+            seat,
+            target,
+            found,
+            strict=strict,
+            verify=Verify(verify),
+        )
+    return _hand_over(loadable, been_read, seat, target, found, started)
+
+
+@dataclass(frozen=True, slots=True)
+class _BeenRead:
+    """What is left of a plan when every rank has read its part."""
+
+    per_rank: tuple[Counters, ...]
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    verified: bool
+
+
+def _plan_and_read(
+    state_dict: dict[str, Any],
+    inventory: Inventory,
+    seat: Seat,
+    target: Uri,
+    found: Found,
+    *,
+    strict: bool,
+    verify: Verify,
+) -> _BeenRead:
+    control, manifest = seat.control, found.manifest
     planned = plan_load(
-        loadable.state_dict,
-        metadata,
+        state_dict,
+        inventory,
         control,
         strict=strict,
         saved_world=None if manifest is None else manifest.world_size,
     )
-    source = source_of(seat.storage, found, checking, control.rank)
-    title = f"loading {target}"
-    per_rank = tuple(control.step("read", lambda: _read(planned, source, found, title)))
+    source = source_of(seat.storage, found, verify, control.rank, control.size)
+    per_rank = control.step("read", lambda: _read(planned, source, found, f"loading {target}"))
+    return _BeenRead(
+        tuple(per_rank),
+        planned.missing_keys,
+        planned.unexpected_keys,
+        verify is Verify.READ and manifest is not None,
+    )
+
+
+def _hand_over(  # noqa: PLR0917 - what was read, for whom, and of what
+    loadable: Loadable,
+    been_read: _BeenRead,
+    seat: Seat,
+    target: Uri,
+    found: Found,
+    started: float,
+) -> LoadResult:
+    control, manifest, per_rank = seat.control, found.manifest, been_read.per_rank
     # A step of its own: what one object refuses must not leave the other ranks training.
     control.step("hand over", loadable.hand_over)
     return LoadResult(
@@ -100,9 +153,9 @@ def load_into(
         total=Counters.together(per_rank),
         per_rank=per_rank,
         wall_s=time.perf_counter() - started,
-        verified=checking is Verify.READ and manifest is not None,
-        missing_keys=planned.missing_keys,
-        unexpected_keys=planned.unexpected_keys,
+        verified=been_read.verified,
+        missing_keys=been_read.missing_keys,
+        unexpected_keys=been_read.unexpected_keys,
     )
 
 

@@ -8,11 +8,13 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
 from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.decoding import decode_metadata
+from ckptfs.dcp.inventory import Inventory
+from ckptfs.dcp.standins import read_inventory
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NotFoundError
 from ckptfs.storage.base import Storage
 
-__all__ = ["read_metadata", "source_of", "who_holds"]
+__all__ = ["inventory_of", "read_metadata", "source_of", "who_holds"]
 
 
 def read_metadata(storage: Storage, found: Found) -> Metadata:
@@ -22,6 +24,15 @@ def read_metadata(storage: Storage, found: Found) -> Metadata:
     IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing where a
     manifest speaks for it. ManifestError: it is no DCP metadata.
     """
+    return decode_metadata(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
+
+
+def inventory_of(storage: Storage, found: Found) -> Inventory:
+    """The same for a load: what is not asked for is not made. Errors are ``read_metadata``'s."""
+    return read_inventory(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
+
+
+def _sealed(storage: Storage, found: Found) -> bytes:
     manifest, where = found.manifest, storage.uri(found.metadata)
     try:
         raw = storage.read(found.metadata)
@@ -43,16 +54,19 @@ def read_metadata(storage: Storage, found: Found) -> Metadata:
                 uri=where,
                 hint="the file was changed after the commit; load another checkpoint",
             )
-    files = () if manifest is None else manifest.files
-    return decode_metadata(raw, where, frozenset(f.path for f in files if f.is_shared))
+    return raw
 
 
-def source_of(storage: Storage, found: Found, verify: Verify, rank: int) -> Source:
+def _shared(found: Found) -> frozenset[str]:
+    files = () if found.manifest is None else found.manifest.files
+    return frozenset(f.path for f in files if f.is_shared)
+
+
+def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
     """Where this rank reads data files and their digests."""
     files = () if found.manifest is None else found.manifest.files
     sidecars = {f.path: f.digests for f in files if f.digests is not None}
-    shared = frozenset(f.path for f in files if f.is_shared)
-    return Source(storage, found.home, sidecars, verify, rank, shared)
+    return Source(storage, found.home, sidecars, verify, rank, _shared(found), ranks=ranks)
 
 
 def who_holds(uri: str, found: Found) -> str | None:

@@ -72,7 +72,10 @@ class Watch:
         """This rank's part is written and durable; nothing is committed."""
 
     def hangs(self, error: CkptfsError) -> None:
-        """The threads that save hang in their storage before the seal, and all ranks have this error."""
+        """The threads that save hang in their storage, and all ranks have this error."""
+
+    def committed(self, result: SaveResult) -> None:
+        """The threads that save hang in their storage, and it is committed all the same."""
 
 
 class PendingSave:
@@ -169,7 +172,10 @@ class PendingSave:
         """It is committed."""
         self.advance(phase=Phase.COMMITTED)
         if self.progress().phase is Phase.COMMITTED:  # or it hung for so long that it was given up
-            self.committed.set_result(result)
+            with contextlib.suppress(
+                InvalidStateError
+            ):  # it was told when what follows the seal hung
+                self.committed.set_result(result)
 
     def watch(self) -> Watch:
         """What ``save_at`` tells, told to this save."""
@@ -192,6 +198,9 @@ class _Told(Watch):
 
     def hangs(self, error: CkptfsError) -> None:
         self._pending.fail(error)
+
+    def committed(self, result: SaveResult) -> None:
+        self._pending.succeed(result)
 
 
 def _running() -> Future[Any]:

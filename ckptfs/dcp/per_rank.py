@@ -25,7 +25,9 @@ __all__ = [
     "listed",
     "marked_key",
     "original_item",
+    "own_keys",
     "rename_plan",
+    "renamed_metadata",
     "unmarked_key",
     "view_for",
 ]
@@ -63,13 +65,15 @@ def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
     together.
     """
     mappings, rebuild = _mappings_of(plan)
-    if taken := sorted({i.index.fqn for i in plan.items if unmarked_key(i.index.fqn)}):
+    # Asked of every key of every save, and few look like that.
+    marked = {i.index.fqn for i in plan.items if "@rank" in i.index.fqn}
+    if taken := sorted(filter(unmarked_key, marked)):
         raise StateError(
             f"keys with '@rank<number>' are reserved: {listed(taken)}",
             rank=rank,
             hint="rename them, or let per_rank= make such names",
         )
-    mine = {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)}
+    mine = {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)} if patterns else ()
     if not mine:
         return plan
     sharded = {i.index.fqn for i in plan.items if i.type is WriteItemType.SHARD} & mine
@@ -93,17 +97,17 @@ def original_item(item: WriteItem, rank: int) -> WriteItem:
     return dataclasses.replace(item, index=index)
 
 
-def view_for(
-    metadata: Metadata, rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
-) -> Metadata:
-    """The metadata as rank ``rank`` of ``world`` sees it: its own keys under their plain names.
+def own_keys(
+    keys: Iterable[str], rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
+) -> dict[str, str]:
+    """Marked key -> plain key, of what rank ``rank`` of ``world`` kept for itself.
 
-    The other ranks' keys stay under their marked names. StateError when a key in ``wanted`` was
-    saved per rank by another number of ranks (``saved_world``; None: as many as left a mark).
+    StateError when a key in ``wanted`` was saved per rank by another number of ranks
+    (``saved_world``; None: as many as left a mark).
     """
-    marked = {key: found for key in metadata.state_dict_metadata if (found := unmarked_key(key))}
+    marked = {key: found for key in keys if "@rank" in key and (found := unmarked_key(key))}
     if not marked:
-        return metadata
+        return {}
     saved = saved_world or 1 + max(owner for _, owner in marked.values())
     if saved != world:
         needed = {plain for plain, _ in marked.values()} & set(wanted)
@@ -113,8 +117,23 @@ def view_for(
                 rank=rank,
                 hint="leave these keys out of the state dict, or load with as many ranks",
             )
-        return metadata
-    mine = {key: plain for key, (plain, owner) in marked.items() if owner == rank}
+        return {}
+    return {key: plain for key, (plain, owner) in marked.items() if owner == rank}
+
+
+def view_for(
+    metadata: Metadata, rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
+) -> Metadata:
+    """The metadata as rank ``rank`` of ``world`` sees it: its own keys under their plain names.
+
+    The other ranks' keys stay under their marked names. StateError as for ``own_keys``.
+    """
+    mine = own_keys(metadata.state_dict_metadata, rank, world, saved_world, wanted)
+    return renamed_metadata(metadata, mine) if mine else metadata
+
+
+def renamed_metadata(metadata: Metadata, mine: Mapping[str, str]) -> Metadata:
+    """The metadata with other names for some keys (as they are -> as they shall be)."""
     paths: Mapping[str, Path] | None = metadata.planner_data
     return dataclasses.replace(
         metadata,

@@ -4,9 +4,10 @@
     load   plan_load (step)  ->  read (local)
 
 All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
-rank sends its plan. Downwards each gets a bitmap of which of its items it writes (DCP's deduplication
-gives every replicated item to one rank); ranks keep their own plans, so no plan is sent back. What a
-rank wrote returns as three numbers per item.
+rank sends its plan as columns, or a hash where the coordinator knows it from the save before. Downwards
+each gets a bitmap of which of its items it writes (DCP's deduplication gives every replicated item to
+one rank); ranks keep their own plans, so no plan is sent back. What a rank wrote returns as three
+numbers per item.
 
 ``ckptfs.save`` puts these between ``Attempt.begin`` and ``Attempt.commit``; torch's own
 ``dcp.save`` drives the same parts through ``ckptfs.dcp.writer``.
@@ -16,31 +17,36 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import pickle
-import struct
+import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import SmallFile, WrittenPart
-from ckptfs.dcp.copies import Place, copies_for, places_for
+from ckptfs.dcp.copies import Place, places_for
 from ckptfs.dcp.datafile import Source
-from ckptfs.dcp.engine import buffered_engine
-from ckptfs.dcp.fetch import fetch
+from ckptfs.dcp.emit import Described, is_known_layout
+from ckptfs.dcp.engine import auto_engine
+from ckptfs.dcp.exchange import PlanMemory, Saying, decide
+from ckptfs.dcp.fetch import fetch_reads
+from ckptfs.dcp.inventory import Inventory, Renamed, Whole
 from ckptfs.dcp.layout import Placed, WriteEngine, Written, sidecar_name, write_files
-from ckptfs.dcp.load_planner import LoadPlanner, unexpected_keys
+from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
 from ckptfs.dcp.metadata import describe, encode_metadata
-from ckptfs.dcp.per_rank import listed, original_item, view_for
+from ckptfs.dcp.per_rank import listed, original_item, own_keys
+from ckptfs.dcp.placing import PLACED, placed_in
+from ckptfs.dcp.placing import places_for as places_in
 from ckptfs.dcp.planner import SavePlanner, gc_paused
+from ckptfs.dcp.reads import Read
 from ckptfs.dcp.resolve import Loan
 from ckptfs.dcp.share import LiveShare, Share, local_plan, unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
@@ -72,28 +78,27 @@ __all__ = [
 ]
 
 METADATA = ".metadata"
-_PLACED = struct.Struct("<IQQ")  # file number, offset, length
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSave:
     """A save that all ranks agreed on.
 
-    items: what this rank writes, in order. size_bytes: of their tensors. share: has their data. On
-    the coordinator also ``metadata`` (without places) and ``indexes``, the items of every rank.
+    items: what this rank writes, in order. size_bytes: of their tensors. share: has their data.
+    described: on the coordinator, what all ranks write and what the metadata says of it.
     """
 
     rank: int
     items: tuple[WriteItem, ...]
     share: Share
     plan_s: float
-    metadata: Metadata | None = None
-    indexes: tuple[tuple[MetadataIndex, ...], ...] = ()
+    size_bytes: int
+    described: Described | None = None
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the tensors that this rank writes; objects count when they are written."""
-        return sum(item_bytes(item) for item in self.items)
+    def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
+        """The items of every rank, as objects; on the coordinator."""
+        return () if self.described is None else self.described.world.indexes()
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
         """The data of one of ``items``. Any thread."""
@@ -102,11 +107,10 @@ class PlannedSave:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load that all ranks agreed on; nothing was read but metadata."""
+    """A load that all ranks agreed on; nothing was read but metadata. reads: what this rank reads."""
 
-    plan: LoadPlan
+    reads: tuple[Read, ...]
     planner: LoadPlanner
-    metadata: Metadata
     missing_keys: tuple[str, ...]
     unexpected_keys: tuple[str, ...]
     plan_s: float
@@ -122,13 +126,14 @@ def plan_save(
     per_rank: Sequence[str] = (),
     planner: SavePlanner | None = None,
     domains: Sequence[Sequence[int]] = (),
+    memory: PlanMemory | None = None,
 ) -> PlannedSave:
     """Collective. Who writes what, with every check that needs no file. Nothing is written.
 
     state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
     level; or what was staged of one. per_rank: fnmatch patterns of flattened keys that every rank
     keeps for itself. domains: the ranks of each domain; where there are several, each gets its copy
-    of replicated items. On every rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
+    of replicated items. memory: of this process's last save, or None; it is brought up to date. On every rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
     """
     started = time.perf_counter()
     share: Share
@@ -136,44 +141,44 @@ def plan_save(
         share = LiveShare(state_dict, planner or SavePlanner(compare_ranks=control.size > 1))
     else:
         share = state_dict
-    held: list[SavePlan] = []
-    known: dict[str, Any] = {}
+    memory = PlanMemory() if memory is None else memory
+    held: list[tuple[SavePlan, Saying]] = []
+    known: list[Described] = []
 
     def local() -> bytes:
-        plan = share.plan(control.rank, per_rank)
-        held.append(plan)
         with gc_paused():
-            return pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+            plan = share.plan(control.rank, per_rank)
+            saying = Saying.of(plan)
+        held.append((plan, saying))
+        return saying.short if saying.digest == memory.agreed else saying.whole
 
-    def decide(blobs: list[bytes]) -> tuple[None, bytes]:
+    def decide_all(said: list[bytes]) -> tuple[bool, bytes]:
+        lowest = share.planner.dedup_save_to_lowest_rank
         with gc_paused():
-            plans = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - from our own ranks
-            chosen, metadata = share.planner.create_global_plan(plans)
-            kept = [{i.index for i in plan.items} for plan in chosen]
-            held = [[(i.index, item_bytes(i)) for i in plan.items] for plan in plans]
-            extra = copies_for(domains, held, kept)
-            writes = [one | other for one, other in zip(kept, extra, strict=True)]
-            # As the metadata names them: with the place of each chunk in its tensor.
-            named = {i.index: i.index for plan in chosen for i in plan.items}
-            known["metadata"] = metadata
-            known["indexes"] = tuple(
-                tuple(named[i.index] for i in plan.items if i.index in mine)
-                for plan, mine in zip(plans, writes, strict=True)
-            )
-            return apart(None, [_bitmap(p, mine) for p, mine in zip(plans, writes, strict=True)])
+            described = decide(said, memory, domains=domains, to_lowest_rank=lowest)
+        if described is None:
+            return apart(False)  # noqa: FBT003 - not decided
+        known.append(described)
+        return apart(True, [described.world.bitmap(rank) for rank in range(len(said))])  # noqa: FBT003
 
-    _, bitmap = control.step("plan the save", local, decide)
-    mine = held[0]
-    keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(mine.items))
-    items = tuple(item for item, kept in zip(mine.items, keep, strict=True) if kept)
-    share.take_on([original_item(item, control.rank) for item in items])
+    decided, bitmap = control.step("plan the save", local, decide_all)
+    plan, saying = held[0]
+    if not decided:
+        # The coordinator has forgotten what some hash stands for.
+        _, bitmap = control.step("plan the save", lambda: saying.whole, decide_all)
+    memory.agreed = saying.digest
+    keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(plan.items))
+    items = tuple(itertools.compress(plan.items, keep.tolist()))
+    # Only what per_rank matched has another name than the planner knows.
+    known_as = [original_item(item, control.rank) for item in items] if per_rank else items
+    share.take_on(known_as)
     return PlannedSave(
         rank=control.rank,
         items=items,
         share=share,
         plan_s=time.perf_counter() - started,
-        metadata=known.get("metadata"),
-        indexes=known.get("indexes", ()),
+        size_bytes=sum(map(item_bytes, items)),
+        described=known[0] if known else None,
     )
 
 
@@ -185,7 +190,7 @@ def write(
     *,
     domain: str | None = None,
     threads: int = 1,
-    engine: WriteEngine = buffered_engine,
+    engine: WriteEngine = auto_engine,
 ) -> WrittenPart:
     """Local. Write this rank's items below ``prefix``; durable on return, names too.
 
@@ -240,12 +245,25 @@ def finish_save(
     files. IncompleteCheckpointError when what was written is not
     what was planned: such a save must not be committed.
     """
-    if planned.metadata is None:
+    described = planned.described
+    if described is None:
         raise RuntimeError("finish_save belongs to the coordinator")
-    written = written_places(planned.indexes, parts, root)
-    return metadata_files(
-        planned.metadata, written, domains or {}, checkpoint_id=checkpoint_id, save_id=save_id
-    )
+    if not is_known_layout():  # a torch whose metadata has fields that ours lacks
+        return metadata_files(
+            described.world.metadata(),
+            written_places(planned.indexes, parts, root),
+            domains or {},
+            checkpoint_id=checkpoint_id,
+            save_id=save_id,
+        )
+    with gc_paused():
+        placed = placed_in(described.world, parts, root)
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+
+        def encoded(ranks: Sequence[int]) -> bytes:
+            return described.encode(places_in(described.world, placed, ranks), meta)
+
+        return _per_domain(encoded, domains or {})
 
 
 def metadata_files(
@@ -263,6 +281,13 @@ def metadata_files(
         described = describe(metadata, places, checkpoint_id=checkpoint_id, save_id=save_id)
         return encode_metadata(described)
 
+    return _per_domain(encoded, domains)
+
+
+def _per_domain(
+    encoded: Callable[[Sequence[int]], bytes], domains: Mapping[str, Sequence[int]]
+) -> dict[str, SmallFile]:
+    """One for all, or one for each of several domains' ranks."""
     if len(domains) < 2:  # noqa: PLR2004
         return {METADATA: encoded(())}
     return {METADATA: {domain: encoded(ranks) for domain, ranks in domains.items()}}
@@ -310,17 +335,19 @@ def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
 
     placed: for each data file of the rank's part its items.
     """
-    flat = sorted(
-        (place.position, number, place.offset, place.length)
+    flat = [
+        (place.position, (number, place.offset, place.length))
         for number, places in enumerate(placed)
         for place in places
-    )
-    return b"".join(_PLACED.pack(*rest) for _, *rest in flat)
+    ]
+    flat.sort()
+    return np.array([told for _, told in flat], PLACED).tobytes()
 
 
 def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
     """What ``encode_placed`` wrote."""
-    return [(n, offset, length) for n, offset, length in _PLACED.iter_unpack(payload)]
+    told: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
+    return told
 
 
 # -- load ------------------------------------------------------------------------------------
@@ -328,7 +355,7 @@ def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
 
 def plan_load(
     state_dict: dict[str, Any],
-    metadata: Metadata,
+    metadata: Metadata | Inventory,
     control: Control,
     *,
     strict: bool = True,
@@ -343,21 +370,21 @@ def plan_load(
     nobody asks for (strict).
     """
     started = time.perf_counter()
+    inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
     planner = LoadPlanner(strict=strict, weights_only=weights_only)
-    held: list[tuple[LoadPlan, Metadata]] = []
+    held: list[list[Read]] = []
 
-    def local() -> tuple[list[str], tuple[str, ...]]:
-        planner.set_up_planner(state_dict, metadata, is_coordinator=control.rank == 0)
+    def local() -> Asked:
+        planner.set_up_planner(state_dict, is_coordinator=control.rank == 0)
         with gc_paused():
-            view = view_for(
-                metadata, control.rank, control.size, saved_world, planner.state_dict.keys()
+            mine = own_keys(
+                inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
             )
-        planner.metadata = view
-        held.append((planner.create_local_plan(), view))
-        return sorted(planner.state_dict), planner.missing
+            held.append(planner.create_reads(Renamed(inventory, mine) if mine else inventory))
+            return Asked.of(inventory.keys, planner.state_dict.keys())
 
-    def decide(answers: list[tuple[list[str], tuple[str, ...]]]) -> tuple[str, ...]:
-        unexpected = unexpected_keys(metadata, {key for keys, _ in answers for key in keys})
+    def decide(asked: list[Asked]) -> tuple[str, ...]:
+        unexpected = unexpected_keys(inventory.keys, asked)
         if unexpected and strict:
             raise StateError(
                 f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
@@ -366,9 +393,8 @@ def plan_load(
         return unexpected
 
     unexpected = control.step("plan the load", local, decide)
-    plan, view = held[0]
     return PlannedLoad(
-        plan, planner, view, planner.missing, unexpected, time.perf_counter() - started
+        tuple(held[0]), planner, planner.missing, unexpected, time.perf_counter() - started
     )
 
 
@@ -378,8 +404,10 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
     IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
     undefined.
     """
-    plan = planned.planner.finish_plan(planned.plan)
-    counters = fetch(source, plan, planned.planner, planned.metadata, meter)
+    planner = planned.planner
+    counters = fetch_reads(
+        source, planned.reads, lambda read, stream: planner.load_object(read.key, stream), meter
+    )
     return dataclasses.replace(counters, plan_s=planned.plan_s)
 
 
@@ -388,19 +416,13 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
 
 def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
     """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local."""
-    for key in list(state_dict):
+    for key in list(state_dict):  # and no tuples of items: 20,000 of them wake the collector
         value = state_dict[key]
-        if isinstance(value, Stateful):
+        # Asking whether something is Stateful takes longer than loading a small tensor.
+        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):
             value.load_state_dict(loaded[key])
         else:
             state_dict[key] = loaded[key]
-
-
-def _bitmap(plan: SavePlan, writes: set[MetadataIndex]) -> bytes:
-    """One bit per item of a rank's plan: does this rank write it."""
-    # Told the dtype: a rank with nothing to save has an empty list, and that is one of floats.
-    bits = np.fromiter((item.index in writes for item in plan.items), bool, len(plan.items))
-    return np.packbits(bits).tobytes()
 
 
 def item_bytes(item: WriteItem) -> int:

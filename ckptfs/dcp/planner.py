@@ -3,13 +3,16 @@
     local plan       stock's items; each leaf and tensor checked by key; a fingerprint per key
     global plan      fingerprints compared, then stock's deduplication and validation
 
-It never caches plans: stock's cache ignores dtypes and is keyed by the class's name. The cyclic
+``ckptfs.save`` asks it for local plans, and decides over them as columns (``exchange``); stock's
+``dcp.save`` calls both. It never caches plans: stock's cache ignores dtypes and is keyed by the class's
+name. The cyclic
 garbage collector rests while plans and metadata are built: at 20,000 tensors it is half the time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import io
 from collections import defaultdict
@@ -22,11 +25,18 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from ckptfs.dcp.leaves import check_leaf, check_tensor, fingerprint_of, serialise_leaf
+from ckptfs.dcp.leaves import fingerprint_of, serialise_leaf
+from ckptfs.dcp.local_items import Itemiser, flatten
 from ckptfs.dcp.per_rank import LocalFacts, listed
 from ckptfs.errors import StateError
 
-__all__ = ["SavePlanner", "fingerprints", "gc_paused"]
+__all__ = [
+    "SavePlanner",
+    "fingerprints",
+    "gc_paused",
+    "refuse_divergence",
+    "shard_fingerprint",
+]
 
 
 @contextmanager
@@ -70,7 +80,12 @@ class SavePlanner(DefaultSavePlanner):
         """Flatten the state dict. All ranks. StateError for two values under one flat key."""
         with gc_paused():
             try:
-                super().set_up_planner(state_dict, storage_meta, is_coordinator)
+                flattened = flatten(state_dict)
+                if flattened is None:
+                    super().set_up_planner(state_dict, storage_meta, is_coordinator)
+                else:
+                    self.state_dict, self.mappings = flattened
+                    self.is_coordinator = is_coordinator
             except ValueError as error:
                 raise StateError(
                     f"the state dict cannot be flattened: {error}",
@@ -80,12 +95,14 @@ class SavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's items, checked; fingerprints travel in ``planner_data``. All ranks."""
         with gc_paused():
-            plan = super().create_local_plan()
-            _refuse_unloadable(plan.items, self.state_dict)
+            itemiser = Itemiser()
+            items = itemiser.items(self.state_dict)
+            _refuse_unloadable(itemiser.reasons)
             prints: dict[str, int] = {}
             if self.compare_ranks:
-                prints = fingerprints(plan.items, lambda item: self.state_dict[item.index.fqn])
-            return dataclasses.replace(plan, planner_data=LocalFacts(plan.planner_data, prints))
+                prints = fingerprints(items, lambda item: self.state_dict[item.index.fqn])
+            self.plan = SavePlan(items, planner_data=LocalFacts(self.mappings, prints))
+            return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Deduplicate, validate, describe. Coordinator only.
@@ -97,7 +114,7 @@ class SavePlanner(DefaultSavePlanner):
                 p.planner_data if isinstance(p.planner_data, LocalFacts) else None
                 for p in all_plans
             ]
-            _refuse_divergence([f.fingerprints if f else {} for f in facts])
+            refuse_divergence([f.fingerprints if f else {} for f in facts])
             bare = [
                 dataclasses.replace(plan, planner_data=dict(f.mappings)) if f else plan
                 for plan, f in zip(all_plans, facts, strict=True)
@@ -126,20 +143,8 @@ class SavePlanner(DefaultSavePlanner):
         return data
 
 
-def _refuse_unloadable(items: Sequence[WriteItem], state_dict: Mapping[str, Any]) -> None:
+def _refuse_unloadable(reasons: Mapping[str, str]) -> None:
     """StateError with every key that could be written but not read back."""
-    reasons: dict[str, str] = {}
-    for item in items:
-        key = item.index.fqn
-        if key in reasons:
-            continue
-        value = state_dict[key]
-        if item.type is WriteItemType.BYTE_IO:
-            reason = check_leaf(value)
-        else:
-            reason = check_tensor(_local_of(value))
-        if reason is not None:
-            reasons[key] = reason
     if reasons:
         told = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
         more = f"; and {len(reasons) - 10} more" if len(reasons) > 10 else ""  # noqa: PLR2004
@@ -148,18 +153,6 @@ def _refuse_unloadable(items: Sequence[WriteItem], state_dict: Mapping[str, Any]
             hint="save plain values, tensors and containers of them; "
             "or allow a class with torch.serialization.add_safe_globals on both sides",
         )
-
-
-def _local_of(value: Any) -> torch.Tensor:
-    """The memory behind a sharded tensor on this rank, or the tensor itself."""
-    if hasattr(value, "local_shards"):
-        shards = value.local_shards()
-        return shards[0].tensor if shards else torch.empty(0)
-    if hasattr(value, "to_local"):
-        local: torch.Tensor = value.to_local()
-        return local
-    tensor: torch.Tensor = value
-    return tensor
 
 
 def fingerprints(
@@ -176,16 +169,21 @@ def fingerprints(
         if key in found:
             continue
         if item.type is WriteItemType.SHARD:
+            assert item.tensor_data is not None  # noqa: S101 - the type of the item says so
             data = item.tensor_data
-            found[key] = fingerprint_of(
-                ("shard", data and str(data.properties.dtype), data and tuple(data.size))
-            )
+            found[key] = shard_fingerprint(data.properties.dtype, data.size)
         else:
             found[key] = fingerprint_of(value_of(item))
     return found
 
 
-def _refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
+@functools.lru_cache(maxsize=1 << 16)
+def shard_fingerprint(dtype: torch.dtype, size: torch.Size) -> int:
+    """What ranks must agree on that have shards of one tensor."""
+    return fingerprint_of(("shard", str(dtype), tuple(size)))
+
+
+def refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
     """StateError for every key whose value is not the same on all ranks that have it."""
     by_key: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, prints in enumerate(ranks):

@@ -149,7 +149,8 @@ class StorageReader(TorchStorageReader):
         """All ranks. Read this rank's part, verified, into the planner's tensors. Local."""
         with crossing(self._rank):
             opened = self._opened
-            source = source_of(opened.storage, opened.found, self._verify, self._rank)
+            size, _ = self._size_and_rank(self._rank)
+            source = source_of(opened.storage, opened.found, self._verify, self._rank, size)
             guarded: Any = planner
             if self._weights_only and _is_stock(planner):
                 guarded = _SafeLeaves(planner)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["Loan", "Resolve", "host_tensor", "memory_of", "tensor_over"]
+from ckptfs.errors import StateError
+
+__all__ = ["Loan", "Resolve", "check_memory", "host_tensor", "memory_of", "tensor_over"]
+
+
+# One type for memory of any size: ctypes takes long to make one, and would keep it for each size.
+_ANY = ctypes.c_char * (sys.maxsize >> 1)
 
 
 def _nobody() -> None:
@@ -76,10 +83,32 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return memoryview(bytearray())
-    memory: Any = (ctypes.c_char * size_bytes).from_address(tensor.data_ptr())
+    address, begin = tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
+    if not address or begin + size_bytes > tensor.untyped_storage().nbytes():
+        raise _no_memory(tensor)
+    memory: Any = _ANY.from_address(address)
     # ctypes does not know whose memory this is: a view of a temporary would read freed memory.
     memory.owner = tensor
-    return memoryview(memory).cast("B")
+    return memoryview(memory).cast("B")[:size_bytes]
+
+
+def check_memory(tensor: torch.Tensor) -> None:
+    """StateError where a host tensor's memory is not all its own: it was given back, as sharded training
+    does with parameters between two uses, or it never was. What lies there is somebody else's.
+    """
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + reach + 1) * tensor.element_size()
+    if tensor.data_ptr() == 0 or end > tensor.untyped_storage().nbytes():
+        raise _no_memory(tensor)
+
+
+def _no_memory(tensor: torch.Tensor) -> StateError:
+    return StateError(
+        f"a tensor of shape {tuple(tensor.shape)} has no memory of its size",
+        hint="its storage was freed or made smaller; gather it before it is saved or loaded into",
+    )
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -210,7 +210,7 @@ def _read_base(seal: Seal, site: Site, wanted: Sequence[MetadataIndex]) -> Base:
     metadata = read_metadata(storage, found)
     # Of other domains the disks may not be seen from here.
     files = _files_of(found, site.domain)
-    digests: dict[str, dict[int, ItemDigests]] = {}
+    digests: dict[str, Mapping[int, ItemDigests]] = {}
     items = {}
     for index in wanted:
         info = metadata.storage_data.get(index)
@@ -237,7 +237,7 @@ def _files_of(found: Found, domain: str) -> dict[str, HeldFile]:
     }
 
 
-def _digests_of(storage: Storage, found: Found, file: HeldFile) -> dict[int, ItemDigests]:
+def _digests_of(storage: Storage, found: Found, file: HeldFile) -> Mapping[int, ItemDigests]:
     key = file_key(file.sidecar, found.home)
     return decode_digests(storage.read(key), storage.uri(key)).by_offset()
 

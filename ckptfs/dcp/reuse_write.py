@@ -22,7 +22,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import drive
 from ckptfs.commit.shared_data import is_there, link_file
 from ckptfs.commit.spec import WrittenPart
-from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.engine import auto_engine
 from ckptfs.dcp.layout import (
     Placed,
     WriteEngine,
@@ -85,7 +85,7 @@ def write_changed(
     memory: Memory,
     *,
     threads: int = 1,
-    engine: WriteEngine = buffered_engine,
+    engine: WriteEngine = auto_engine,
 ) -> WrittenPart:
     """Write this rank's items but those that the save ``previous`` holds unchanged.
 

@@ -23,6 +23,7 @@ from ckptfs.dcp.safetensors_format import Entry, encode_header
 from ckptfs.dcp.safetensors_plan import PlannedFile
 from ckptfs.errors import StateError
 from ckptfs.storage.base import Shape
+from ckptfs.storage.threads import uninterrupted
 from ckptfs.storage.under_way import carried
 
 __all__ = ["FileWriter", "PlannedExport"]
@@ -66,6 +67,7 @@ class FileWriter:
         self._records: list[FileRecord] = []
         rank = attempt.seat.control.rank
         self._mine = [n for n, file in enumerate(planned.files) if file.owner == rank]
+        self._ended = threading.Event()
         self._thread = threading.Thread(
             target=carried(self._run), name="ckptfs-export", daemon=True
         )
@@ -80,7 +82,7 @@ class FileWriter:
             # What is half written is not to be closed as if it were whole.
             self._error = self._error or StateError(f"the export was left: {exc[1]}")
             self._items.put(None)
-            self._thread.join()
+            uninterrupted(self._ended.wait)
 
     def put(self, number: int, entry: Entry, tensor: torch.Tensor) -> None:
         """Hand over the next tensor; it must stay as it is. Waits while one waits already."""
@@ -91,7 +93,7 @@ class FileWriter:
         """All files are durable; raises what writing one raised."""
         if self._mine:
             self._items.put(None)
-            self._thread.join()
+            self._ended.wait()
         if self._error is not None:
             raise self._error
         return self._records
@@ -108,6 +110,12 @@ class FileWriter:
         return FileRecord(name, len(data), self._domain, None, xxhash.xxh3_128_hexdigest(data))
 
     def _run(self) -> None:
+        try:
+            self._write_all()
+        finally:
+            self._ended.set()
+
+    def _write_all(self) -> None:
         try:
             for number in self._mine:
                 self._write(self._planned.files[number])

@@ -8,8 +8,8 @@ Collective on the seat's control, and on nothing else: it runs as well on a thre
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec, SmallFile, WrittenPart
+from ckptfs.commit.spec import Committed, SaveSpec, SmallFile, WrittenPart
+from ckptfs.dcp.engine import WriteEngineName, engine_for
+from ckptfs.dcp.exchange import PlanMemory
 from ckptfs.dcp.pending import Phase, Watch
 from ckptfs.dcp.pipeline import PlannedSave, finish_save, item_bytes, plan_save, write
 from ckptfs.dcp.planner import SavePlanner
@@ -33,7 +35,7 @@ from ckptfs.progress import SILENT, Meter, progress
 from ckptfs.topology.control import hearing
 from ckptfs.uri import Uri
 
-__all__ = ["Tell", "WriteOptions", "save_at", "tell_nobody"]
+__all__ = ["Tell", "WriteOptions", "followed", "save_at", "tell_nobody"]
 
 Tell = Callable[[Event], None]
 
@@ -46,7 +48,8 @@ class WriteOptions:
     written where it cannot fit; otherwise a warning. writers_per_node: ranks of one node that write
     at the same time, over all processes of this user that save into the run; None is no limit.
     unchanged: whether what the last committed save of the run holds already is written again. memory:
-    what is known of that save from one save of this process to the next.
+    what is known of that save from one save of this process to the next. engine: how files are written.
+    plans: what is known of its plan.
     """
 
     threads: int = 1
@@ -54,6 +57,8 @@ class WriteOptions:
     writers_per_node: int | None = None
     unchanged: Unchanged = Unchanged.WRITE
     memory: Memory = field(default_factory=Memory, compare=False)
+    engine: WriteEngineName = WriteEngineName.AUTO
+    plans: PlanMemory = field(default_factory=PlanMemory, compare=False)
 
 
 def tell_nobody(event: Event) -> None:
@@ -89,7 +94,11 @@ def save_at(
     watch.enter(Phase.PLAN)
     domains = {d.id: d.ranks for d in seat.placement.domains}
     planned = plan_save(
-        state_dict, control, per_rank=spec.per_rank, domains=tuple(domains.values())
+        state_dict,
+        control,
+        per_rank=spec.per_rank,
+        domains=tuple(domains.values()),
+        memory=options.plans,
     )
     watch.planned(planned.size_bytes, len(planned.items))
     warnings = check_space(seat, planned, options.threads, required=options.require_space)
@@ -115,20 +124,38 @@ def save_at(
             root=seat.storage.root,
         )
 
-    def hangs(error: CkptfsError) -> None:
-        # What may be committed has not failed: from the seal on, who hangs waits for the end of it.
-        if not attempt.seal_tried:
-            watch.hangs(error)
+    def result_of(committed: Committed) -> SaveResult:
+        wall_s = time.perf_counter() - started
+        return committed.result(str(target), spec.step, control.rank, wall_s, warnings)
 
     try:
-        with hearing(control, hangs):
+        with followed(attempt, watch, result_of):
             attempt.begin()
             committed = attempt.commit(write_mine, finish)
     except BaseException:
         attempt.abandon()
         raise
-    wall_s = time.perf_counter() - started
-    return committed.result(str(target), spec.step, control.rank, wall_s, warnings)
+    return result_of(committed)
+
+
+@contextmanager
+def followed(
+    attempt: Attempt, watch: Watch, result_of: Callable[[Committed], SaveResult]
+) -> Iterator[None]:
+    """While inside, ``watch`` is told what all others have when this rank's part of the save hangs in its
+    storage: an error, or that it is committed.
+    """
+
+    def hangs(error: CkptfsError) -> None:
+        try:
+            committed = attempt.given_up(error)
+        except CkptfsError as end:
+            watch.hangs(end)
+        else:
+            watch.committed(result_of(committed))
+
+    with hearing(attempt.seat.control, hangs):
+        yield
 
 
 def _meter(target: Uri, planned: PlannedSave, *, shows: bool) -> AbstractContextManager[Meter]:
@@ -177,7 +204,14 @@ def _write(
         site = Site(seat.storage, seat.caps, attempt.keys, domain)
         mine = Mine(planned.rank, planned.items, planned.resolve)
         previous = attempt.previous
-        part = write_changed(mine, site, previous, options.memory, threads=options.threads)
+        part = write_changed(
+            mine,
+            site,
+            previous,
+            options.memory,
+            threads=options.threads,
+            engine=engine_for(options.engine),
+        )
         return replace(part, counters=replace(part.counters, plan_s=planned.plan_s))
     return write(
         planned,
@@ -186,4 +220,5 @@ def _write(
         attempt.save_id,
         domain=domain,
         threads=options.threads,
+        engine=engine_for(options.engine),
     )

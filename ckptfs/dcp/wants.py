@@ -1,7 +1,8 @@
-"""One item of a load plan as ranges of its file, each with what is done with its bytes.
+"""Pieces of a load as ranges of their file, each with what is done with its bytes.
 
-    payload known    payload_wants    into the tensor's own memory, or through scratch into place
-    payload unknown  blob_wants       the whole item, for an unpickler
+    payload known    payload_wants   all parts of one saved tensor: into place, or through scratch
+                     head_want       first, where only torch's own head says that it is known
+    payload unknown  blob_wants      the whole item, for an unpickler
 
 Everything given to a want runs on any thread; the planner is asked for nothing here.
 """
@@ -14,56 +15,32 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
-from ckptfs.commit.digests import ItemDigests
+from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests
 from ckptfs.dcp.blobs import Blob, load_tensor
-from ckptfs.dcp.boxes import narrowed, pieces_of, strides_of
+from ckptfs.dcp.boxes import narrowed, pieces_of, pieces_within, strides_of
 from ckptfs.dcp.datafile import DataFile
+from ckptfs.dcp.frames import frame, matches
+from ckptfs.dcp.reads import Read
 from ckptfs.dcp.resolve import memory_of, tensor_over
-from ckptfs.dcp.spans import Cutting, Owner, Want, blob_cuts, payload_cuts, whole_blocks
-from ckptfs.errors import ManifestError, StateError
+from ckptfs.dcp.spans import Cutting, Owner, Want, blob_cuts, payload_cuts
 
-__all__ = ["Asked", "Saved", "blob_wants", "check_target", "payload_wants", "saved_as", "unpickle"]
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a chunk was when it was saved: its sizes and its dtype."""
-
-    sizes: torch.Size
-    dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its memory."""
-        return self.sizes.numel() * self.dtype.itemsize
-
-
-def saved_as(metadata: Metadata, item: ReadItem) -> Saved:
-    """The chunk that ``item`` reads from; ManifestError when the metadata has none."""
-    index = item.storage_index
-    described = metadata.state_dict_metadata[index.fqn]
-    if not isinstance(described, TensorStorageMetadata):
-        raise ManifestError(
-            f".metadata describes {index.fqn!r} as an object and reads it as a tensor"
-        )
-    return Saved(_chunk_sizes(described, index), described.properties.dtype)
-
-
-def check_target(item: ReadItem, target: torch.Tensor) -> None:
-    """StateError unless the planner's tensor has the shape of the range."""
-    if tuple(target.size()) != tuple(item.lengths):
-        raise StateError(
-            f"{item.storage_index.fqn!r}: the planner gave a tensor of shape "
-            f"{tuple(target.size())} for a range of {tuple(item.lengths)}"
-        )
+__all__ = [
+    "Asked",
+    "Payload",
+    "blob_wants",
+    "head_want",
+    "is_plain",
+    "payload_wants",
+    "small_want",
+    "unpickle",
+    "usual_want",
+]
 
 
 @dataclass(slots=True)
 class Asked:
-    """One item that is being read: what all of its wants share."""
+    """One saved item that is being read: what all of its wants share."""
 
     file: DataFile
     digests: ItemDigests | None
@@ -71,137 +48,218 @@ class Asked:
     owner: Owner
     cutting: Cutting
 
-    def compare(self, low: int, data: memoryview) -> float:
-        """Compare whole blocks from ``low`` of the item on; seconds."""
-        return self.file.compare(self.digests, low, data, key=self.key)
+    def check(self, low: int) -> Callable[[int, memoryview], float] | None:
+        """What compares whole blocks, from ``low`` of the item on; None: nothing to compare with."""
+        if self.digests is None or not self.file.verifies:
+            return None
+        return partial(self.file.compare, self.digests, low, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A saved tensor's memory: where its item lies in the file, where in that it lies, its bytes.
+
+    is_sure: digests say so, and not only torch's usual head.
+    """
+
+    item: int
+    inside: int
+    length: int
+    is_sure: bool = True
+
+    @staticmethod
+    def of(read: Read, digests: ItemDigests | None, size_bytes: int) -> Payload | None:
+        """Where it lies, by its digests or as torch writes it now; None: only torch can tell."""
+        if digests is not None:
+            if digests.payload_length != size_bytes:
+                return None
+            return Payload(read.offset, digests.payload_offset, size_bytes)
+        usual = None if read.dtype is None else frame(read.dtype, tuple(read.sizes))
+        if usual is None or usual.length != read.length:
+            return None
+        return Payload(read.offset, len(usual.head), size_bytes, is_sure=False)
+
+
+def small_want(
+    file: DataFile, digests: ItemDigests, read: Read, owner: Owner, out: memoryview
+) -> Want:
+    """All of a payload of at most one block: most items of most checkpoints."""
+    inside = digests.payload_offset
+    start = read.offset + inside
+    digest = digests.blocks[-(-inside // BLOCK_SIZE_BYTES)] if file.verifies else None
+    return Want(start, start + digests.payload_length, owner, read.key, out, digest)
+
+
+def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> Want:
+    """An item without digests from its head to the end of its payload: its owner is strange, and
+    nothing is in ``out``, if the head is not torch's usual one.
+    """
+    stop = payload.item + payload.inside + payload.length
+    take = partial(_place_if_usual, owner, read, out)
+    return Want(payload.item, stop, owner, read.key, take=take)
+
+
+def head_want(asked: Asked, payload: Payload, read: Read) -> Want:
+    """The head of an item without digests; its owner is strange if it is not torch's usual one."""
+    take = partial(_look, asked.owner, read)
+    return Want(payload.item, payload.item + payload.inside, asked.owner, asked.key, take=take)
 
 
 def payload_wants(
-    asked: Asked, digests: ItemDigests, saved: Saved, item: ReadItem, target: torch.Tensor
+    asked: Asked, payload: Payload, parts: Sequence[tuple[Read, torch.Tensor]]
 ) -> Iterator[Want]:
-    """Ranges of a payload that fill ``target`` with the box that ``item`` asks for."""
-    size, inside = saved.dtype.itemsize, digests.payload_offset
-    direct = target.device.type == "cpu" and target.dtype == saved.dtype
-    window = max(1, asked.cutting.window // size)
-    strides = strides_of(saved.sizes)
-    boxes = pieces_of(saved.sizes, item.storage_offsets, item.lengths, window, whole=direct)
-    for piece in boxes:
-        part = narrowed(target, piece.offsets, piece.lengths)
-        start, stop = piece.start * size, piece.stop * size
-        if direct and piece.is_contiguous and part.is_contiguous() and not _is_lazy(part):
-            yield from _direct_wants(asked, digests, start, memory_of(part))
-            continue
-        low, high = start, stop
-        if asked.file.verifies:
-            low, high = whole_blocks(start, stop, digests.payload_length)
-        box = _Box(start - low, stop - low, saved.dtype, piece.lengths, strides, part)
-        yield _want(asked, digests, low, high, partial(_place, asked, inside + low, box))
+    """Ranges of a payload that fill each tensor with the box that its Read asks for; no byte twice.
 
-
-def _direct_wants(
-    asked: Asked, digests: ItemDigests, start: int, out: memoryview
-) -> Iterator[Want]:
-    """Ranges of a payload, from ``start``, that fill ``out``; only their ends may need scratch."""
-    stop, inside = start + len(out), digests.payload_offset
-    length, cutting = digests.payload_length, asked.cutting
-    if stop - start == length <= cutting.window:
-        # All of a small payload: most items of most checkpoints.
-        yield _want(asked, digests, 0, length, partial(asked.compare, inside), out)
-        return
-    for low, high in payload_cuts(start, stop, length, cutting, rounded=asked.file.verifies):
-        first, last = max(low, start), min(high, stop)
-        here = out[first - start : last - start]
-        if (first, last) == (low, high):
-            take = partial(asked.compare, inside + low)
-            yield _want(asked, digests, low, high, take, here)
-        else:
-            take = partial(_clip, asked, inside + low, first - low, here)
-            yield _want(asked, digests, low, high, take)
-
-
-def _want(  # noqa: PLR0917 - a range, and who takes it
-    asked: Asked,
-    digests: ItemDigests,
-    low: int,
-    high: int,
-    take: Callable[[memoryview], float],
-    out: memoryview | None = None,
-) -> Want:
-    base = digests.offset + digests.payload_offset
-    return Want(base + low, base + high, asked.owner, asked.key, take, out)
+    parts: of one saved tensor, their tensors as large as their boxes.
+    """
+    cutting, rounded = asked.cutting, asked.file.verifies
+    places = [_Place.of(read, tensor, cutting, rounded=rounded) for read, tensor in parts]
+    cuts = payload_cuts(
+        [span for place in places for span in place.spans],
+        [place.spans[0] for place in places if place.memory is not None],
+        payload.length,
+        cutting.window,
+        rounded=rounded,
+    )
+    base = payload.item + payload.inside
+    for low, high in cuts:
+        out, others = None, []
+        for place in places:
+            if place.stop <= low or place.start >= high:
+                continue
+            memory = place.memory
+            if out is None and memory is not None and place.start <= low and high <= place.stop:
+                out = memory[low - place.start : high - place.start]
+            else:
+                others.append(place)
+        yield Want(
+            base + low,
+            base + high,
+            asked.owner,
+            asked.key,
+            out,
+            check=asked.check(payload.inside + low),
+            is_blocks=True,
+            take=partial(_deliver, low, others) if others else None,
+        )
 
 
 def blob_wants(asked: Asked, offset: int, blob: Blob) -> Iterator[Want]:
     """Ranges that fill ``blob`` with the whole item at ``offset`` of the file."""
     compared = asked.digests if asked.file.verifies else None
     for low, high in blob_cuts(compared, len(blob.data), asked.cutting.window):
-        take = partial(_piece_of_blob, asked, low, blob)
-        out = blob.out(low, high)
-        yield Want(offset + low, offset + high, asked.owner, asked.key, take, out)
-
-
-def unpickle(
-    file: DataFile, item: ReadItem, saved: Saved, target: torch.Tensor, stream: Any
-) -> None:
-    """Fill ``target`` from what torch.save wrote of the whole chunk. Any thread."""
-    key = item.storage_index.fqn
-    whole = load_tensor(file, stream, key)
-    if tuple(whole.shape) != tuple(saved.sizes):
-        raise file.damaged(
-            f"{key!r} has shape {tuple(whole.shape)} instead of {tuple(saved.sizes)}"
+        yield Want(
+            offset + low,
+            offset + high,
+            asked.owner,
+            asked.key,
+            blob.out(low, high),
+            check=asked.check(low),
+            take=lambda data: blob.arrived(len(data)),
         )
-    _fill(target, narrowed(whole, item.storage_offsets, item.lengths))
 
 
-def _clip(asked: Asked, low: int, skip: int, out: memoryview, data: memoryview) -> float:
-    """Whole blocks of which a part is wanted."""
-    spent = asked.compare(low, data)
-    out[:] = data[skip : skip + len(out)]
-    return spent
+def unpickle(file: DataFile, parts: Sequence[tuple[Read, torch.Tensor]], stream: Any) -> None:
+    """Fill the tensors from what torch.save wrote of the whole chunk. Any thread."""
+    read = parts[0][0]
+    whole = load_tensor(file, stream, read.key)
+    if tuple(whole.shape) != tuple(read.sizes):
+        raise file.damaged(
+            f"{read.key!r} has shape {tuple(whole.shape)} instead of {tuple(read.sizes)}"
+        )
+    for part, target in parts:
+        _fill(target, narrowed(whole, part.box_offsets, part.box_lengths))
+
+
+def is_plain(target: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether its memory is the values as they were saved, one after the other, on the host."""
+    # Conjugated and negated views show other values than their memory holds.
+    return (
+        target.is_cpu
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not (target.is_complex() and target.is_conj())
+        and not target.is_neg()
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """Where a box lies in scratch (bytes), what its elements are, and where they go."""
+class _Place:
+    """One part of a saved tensor and where it goes. spans: bytes of the payload that hold it.
 
-    start: int
-    stop: int
-    dtype: torch.dtype
-    lengths: Sequence[int]
-    strides: Sequence[int]
-    part: torch.Tensor
+    memory: of the tensor, where the part is one range of the payload and nothing has to be done to it.
+    """
+
+    read: Read
+    target: torch.Tensor
+    spans: Sequence[tuple[int, int]]
+    memory: memoryview | None
+
+    @property
+    def start(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def stop(self) -> int:
+        return self.spans[-1][1]
+
+    @staticmethod
+    def of(read: Read, target: torch.Tensor, cutting: Cutting, *, rounded: bool) -> _Place:
+        size = _size_of(read)
+        hole = BLOCK_SIZE_BYTES if rounded else cutting.gap
+        pieces = [
+            *pieces_of(
+                read.sizes,
+                read.box_offsets,
+                read.box_lengths,
+                max(1, cutting.window // size),
+                whole=True,
+                hole=hole // size,
+            )
+        ]
+        is_direct = pieces[0].is_contiguous and len(pieces) == 1 and is_plain(target, read.dtype)
+        spans = [(piece.start * size, piece.stop * size) for piece in pieces]
+        return _Place(read, target, spans, memory_of(target) if is_direct else None)
+
+    def put(self, low: int, data: memoryview) -> None:
+        """What these bytes, from ``low`` of the payload, hold of this part."""
+        if self.memory is not None:
+            first, last = max(low, self.start), min(low + len(data), self.stop)
+            self.memory[first - self.start : last - self.start] = data[first - low : last - low]
+            return
+        read = self.read
+        assert read.dtype is not None  # noqa: S101 - an object is no part of a tensor
+        size = read.dtype.itemsize
+        begin, end = low // size, (low + len(data)) // size
+        flat = tensor_over(data, read.dtype)
+        strides = strides_of(read.sizes)
+        for piece in pieces_within(read.sizes, read.box_offsets, read.box_lengths, begin, end):
+            values = flat.as_strided(piece.lengths, strides, piece.start - begin)
+            _fill(narrowed(self.target, piece.offsets, piece.lengths), values)
 
 
-def _place(asked: Asked, low: int, box: _Box, data: memoryview) -> float:
-    """A box that is not contiguous, or of another dtype, or on another device."""
-    spent = asked.compare(low, data)
-    flat = tensor_over(data[box.start : box.stop], box.dtype)
-    _fill(box.part, flat.as_strided(box.lengths, box.strides))
-    return spent
+def _size_of(read: Read) -> int:
+    return 1 if read.dtype is None else read.dtype.itemsize
 
 
-def _piece_of_blob(asked: Asked, low: int, blob: Blob, data: memoryview) -> float:
-    spent = asked.compare(low, data)
-    blob.arrived(len(data))
-    return spent
+def _deliver(low: int, places: Sequence[_Place], data: memoryview) -> None:
+    """Bytes of a payload from ``low`` on, for everybody who has not read them into place."""
+    for place in places:
+        place.put(low, data)
+
+
+def _look(owner: Owner, read: Read, data: memoryview) -> None:
+    if read.dtype is None or matches(data, read.dtype, tuple(read.sizes)) is None:
+        owner.is_strange = True
+
+
+def _place_if_usual(owner: Owner, read: Read, out: memoryview, data: memoryview) -> None:
+    _look(owner, read, data)
+    if not owner.is_strange:
+        out[:] = data[len(data) - len(out) :]
 
 
 def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
     # inference_mode is of one thread: tensors that were made in it refuse changes outside.
     with torch.inference_mode(target.is_inference()):
-        target.copy_(values)
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    # Conjugated and negated views show other values than their memory holds.
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _chunk_sizes(saved: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
-    chunks, hint = saved.chunks, index.index
-    if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-        return chunks[hint].sizes
-    for chunk in chunks:
-        if chunk.offsets == index.offset:
-            return chunk.sizes
-    raise ManifestError(f".metadata has no chunk of {index.fqn!r} at {index.offset}")
+        target.detach().copy_(values)

@@ -37,7 +37,7 @@ from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.agent import Desk, Task, hire, send_orders
 from ckptfs.dcp.copies import copies_for
 from ckptfs.dcp.crossing import crossing
-from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.engine import WriteEngineName, engine_for
 from ckptfs.dcp.layout import write_files
 from ckptfs.dcp.per_rank import listed, original_item, rename_plan
 from ckptfs.dcp.pipeline import decode_placed, metadata_files, written_part
@@ -53,7 +53,7 @@ __all__ = ["StorageWriter"]
 class StorageWriter(TorchStorageWriter):
     """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
 
-    uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run, per_rank, threads, if_exists,
+    uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run, per_rank, threads, engine, if_exists,
     step, scope, domain, unchanged: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
     that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
@@ -70,6 +70,7 @@ class StorageWriter(TorchStorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         per_rank: Sequence[str] = (),
         threads: int = 1,
+        engine: Literal["auto", "direct", "buffered"] = "auto",
         unchanged: Literal["write", "reference"] = "write",
         if_exists: Literal["error", "replace"] = "error",
         run: Run | None = None,
@@ -91,6 +92,7 @@ class StorageWriter(TorchStorageWriter):
             per_rank=tuple(per_rank),
         )
         self._threads = threads
+        self._engine = WriteEngineName(engine)
         self._unchanged, self._memory = Unchanged(unchanged), Memory()
         self._group = process_group
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
@@ -183,14 +185,21 @@ class StorageWriter(TorchStorageWriter):
             site = Site(attempt.storage, attempt.seat.caps, attempt.keys, domain)
             mine = Mine(self._rank, plan.items, resolve)
             previous = attempt.previous
-            return write_changed(mine, site, previous, self._memory, threads=self._threads)
+            return write_changed(
+                mine,
+                site,
+                previous,
+                self._memory,
+                threads=self._threads,
+                engine=engine_for(self._engine),
+            )
         written = write_files(
             attempt.storage,
             attempt.prefix,
             self._rank,
             plan.items,
             resolve,
-            engine=buffered_engine,
+            engine=engine_for(self._engine),
             threads=self._threads,
         )
         return written_part(written, attempt.save_id, domain)

@@ -153,7 +153,9 @@ def load_safetensors(
                 ),
             )
             planned = plan_load(state_dict, layout.metadata, control, strict=strict)
-            source = layout.source(source_of(seat.storage, found, checking, control.rank))
+            source = layout.source(
+                source_of(seat.storage, found, checking, control.rank, control.size)
+            )
             per_rank = tuple(control.step("read", lambda: read(planned, source)))
         manifest = found.manifest
         return LoadResult(

@@ -38,6 +38,7 @@ from ckptfs.manager.ground import Ground
 from ckptfs.manager.options import Settings
 from ckptfs.manager.retiring import Retirer
 from ckptfs.manager.saver import Job, Saver, StateJob
+from ckptfs.topology.control import hearing
 from ckptfs.uri import Uri
 
 __all__ = ["Crew"]
@@ -141,7 +142,7 @@ class Crew:
             result = self.saver.run(replace(job, state=staged), seat, watch)
             # A small state is committed before the caller has noticed that it was staged.
             futures.wait([pending.staged], timeout=_NOTICED_S)
-            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+            self._follow(job, seat, result, pending)
             return result
 
         assert isinstance(state, Mapping)  # noqa: S101 - staged below, never twice
@@ -163,13 +164,25 @@ class Crew:
 
         def save() -> SaveResult:
             result = self.saver.run(job, seat, pending.watch())
-            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+            self._follow(job, seat, result, pending)
             return result
 
         pending.has_staged(None)
         submit_pending(aside.worker, pending, save)
         begun(pending)
         return pending
+
+    def _follow(self, job: Job, seat: Seat, result: SaveResult, pending: PendingSave) -> None:
+        """Collective, on the worker's thread. Where this rank hangs in its storage, its caller is told what
+        all others have by then: the save is committed.
+        """
+
+        def hangs(error: CkptfsError) -> None:
+            logger.warning("after the commit of %s: %s", result.uri, error)
+            pending.succeed(result)
+
+        with hearing(seat.control, hangs):
+            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
 
     def begin(
         self,

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from ckptfs.commit.layout import CONTROL
 from ckptfs.errors import CommitConflictError, StateError
+from ckptfs.storage.under_way import under_way
+from ckptfs.storage.watched import WatchedFile, remove_tree
 from ckptfs.topology.control import Control
 
 __all__ = ["LocalRoot", "is_lead"]
@@ -66,7 +67,7 @@ class LocalRoot:
         fetch: opens, on the stack, a checkpoint that is downloaded into the directory it is given, and
         says its name; None: there is nothing. newest: the pointer names it, and the others go.
         """
-        self.on_nodes(control, "clear", lambda: shutil.rmtree(self._fetched, ignore_errors=True))
+        self.on_nodes(control, "clear", lambda: remove_tree(self._fetched))
         with contextlib.ExitStack() as stack:
             name = fetch(stack, self._fetched)
         if name is None:
@@ -82,10 +83,12 @@ class LocalRoot:
         removed, and what was not made here is moved aside.
         """
         folder = self.folder(name)
-        if os.path.lexists(folder):
+        with under_way("stat", folder):
+            there = os.path.lexists(folder)
+        if there:
             if os.path.exists(self._mark(name)):
                 # Another node, which shares the disk, may be doing the same.
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_tree(folder)
             else:
                 aside = f"{folder}.before"
                 # Asked again: another node, which shares the disk, may have moved it between.
@@ -95,14 +98,17 @@ class LocalRoot:
                         hint="move one of them away",
                     )
                 logger.warning("%s was not made here: it is now %s", folder, aside)
-                with contextlib.suppress(FileNotFoundError):  # that node was first
+                # That node was first.
+                with contextlib.suppress(FileNotFoundError), under_way("rename", aside):
                     os.rename(folder, aside)
-        os.makedirs(self._marks, exist_ok=True)
-        Path(self._mark(name)).touch()
+        with under_way("mkdir", self._marks):
+            os.makedirs(self._marks, exist_ok=True)
+            Path(self._mark(name)).touch()
 
     def _place(self, name: str) -> None:
         try:
-            os.rename(self._fetched, self.folder(name))
+            with under_way("rename", self.folder(name)):
+                os.rename(self._fetched, self.folder(name))
         except FileNotFoundError:
             # Another node, which shares the disk, was first.
             if not os.path.isdir(self.folder(name)):
@@ -116,11 +122,11 @@ class LocalRoot:
         # Not by its pid: nodes that share the disk may be containers, where every lead is process 1.
         part = f"{target}.{uuid.uuid4().hex}.tmp"
         try:
-            with open(part, "w", encoding="utf-8") as file:
-                file.write(name)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, target)
+            with WatchedFile(part, "wb") as file:
+                file.write(name.encode())
+                file.sync()
+            with under_way("rename", target):
+                os.replace(part, target)
         finally:
             Path(part).unlink(missing_ok=True)
         self.forget(name, *going)
@@ -130,7 +136,8 @@ class LocalRoot:
         all the same, so of another run; a framework that reads it would go on from that one.
         """
         try:
-            text = Path(self.path, self._pointer).read_text(encoding="utf-8", errors="replace")
+            with WatchedFile(os.path.join(self.path, self._pointer)) as file:
+                text = file.read().decode(errors="replace")
         except (FileNotFoundError, NotADirectoryError):
             return
         name = text.strip()
@@ -145,7 +152,7 @@ class LocalRoot:
         """Remove the directories that were made here, by killed processes too, but for some."""
         for other in os.listdir(self._marks) if os.path.isdir(self._marks) else ():
             if other not in {*kept, _FETCHED}:
-                shutil.rmtree(self.folder(other), ignore_errors=True)
+                remove_tree(self.folder(other))
                 Path(self._mark(other)).unlink(missing_ok=True)
 
     def _mark(self, name: str) -> str:

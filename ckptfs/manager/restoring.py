@@ -31,7 +31,7 @@ from ckptfs.events import LoadResult, Restored
 from ckptfs.manager.blanks import Blank, Marks, Moving, Reshard, blank_of, moved_keys
 from ckptfs.manager.candidates import Candidate, Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.checking import Opened, check
-from ckptfs.manager.damage import Damage, damage_of, doubt_of, listed
+from ckptfs.manager.damage import Damage, Flaw, damage_of, doubt_of, listed
 from ckptfs.manager.places import Places
 from ckptfs.manager.saved import Saved
 
@@ -167,6 +167,13 @@ class _Restore:
         return first
 
     def _try(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
+        first = self._try_now(source, candidate)
+        if isinstance(first, Damage) and first.flaw is Flaw.INCOMPLETE:
+            # It may have been projected between the look and the read: what is missing is missed twice.
+            return self._try_now(source, candidate)
+        return first
+
+    def _try_now(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
         seat = self._places.seats[source]
         seal = self._piece(source, candidate)
         held: list[Opened] = []

@@ -27,9 +27,9 @@ from ckptfs.commit.publishing import (
     share_files,
 )
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec, WrittenPart
+from ckptfs.commit.spec import Committed, SaveSpec, WrittenPart
 from ckptfs.dcp.pending import Phase, Watch
-from ckptfs.dcp.saving import Tell, WriteOptions, save_at
+from ckptfs.dcp.saving import Tell, WriteOptions, followed, save_at
 from ckptfs.dcp.share import Share
 from ckptfs.errors import CkptfsError
 from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveResult, Written
@@ -114,25 +114,32 @@ class FilesJob:
         watch.planned(sum(file.size_bytes for file in mine.send), len(mine.send))
         attempt = Attempt(seat, self.spec)
         try:
-            attempt.begin()
-            part = Publication(attempt, seat, self.path, mine)
+            with followed(attempt, watch, self._result_of(control.rank)):
+                attempt.begin()
+                part = Publication(attempt, seat, self.path, mine)
 
-            def write() -> WrittenPart:
-                watch.enter(Phase.WRITE)
-                written = part.write()
-                tell(Written(str(self.target), self.spec.step, written.counters))
-                watch.durable(written.counters)
-                watch.enter(Phase.COMMIT)
-                return written
+                def write() -> WrittenPart:
+                    watch.enter(Phase.WRITE)
+                    written = part.write()
+                    tell(Written(str(self.target), self.spec.step, written.counters))
+                    watch.durable(written.counters)
+                    watch.enter(Phase.COMMIT)
+                    return written
 
-            committed = attempt.commit(write, part.finish)
+                committed = attempt.commit(write, part.finish)
         except BaseException:
             attempt.abandon()
             raise
         if self.consume and is_lead:
             remove_source(self.path)
-        wall_s = time.perf_counter() - self.started
-        return committed.result(str(self.target), self.spec.step, control.rank, wall_s)
+        return self._result_of(control.rank)(committed)
+
+    def _result_of(self, rank: int) -> Callable[[Committed], SaveResult]:
+        def result_of(committed: Committed) -> SaveResult:
+            wall_s = time.perf_counter() - self.started
+            return committed.result(str(self.target), self.spec.step, rank, wall_s)
+
+        return result_of
 
     def _list(self, seat: Seat) -> tuple[Listed, ...]:
         run = seat.storage.local_path("")

@@ -8,6 +8,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
 
     small, whole       read  read_ahead  create  replace  stat  list    (log entries, manifests)
     large, streamed    open_write -> DataWriter, open_read -> DataReader
+    large, at once     open_parallel -> ParallelWriter, where the place takes windows in any order
     names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
     certainty          sync (durable names)  refresh (drop what a client cached)  touch
 
@@ -26,6 +27,8 @@ from types import TracebackType
 from typing import Self
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError
+from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.ranged import DataReader, Reach
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "DataReader",
     "DataWriter",
     "Entry",
+    "Reach",
     "Shape",
     "Space",
     "Stat",
@@ -168,32 +172,6 @@ class DataWriter(ABC):
             raise
 
 
-class DataReader(ABC):
-    """Ranged reads of one file that does not change. Safe from several threads at once.
-
-    concurrency: reads that are worth having under way at once. window_bytes: what one read should
-    fetch, where the caller has the choice.
-    """
-
-    size_bytes: int
-    concurrency: int = 1
-    window_bytes: int = 4 << 20
-
-    @abstractmethod
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill all of ``buffer`` from ``offset``. A short file is an EOF error: IntegrityError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the handle; harmless twice."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
 class Storage(ABC):
     """Bytes under one root URI. Safe from several threads; picklable; clients open lazily.
 
@@ -286,6 +264,17 @@ class Storage(ABC):
         Filesystems keep a partial file, S3 the parts of an upload (through s3fs); elsewhere nothing.
         """
         return self.open_write(key, size_hint_bytes=size_bytes)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        """As ``open_write``, for a file of exactly that size that several threads write at once. None:
+        not here, use ``open_write``. engine: DIRECT or BUFFERED where the caller insists; by default
+        what the place is seen to be fast with.
+        """
+        del size_bytes, engine
+        self.uri(key)
+        return None
 
     @abstractmethod
     def open_read(self, key: str) -> DataReader:

@@ -1,7 +1,8 @@
 """Whole files and streams over the ``Posix`` seam: the short functions under the local backend.
 
     write_whole   O_EXCL, write all, fsync, close         read_whole   open, read to the end
-    LocalWriter   .partial-* -> fsync -> publish(name)    LocalReader  preadv into the caller's buffer
+    LocalWriter   .partial-* -> fsync -> publish(name)    reading.py   ranges into the caller's buffer
+                  in order; direct.py: in windows, by several threads
 
 Large buffers go to the kernel as they are, without a copy; small ones are gathered to 1 MiB first.
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
@@ -12,26 +13,31 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from collections.abc import Callable
 from enum import Enum
 
-from ckptfs.errors import IntegrityError, StaleError, StorageError
-from ckptfs.storage.base import DataReader, DataWriter
-from ckptfs.storage.failures import translated, typed
+from ckptfs.errors import StorageError
+from ckptfs.storage.base import DataWriter
+from ckptfs.storage.failures import translated
 from ckptfs.storage.posix import Posix
 from ckptfs.uri import Uri
 
-__all__ = ["LocalReader", "LocalWriter", "read_whole", "unlink_quietly", "write_all", "write_whole"]
+__all__ = [
+    "FileState",
+    "LocalWriter",
+    "PartialFile",
+    "read_whole",
+    "unlink_quietly",
+    "write_all",
+    "write_whole",
+]
 
 log = logging.getLogger(__name__)
 
 GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are gathered up to here
 BEHIND_BYTES = 8 << 20  # 8 MiB: so much is handed to the disk while the next is copied
 CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
-STALE_TRIES = 4
 
-_LOOK = os.O_RDONLY | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -70,17 +76,20 @@ def read_whole(posix: Posix, path: str) -> bytes:
         posix.close(fd)
 
 
-class _State(Enum):
+class FileState(Enum):
+    """Of a file on its way."""
+
     OPEN = "open"
     BROKEN = "broken"  # a step is under way, or failed: what is missing must never be published
     PUBLISHED = "published"
     ABORTED = "aborted"
 
 
-class LocalWriter(DataWriter):
-    """One new file: a partial file beside the key, then ``publish(partial)`` puts it in place.
+class PartialFile:
+    """A new file that nobody sees: under a partial name beside the key, until ``publish(partial)``.
 
-    After a failed write the file can only be aborted: ``close`` refuses to publish a hole.
+    What its writers have in common. After a failed write it can only be aborted: ``close`` refuses
+    to publish a hole.
     """
 
     def __init__(
@@ -90,55 +99,32 @@ class LocalWriter(DataWriter):
         self._uri = uri
         self._partial = partial
         self._publish = publish
-        self._gathered = bytearray()
-        self._sent = 0  # bytes the kernel has
-        self._behind = 0  # of them, bytes the disk was told to take
         self._pid = os.getpid()
         self._fd: int | None = None
-        self._state = _State.BROKEN
+        self._state = FileState.BROKEN
         try:
             self._fd = self._opened()
         except BaseException:
             self.abort()
             raise
-        self._state = _State.OPEN
+        self._state = FileState.OPEN
 
     def _opened(self) -> int:
         return self._posix.open(self._partial, _NEW)
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        fd = self._open_fd()
-        if len(self._gathered) + len(view) < GATHER_BYTES:
-            self._gathered += view
-            return len(view)
-        self._state = _State.BROKEN
-        with translated(self._uri, "write"):
-            self._flush(fd)
-            if len(view) < GATHER_BYTES:
-                self._gathered += view
-            else:
-                self._send(fd, view)
-        self._state = _State.OPEN
-        return len(view)
-
-    def flush(self) -> None:
-        """Hand the gathered bytes to the kernel; nothing becomes visible or durable by it."""
-        fd = self._open_fd()
-        self._state = _State.BROKEN
-        with translated(self._uri, "write"):
-            self._flush(fd)
-        self._state = _State.OPEN
-
     def close(self) -> None:
-        if self._state is _State.PUBLISHED:
+        """Durable, then published. See ``DataWriter.close``."""
+        if self._state is FileState.PUBLISHED:
             return
         fd = self._open_fd()
-        self._state = _State.BROKEN
+        self._state = FileState.BROKEN
         with translated(self._uri, "write"):
             self._flush(fd)
             self._finish(fd)
-        self._state = _State.PUBLISHED
+        self._state = FileState.PUBLISHED
+
+    def _flush(self, fd: int) -> None:
+        """Before the fsync: hand over what is not the kernel's yet."""
 
     def _finish(self, fd: int) -> None:
         self._posix.fsync(fd)
@@ -147,18 +133,33 @@ class LocalWriter(DataWriter):
         self._publish(self._partial)
 
     def abort(self) -> None:
-        if self._state in (_State.PUBLISHED, _State.ABORTED):
+        """Leave nothing behind. See ``DataWriter.abort``."""
+        if self._state in (FileState.PUBLISHED, FileState.ABORTED):
             return
-        self._state = _State.ABORTED
-        self._gathered.clear()
+        self._state = FileState.ABORTED
         fd, self._fd = self._fd, None
         if fd is not None:
-            try:
-                self._posix.close(fd)
-            except OSError as error:
-                # The bytes are thrown away: that some did not arrive is no news.
-                log.debug("close while aborting %s: %s", self._uri, error)
+            self._empty(fd)
+        self._let_go(fd)
         self._discard()
+
+    def _empty(self, fd: int) -> None:
+        """Give its space back now. What an NFS client could not send, of a full export for one, holds a
+        removed file under the name .nfs... and with it all of its space.
+        """
+        try:
+            self._posix.truncate(fd, 0)
+        except OSError as error:
+            log.debug("truncate while aborting %s: %s", self._uri, error)
+
+    def _let_go(self, fd: int | None) -> None:
+        if fd is None:
+            return
+        try:
+            self._posix.close(fd)
+        except OSError as error:
+            # The bytes are thrown away: that some did not arrive is no news.
+            log.debug("close while aborting %s: %s", self._uri, error)
 
     def _discard(self) -> None:
         unlink_quietly(self._posix, self._partial)
@@ -168,6 +169,54 @@ class LocalWriter(DataWriter):
         # A forked child inherits the object, but not the file.
         if getattr(self, "_pid", None) == os.getpid():
             self.abort()
+
+    def _open_fd(self) -> int:
+        if self._state is not FileState.OPEN or self._fd is None:
+            raise StorageError(
+                f"the file cannot be written: it is {self._state.value}", uri=self._uri
+            )
+        return self._fd
+
+
+class LocalWriter(PartialFile, DataWriter):
+    """One new file, written in order."""
+
+    def __init__(
+        self, posix: Posix, uri: Uri, partial: str, publish: Callable[[str], None]
+    ) -> None:
+        self._gathered = bytearray()
+        self._sent = 0  # bytes the kernel has
+        self._behind = 0  # of them, bytes the disk was told to take
+        super().__init__(posix, uri, partial, publish)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        fd = self._open_fd()
+        if len(self._gathered) + len(view) < GATHER_BYTES:
+            self._gathered += view
+            return len(view)
+        self._state = FileState.BROKEN
+        with translated(self._uri, "write"):
+            self._flush(fd)
+            if len(view) < GATHER_BYTES:
+                self._gathered += view
+            else:
+                self._send(fd, view)
+        self._state = FileState.OPEN
+        return len(view)
+
+    def flush(self) -> None:
+        """Hand the gathered bytes to the kernel; nothing becomes visible or durable by it."""
+        fd = self._open_fd()
+        self._state = FileState.BROKEN
+        with translated(self._uri, "write"):
+            self._flush(fd)
+        self._state = FileState.OPEN
+
+    def abort(self) -> None:
+        if self._state is not FileState.PUBLISHED:
+            self._gathered.clear()
+        super().abort()
 
     def _flush(self, fd: int) -> None:
         if self._gathered:
@@ -186,77 +235,6 @@ class LocalWriter(DataWriter):
             if self._sent - self._behind >= BEHIND_BYTES:
                 self._posix.write_behind(fd, self._behind, self._sent - self._behind)
                 self._behind = self._sent
-
-    def _open_fd(self) -> int:
-        if self._state is not _State.OPEN or self._fd is None:
-            raise StorageError(
-                f"the file cannot be written: it is {self._state.value}", uri=self._uri
-            )
-        return self._fd
-
-
-class LocalReader(DataReader):
-    """Ranged reads by pread: no shared position, so any number of threads may read at once.
-
-    A handle that an NFS server calls stale is opened again by name, a few times.
-    """
-
-    def __init__(self, posix: Posix, uri: Uri, path: str) -> None:
-        self._posix = posix
-        self._uri = uri
-        self._path = path
-        self._lock = threading.Lock()
-        self._closed = False
-        # Handles that went stale stay open until close: another thread may be reading through one.
-        self._fds: list[int] = [posix.open(path, _LOOK)]
-        try:
-            self.size_bytes = posix.fstat(self._fds[0]).st_size
-        except BaseException:
-            self.close()
-            raise
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
-        done, stale = 0, 0
-        while done < len(view):
-            fd = self._current()
-            part = view[done : done + CALL_BYTES]
-            try:
-                count = self._posix.preadv(fd, [part], offset + done)
-            except OSError as error:
-                stale += 1
-                if error.errno != errno.ESTALE or stale >= STALE_TRIES:
-                    raise typed(error, self._uri, "read") from error
-                self._open_again(fd)
-                continue
-            if count == 0:
-                raise IntegrityError(
-                    f"the file ends at byte {offset + done}, {offset + len(view)} were asked for",
-                    uri=self._uri,
-                    hint="it was truncated, or replaced by a shorter one",
-                )
-            done += count
-
-    def close(self) -> None:
-        with self._lock:
-            fds, self._fds, self._closed = self._fds, [], True
-        for fd in fds:
-            self._posix.close(fd)
-
-    def _current(self) -> int:
-        with self._lock:
-            if self._closed:
-                raise StorageError("the reader is closed", uri=self._uri)
-            return self._fds[-1]
-
-    def _open_again(self, stale: int) -> None:
-        with self._lock, translated(self._uri, "read"):
-            if self._closed or self._fds[-1] != stale:
-                return
-            fd = self._posix.open(self._path, _LOOK)
-            self._fds.append(fd)
-            if self._posix.fstat(fd).st_size != self.size_bytes:
-                raise StaleError("another file has taken this name", uri=self._uri)
 
 
 def unlink_quietly(posix: Posix, path: str) -> None:

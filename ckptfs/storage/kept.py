@@ -111,5 +111,8 @@ class KeptFile(LocalWriter):
             self._posix.truncate(fd, self._sent)
         super()._finish(fd)
 
+    def _empty(self, fd: int) -> None:
+        """What is there stays."""
+
     def _discard(self) -> None:
         """What is there stays."""

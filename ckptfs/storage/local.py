@@ -30,8 +30,9 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Capabilities, Entry, Shape, Space, Stat, Storage
+from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
-from ckptfs.storage.files import LocalReader, LocalWriter, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.files import LocalWriter, read_whole, unlink_quietly, write_whole
 from ckptfs.storage.kept import KeptFile, kept_name
 from ckptfs.storage.names import (
     make_dirs,
@@ -40,8 +41,10 @@ from ckptfs.storage.names import (
     sync_dir,
     unlink_if_there,
 )
+from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.probe import probe_posix
+from ckptfs.storage.reading import LocalReader
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]
@@ -202,6 +205,25 @@ class LocalStorage(Storage):
                 )
 
         return self._in_directory(key, begin)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        """As ``Storage.open_parallel``; none where a mount is used like an object store, which may
+        take bytes in their order only.
+        """
+        if self.capabilities.shape is Shape.OBJECT:
+            return None
+        path, uri = self._path(key), self.uri(key)
+        with translated(uri, "write"):
+            return WindowedFile(
+                self._posix,
+                uri,
+                partial_name(path),
+                lambda partial: self._publish(partial, path, key),
+                size_bytes=size_bytes,
+                wanted=engine,
+            )
 
     def open_kept(self, key: str, *, size_bytes: int) -> LocalWriter:
         """As ``Storage.open_kept``: ``.partial-kept-<name>``, locked by who writes it."""

@@ -12,33 +12,54 @@ it never returns, and somebody has to be able to say so.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
+import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
-from ckptfs.storage.under_way import under_way
+from ckptfs.storage.under_way import path_of, under_way
 
-__all__ = ["Posix"]
+__all__ = ["DirectAlignment", "Posix"]
 
 Buffer = bytes | bytearray | memoryview
 
 
 _SYNC_FILE_RANGE_WRITE = 2
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_DIO = struct.Struct(
+    "=I148xII"
+)  # struct statx: its mask first, and the two words at byte 152
+_FS_TYPE = struct.Struct("=l")  # struct statfs begins with it
 
 
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """The C library's function; Python's os module does not have it."""
+def _find(name: str, *types: Any) -> Callable[..., int] | None:
+    """A function of the C library that Python's os module does not have; None where it has none."""
     if sys.platform != "linux":
         return None
-    function: Any = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None)
     if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return cast("Callable[[int, int, int, int], int] | None", function)
+        function.argtypes = types
+    return cast("Callable[..., int] | None", function)
 
 
-_sync_file_range = _find_sync_file_range()
+_int, _int64, _uint, _text = ctypes.c_int, ctypes.c_int64, ctypes.c_uint, ctypes.c_char_p
+_sync_file_range = _find("sync_file_range", _int, _int64, _int64, _uint)
+_fallocate = _find("fallocate64", _int, _int, _int64, _int64)
+_statx = _find("statx", _int, _text, _int, _uint, _text)
+_fstatfs = _find("fstatfs", _int, _text)
+
+
+@dataclass(frozen=True, slots=True)
+class DirectAlignment:
+    """What the kernel asks of a direct write, in bytes; 0: there are no direct writes."""
+
+    memory_bytes: int
+    offset_bytes: int
 
 
 class Posix:
@@ -51,13 +72,50 @@ class Posix:
 
     def close(self, fd: int) -> None:
         """close(2); a network filesystem may report a failed write here."""
-        with under_way("close", fd):
+        with under_way("close", path_of(fd)):
             os.close(fd)
 
     def write(self, fd: int, data: Buffer) -> int:
         """write(2); may be short."""
         with under_way("write", fd):
             return os.write(fd, data)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """pwritev(2) of at most IOV_MAX buffers; may be short."""
+        with under_way("write", fd):
+            return os.pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        """fallocate(2): the file has this size and its blocks. Never by writing zeros, as the C
+        library's posix_fallocate does where the filesystem cannot.
+        """
+        if _fallocate is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        with under_way("allocate", fd):
+            if _fallocate(fd, 0, 0, size_bytes):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    def direct_alignment(self, fd: int) -> DirectAlignment | None:
+        """statx(2) with STATX_DIOALIGN; None where kernel or filesystem do not tell."""
+        if _statx is None:
+            return None
+        told = ctypes.create_string_buffer(256)
+        with under_way("stat", fd):
+            if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told):
+                return None
+        mask, memory_bytes, offset_bytes = _STATX_DIO.unpack_from(told.raw)
+        return DirectAlignment(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN else None
+
+    def fs_type(self, fd: int) -> int | None:
+        """The f_type of fstatfs(2), a magic number; None where it is not told."""
+        if _fstatfs is None:
+            return None
+        told = ctypes.create_string_buffer(256)
+        with under_way("statfs", fd):
+            if _fstatfs(fd, told):
+                return None
+        found: int = _FS_TYPE.unpack_from(told.raw)[0]
+        return found
 
     def seek(self, fd: int, offset: int) -> None:
         """lseek(2) from the start."""
@@ -82,6 +140,22 @@ class Posix:
         """preadv(2) into the given buffers; may be short, 0 at the end."""
         with under_way("read", fd):
             return os.preadv(fd, buffers, offset)
+
+    def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """preadv2(2) with RWF_NOWAIT: what the page cache has of it; EAGAIN: nothing, EOPNOTSUPP:
+        this filesystem does not tell. Waits for no disk.
+        """
+        flags = getattr(os, "RWF_NOWAIT", None)
+        if flags is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        with under_way("read", fd):
+            return os.preadv(fd, buffers, offset, flags)
+
+    def advise_random(self, fd: int) -> None:
+        """posix_fadvise(2), RANDOM: nothing is read ahead through this descriptor. A hint."""
+        if hasattr(os, "posix_fadvise"):
+            with under_way("read", fd):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fsync(self, fd: int) -> None:
         """fsync(2) of a file (its bytes) or of a directory (its names)."""

@@ -19,12 +19,31 @@ from typing import Any, ParamSpec, TypeVar
 
 from ckptfs.storage.under_way import carried
 
-__all__ = ["Threads"]
+__all__ = ["Threads", "uninterrupted"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _IDLE_S = 10.0
+
+
+def uninterrupted(wait: Callable[[], object]) -> None:
+    """Return when ``wait`` has returned, however often Ctrl-C comes; the last one is raised then.
+
+    For what must not be left early: threads that write into memory, or through a descriptor, which are
+    somebody else's a moment later. ``wait`` is called again after each interruption; it must not be
+    ``Thread.join``, which Python 3.11 believes over once it was interrupted.
+    """
+    interruption: BaseException | None = None
+    while True:
+        try:
+            wait()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interruption = error
+        else:
+            break
+    if interruption is not None:
+        raise interruption
 
 
 class Threads(Executor):

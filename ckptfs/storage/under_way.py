@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Waited", "carried", "mark", "part_of", "under_way", "waited_for"]
+__all__ = ["Waited", "carried", "mark", "part_of", "path_of", "under_way", "waited_for"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,12 +43,20 @@ class Waited:
     @property
     def text(self) -> str:
         """For a message: ``fsync of /nfs/run/...``. A descriptor's path is what the kernel calls it."""
-        path = str(self.where)
-        if isinstance(self.where, int):
-            path = f"descriptor {self.where}"
-            with contextlib.suppress(OSError):
-                path = os.readlink(f"/proc/self/fd/{self.where}")
-        return f"{self.name} of {path}"
+        return f"{self.name} of {path_of(self.where)}"
+
+
+def path_of(where: str | int) -> str:
+    """The path of what is open under a descriptor, as far as the kernel tells it; a path is itself.
+
+    For what outlives the descriptor: one that is being closed has none any more.
+    """
+    if isinstance(where, str):
+        return where
+    try:
+        return os.readlink(f"/proc/self/fd/{where}")
+    except OSError:
+        return f"descriptor {where}"
 
 
 _NUMBERS = count(1)

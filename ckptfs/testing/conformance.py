@@ -16,10 +16,11 @@ from __future__ import annotations
 from ckptfs.testing._conformance.base import together
 from ckptfs.testing._conformance.data import DataFiles
 from ckptfs.testing._conformance.names import Names
+from ckptfs.testing._conformance.parallel import ParallelFiles
 from ckptfs.testing._conformance.small import SmallFiles
 
 __all__ = ["StorageConformance", "together"]
 
 
-class StorageConformance(SmallFiles, DataFiles, Names):
+class StorageConformance(SmallFiles, DataFiles, ParallelFiles, Names):
     """Subclass it in a test module, fill in the five hooks, name it ``Test...``."""

@@ -142,6 +142,22 @@ class SimulatedDisk(Posix):
         with self._call():
             return super().preadv(fd, buffers, offset)
 
+    def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._call():
+            return super().preadv_cached(fd, buffers, offset)
+
+    def advise_random(self, fd: int) -> None:
+        with self._call():
+            super().advise_random(fd)
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._call():
+            return super().pwritev(fd, buffers, offset)
+
+    def allocate(self, fd: int, size_bytes: int) -> None:
+        with self._call():
+            super().allocate(fd, size_bytes)
+
     def fsync(self, fd: int) -> None:
         with self._call():
             path, node = self._open[fd]

@@ -33,7 +33,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ckptfs.errors import AnswerLostError, CkptfsError, StorageError
+from ckptfs.errors import AnswerLostError, StorageError
 from ckptfs.storage.base import (
     Capabilities,
     DataReader,
@@ -46,7 +46,9 @@ from ckptfs.storage.base import (
     UnfinishedUpload,
 )
 from ckptfs.storage.failures import typed
+from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.registry import open_storage
+from ckptfs.testing.faulty_files import FaultyReader, FaultyWindows, FaultyWriter
 from ckptfs.testing.plan import (
     Action,
     Fail,
@@ -132,21 +134,34 @@ class FaultyStorage(Storage):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         def opened() -> DataWriter:
             writer = self.inner.open_write(key, size_hint_bytes=size_hint_bytes)
-            return _FaultyWriter(self, key, writer)
+            return FaultyWriter(self._do, key, writer)
 
         return self._do("open_write", key, opened)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        """Counted as ``open_write``, whose place it takes; not where inner has none."""
+        writer = self.inner.open_parallel(key, size_bytes=size_bytes, engine=engine)
+        if writer is None:
+            return None
+        try:
+            return self._do("open_write", key, lambda: FaultyWindows(self._do, key, writer))
+        except BaseException:
+            writer.abort()
+            raise
 
     def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
         """Counted as ``open_write``."""
 
         def opened() -> DataWriter:
-            return _FaultyWriter(self, key, self.inner.open_kept(key, size_bytes=size_bytes))
+            return FaultyWriter(self._do, key, self.inner.open_kept(key, size_bytes=size_bytes))
 
         return self._do("open_write", key, opened)
 
     def open_read(self, key: str) -> DataReader:
         return self._do(
-            "open_read", key, lambda: _FaultyReader(self, key, self.inner.open_read(key))
+            "open_read", key, lambda: FaultyReader(self._do, key, self.inner.open_read(key))
         )
 
     def make_dir(self, key: str) -> None:
@@ -265,73 +280,6 @@ class FaultyStorage(Storage):
         names = self.inner.list(key)
         for entry in names[: (len(names) + 1) // 2]:
             self.inner.remove_tree(f"{key}/{entry.name}")
-
-
-class _FaultyWriter(DataWriter):
-    def __init__(self, storage: FaultyStorage, key: str, inner: DataWriter) -> None:
-        self._storage = storage
-        self._key = key
-        self._inner = inner
-        self._send = inner.write
-        self.there_bytes = inner.there_bytes
-
-    @property
-    def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
-        """That of inner."""
-        return self._inner.spared_bytes
-
-    def read_there(self, offset: int, buffer: memoryview) -> None:
-        """That of inner; not counted."""
-        self._inner.read_there(offset, buffer)
-
-    def skip(self, size_bytes: int) -> None:
-        """That of inner; not counted."""
-        self._inner.skip(size_bytes)
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        def half() -> None:
-            view = memoryview(data).cast("B")
-            self._inner.write(view[: len(view) // 2])
-            flush = getattr(self._inner, "flush", None)
-            if flush is not None:
-                flush()  # a crash leaves what the kernel has, not what Python still gathers
-
-        return self._storage._do("write", self._key, lambda: self._send(data), half)  # noqa: SLF001
-
-    def lend(self, data: bytes | bytearray | memoryview) -> int:
-        """Counted as a write: whoever plans a fault does not care who copies."""
-        self._send = self._inner.lend
-        try:
-            return self.write(data)
-        finally:
-            self._send = self._inner.write
-
-    def close(self) -> None:
-        self._storage._do("close", self._key, self._inner.close)  # noqa: SLF001
-
-    def abort(self) -> None:
-        try:
-            self._storage._do("abort", self._key, self._inner.abort)  # noqa: SLF001
-        except CkptfsError:
-            # abort never raises; a planned failure of it is a removal that did not happen.
-            return
-
-
-class _FaultyReader(DataReader):
-    def __init__(self, storage: FaultyStorage, key: str, inner: DataReader) -> None:
-        self._storage = storage
-        self._key = key
-        self._inner = inner
-        self.size_bytes = inner.size_bytes
-        self.concurrency, self.window_bytes = inner.concurrency, inner.window_bytes
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        self._storage._do(  # noqa: SLF001
-            "read_into", self._key, lambda: self._inner.read_into(offset, buffer)
-        )
-
-    def close(self) -> None:
-        self._storage._do("close_read", self._key, self._inner.close)  # noqa: SLF001
 
 
 def _die() -> NoReturn:

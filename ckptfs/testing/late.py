@@ -14,6 +14,7 @@ import threading
 
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Entry, Stat, Storage
+from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.tools.doctor.settings import Clock
 
@@ -100,6 +101,12 @@ class LateStorage(FaultyStorage):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         self._news.wrote(self._node, str(self.uri(key)))
         return super().open_write(key, size_hint_bytes=size_hint_bytes)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        self._news.wrote(self._node, str(self.uri(key)))
+        return super().open_parallel(key, size_bytes=size_bytes, engine=engine)
 
     def _hides(self, key: str) -> bool:
         return self._news.is_hidden(self._node, str(self.uri(key)))

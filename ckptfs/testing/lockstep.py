@@ -176,8 +176,8 @@ class _Ring:
             said = [decode_said(step.said[r]) for r in range(len(self.worlds))]
             verdict, raised = settle(said, decide, self.worlds)
         try:
-            common, pieces = split(verdict)
-            data = encode_verdict(common)
+            common, each = split(verdict)
+            data, pieces = encode_verdict(common), list(each)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failures = {0: failure_of(error, self.worlds[0])}
             data = encode_verdict(Verdict(error=collective_error(label, failures, self.worlds)))

@@ -23,6 +23,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
+from ckptfs.storage.parallel import Engine, ParallelWriter
 
 __all__ = ["ReadOnlyStorage"]
 
@@ -55,6 +56,11 @@ class ReadOnlyStorage(Storage):
         return self.inner.list(key)
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
+        self._refuse("write", key)
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
         self._refuse("write", key)
 
     def open_read(self, key: str) -> DataReader:

@@ -310,8 +310,8 @@ class ThreadControl:
             raise raised
         pieces: list[bytes] = []
         try:
-            common, pieces = split(verdict)
-            data = encode_verdict(common)
+            common, each = split(verdict)
+            data, pieces = encode_verdict(common), list(each)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             failure = failure_of(error, self.world)
             failed = collective_error(label, {0: failure}, hall.worlds)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.dcp.boxes import pieces_of
-from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.engine import auto_engine
 from ckptfs.dcp.layout import Cancelled, FileTask, data_name
 from ckptfs.dcp.metadata import describe, encode_metadata
 from ckptfs.progress import Meter
@@ -69,7 +69,7 @@ def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     for number, group in enumerate(_files(items, limit_bytes)):
         name = data_name(0, number)
         task = FileTask(made.key(name), [(at, one.item) for at, one in enumerate(group)])
-        written = buffered_engine(made.storage, task, resolve, Cancelled())
+        written = auto_engine(made.storage, task, resolve, Cancelled())
         for place in written.placed:
             index = group[place.position].item.index
             places[index] = (name, place.offset, place.length)

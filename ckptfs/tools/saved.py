@@ -70,7 +70,8 @@ class SavedContents(Contents):
             file.check_size(leaf.start + leaf.length)
             reader.read_into(leaf.start, memoryview(data))
             item = file.item(leaf.start, leaf.length, leaf.key)
-            file.compare(item, 0, memoryview(data), key=leaf.key)
+            if item is not None and file.verifies:
+                file.compare(item, 0, leaf.key, 0, memoryview(data))
         return bytes(data)
 
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:

@@ -5,7 +5,7 @@ under fixed names prove nothing; only a nonce that this process has just drawn d
 
     rank r    hello/<r> = nonce_r, version, World                                (a fixed name)
     rank 0    reads all hellos, draws the control's nonce C
-              <C>/table = all Worlds,  welcome/<nonce_r>/<i> = C       for each r, the i-th offer
+              welcome/<nonce_r>/<i> = C  for each r, the i-th offer;   then <C>/table = all Worlds
     rank r    finds the key that holds its own nonce, answers  ack/<C>/<r>, waits for go/<C>
     rank 0    all acked, no hello has changed meanwhile        go/<C> = "go"
               a hello has changed: it was a dead process's      go/<C> = "again", next offer
@@ -109,10 +109,11 @@ def _lead(place: _Place, own: Mapping[str, Any], prepare: Callable[[Any, str], N
         if problem is not None:
             _refuse(place, hellos, offers, problem)
         place.call(lambda store: prepare(store, nonce))  # noqa: B023 - called at once
-        place.call(lambda store: put(store, _table(place, nonce), encode_table(table)))  # noqa: B023
         data = encode_verdict(Verdict(value=nonce))
         for rank in others:
             _welcome(place, hellos[rank], offers, data)
+        # Last: who finds no table blames rank 0, and not those whom it died before it welcomed.
+        place.call(lambda store: put(store, _table(place, nonce), encode_table(table)))  # noqa: B023
         if _await_acks(place, nonce, hellos, offers):
             break
     place.call(lambda store: _finish(store, place, nonce))
@@ -284,6 +285,8 @@ def _await_told(place: _Place, key: str, silent: Callable[[], tuple[int, ...]]) 
 
 def _absent(place: _Place, nonce: str) -> tuple[int, ...]:
     def look(store: Any) -> tuple[int, ...]:
+        if not store.check([_table(place, nonce)]):
+            return (0,)  # it has not offered to all
         return tuple(r for r in range(1, place.size) if not store.check([_ack(place, nonce, r)]))
 
     return tuple(place.call(look)) or (0,)

@@ -1,6 +1,7 @@
 """How a rank leaves a control: nobody waits for it afterwards, and the store is left clean.
 
-    coordinator    lingers until all have read the last verdict: its process may host the store
+    coordinator    lingers until all have read the last verdict: its process may host the store;
+                   deletes what was for a dead rank alone
     every rank     answers the step that somebody may still call, "I have left"
     the last one   deletes what is left of the control
 
@@ -23,7 +24,7 @@ from ckptfs.topology.stepkeys import StepKeys
 from ckptfs.topology.verdict import Said, Verdict, collective_error, encode_said, encode_verdict
 from ckptfs.topology.world import World
 
-__all__ = ["leave", "linger"]
+__all__ = ["bury", "leave", "linger"]
 
 _LINGER_S = 10.0
 _LAST_S = 1.0  # the dead never read; the living, when somebody died, may be about to
@@ -43,6 +44,22 @@ def linger(pulse: StoreClient, monitor: Monitor, last: StepKeys) -> None:
             time.sleep(0.005)
     except CkptfsError as error:
         log.debug("no reason to linger: %s", error)
+
+
+def bury(pulse: StoreClient, monitor: Monitor, step: StepKeys) -> None:
+    """Coordinator: delete the pieces of ``step`` that the dead have not read: they may be large."""
+    alarm = monitor.alarm(step)
+    dead = () if alarm is None else tuple(alarm.dead)
+
+    def drop_all(store: Any) -> None:
+        for rank in dead:
+            step.drop_piece(store, rank)
+
+    try:
+        if dead:
+            pulse.call(drop_all, _LAST_S)
+    except CkptfsError as error:
+        log.debug("what is left of %s stays: %s", step, error)
 
 
 def leave(

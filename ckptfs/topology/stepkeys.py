@@ -4,7 +4,7 @@
                  arrived    how many have; the last sets "all"
                  all        wakes the coordinator
                  claim      "decide" (coordinator) or "alarm" (anybody), once
-                 for/<r>    rank r's own piece of it, if it has pieces    offer_verdict, take_piece
+                 for/<r>    rank r's own piece of it, if it has pieces    offer_verdict, take_piece, drop_piece
                  verdict    the answer, once                              offer_verdict, end
                  acks       how many have read it; the last sets "acked"  acknowledge
 
@@ -13,7 +13,7 @@ Every method is an operation on a store, run on a StoreClient's thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,19 +55,25 @@ class StepKeys:
         """Take the step for "decide" or "alarm"; the first has it, and later ones of the same."""
         return bool(store.compare_set(self._key("claim"), "", what) == what.encode())
 
-    def offer_verdict(self, store: Any, data: bytes, pieces: Sequence[bytes] = ()) -> bool:
+    def offer_verdict(self, store: Any, data: bytes, pieces: Iterable[bytes] = ()) -> bool:
         """Set the verdict if nobody has; True when ours is the one that all obey.
 
-        pieces: of each rank, there before the verdict that speaks of them.
+        pieces: of each rank, there before the verdict that speaks of them; asked for one by one, and
+        what that raises is raised here.
         """
-        names = [self._key(f"for/{rank}") for rank in range(len(pieces))]
-        for name, piece in zip(names[1:], pieces[1:], strict=True):
-            put(store, name, piece)
-        if offer(store, self._key("verdict"), data):
-            return True
-        for name in names[1:]:
-            drop(store, name)  # an alarm came first: nobody will read them
-        return False
+        names: list[str] = []
+        ours = False
+        try:
+            for rank, piece in enumerate(pieces):
+                if rank:  # the coordinator has its own
+                    names.append(self._key(f"for/{rank}"))
+                    put(store, names[-1], piece)
+            ours = offer(store, self._key("verdict"), data)
+            return ours
+        finally:
+            if not ours:  # an alarm came first, or one cannot be made: nobody will read them
+                for name in names:
+                    drop(store, name)
 
     def take_piece(self, store: Any, rank: int) -> bytes:
         """Read this rank's own piece of the verdict, which said that there is one."""
@@ -75,6 +81,10 @@ class StepKeys:
         for name in names:
             store.delete_key(name)
         return data
+
+    def drop_piece(self, store: Any, rank: int) -> None:
+        """Delete that rank's piece, which it will never take; absent is fine."""
+        drop(store, self._key(f"for/{rank}"))
 
     def end(self, store: Any, data: bytes) -> None:
         """Offer a verdict out of turn, and wake the coordinator, who waits for values."""

@@ -24,7 +24,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ from ckptfs.errors import CkptfsError, ControlPlaneLostError, StateError
 from ckptfs.topology.client import StoreClient, answer
 from ckptfs.topology.handshake import meet
 from ckptfs.topology.heartbeat import Alarm, Monitor, first_beat
-from ckptfs.topology.leaving import leave, linger
+from ckptfs.topology.leaving import bury, leave, linger
 from ckptfs.topology.pulse import Tempo
 from ckptfs.topology.stepkeys import StepKeys
 from ckptfs.topology.verdict import (
@@ -66,6 +66,18 @@ _SLICE_S = 0.2  # how often a waiting caller looks at the monitor
 _LEAVE_S = 10.0  # closing never takes longer than this over a store that does not answer
 
 log = logging.getLogger(__name__)
+
+
+class _UnmadeError(Exception):
+    """A rank's piece cannot be pickled; why is its cause."""
+
+
+def _made(pieces: Iterator[bytes]) -> Iterator[bytes]:
+    """The pieces. What pickle raises is told from what the store does."""
+    try:
+        yield from pieces
+    except Exception as error:
+        raise _UnmadeError from error
 
 
 @dataclass(frozen=True)
@@ -134,6 +146,7 @@ class StoreControl:
         self._is_root = True
         self._index = 0
         self._given_up: Future[Any] | None = None
+        self._apart: StepKeys | None = None  # of the last step that had pieces
         self._clones: list[StoreControl] = []
         self._busy = threading.Lock()
         self._closed = False
@@ -246,24 +259,35 @@ class StoreControl:
         ]
         with self._working(keys, label):
             verdict, raised = settle(heard, decide, self.worlds)
-        pieces: list[bytes] = []
+        common, pieces = split(verdict)
         try:
-            common, pieces = split(verdict)
             data = encode_verdict(common)
         except Exception as error:  # noqa: BLE001 - pickle raises anything
-            raised = raised or error
-            failures = {0: failure_of(error, self.world)}
-            verdict, pieces = Verdict(error=collective_error(label, failures, self.worlds)), []
-            data = encode_verdict(verdict)
-        offered = self._io.submit(lambda store: keys.offer_verdict(store, data, pieces))
+            raised, pieces = raised or error, iter(())
+            verdict, data = self._failed(label, error)
+        offered = self._io.submit(lambda store: keys.offer_verdict(store, data, _made(pieces)))
         # After the verdict: thousands of ranks wait for that, and nobody for this.
         self._io.submit(lambda store: keys.sweep(store, read))
-        if not self._await(offered, keys, label):
+        try:
+            ours = self._await(offered, keys, label)
+        except _UnmadeError as unmade:
+            raised = raised or unmade.__cause__
+            verdict, data = self._failed(label, unmade.__cause__ or unmade)
+            again = self._io.submit(lambda store: keys.offer_verdict(store, data))
+            ours = self._await(again, keys, label)
+        if not ours:
             return self._obey(keys, label), raised  # the others gave us up while we were silent
+        self._apart = keys if common.apart else self._apart
         self._io.submit(keys.acknowledge)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
         return for_rank(verdict, 0), raised
+
+    def _failed(self, label: str, error: BaseException) -> tuple[Verdict[Any], bytes]:
+        """What the coordinator decided cannot travel: its failure is the answer."""
+        failures = {0: failure_of(error, self.world)}
+        verdict: Verdict[Any] = Verdict(error=collective_error(label, failures, self.worlds))
+        return verdict, encode_verdict(verdict)
 
     def _heard(self, label: str, rank: int, data: bytes) -> Said:
         try:
@@ -274,13 +298,16 @@ class StoreControl:
 
     def _obey(self, keys: StepKeys, label: str) -> Verdict[Any]:
         """Wait for the verdict, whoever wrote it."""
-        data = self._await(self._io.submit(keys.read_verdict), keys, label)
+        untaken = True
         try:
-            verdict = decode_verdict(data)
+            verdict = decode_verdict(self._await(self._io.submit(keys.read_verdict), keys, label))
             if not verdict.apart:
+                untaken = verdict.error is not None
                 return verdict
             taken = self._io.submit(lambda store: keys.take_piece(store, self.rank))
-            return joined(verdict, self._await(taken, keys, label))
+            piece = self._await(taken, keys, label)
+            untaken = False
+            return joined(verdict, piece)
         except CkptfsError:
             raise
         except Exception as error:
@@ -290,6 +317,8 @@ class StoreControl:
                 hint="its class must be importable on every rank",
             ) from error
         finally:
+            if untaken:  # Ctrl-C, or the coordinator died between the pieces and the verdict
+                self._io.submit(lambda store: keys.drop_piece(store, self.rank))
             self._io.submit(keys.acknowledge)
 
     def _interrupted(self, keys: StepKeys, said: Said) -> None:
@@ -404,6 +433,8 @@ class StoreControl:
         monitor = ground.monitor if self._is_root else None
         if self.rank == 0 and self._index:
             linger(ground.pulse, ground.monitor, replace(self._keys(), number=self._index - 1))
+        if self._apart is not None:
+            bury(ground.pulse, ground.monitor, self._apart)
         if monitor is not None:
             monitor.stop()
         keys, rank = self._keys(), self.rank

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import pickle
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -253,18 +253,16 @@ def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
     return replace(verdict, value=(told.common, told.pieces[rank] if told.pieces else None))
 
 
-def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], list[bytes]]:
-    """What all ranks read, and each one's piece, encoded; no pieces where the answer is one for all."""
+def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
+    """What all ranks read, and each one's piece in order of rank; none where the answer is one for all.
+
+    A piece is encoded when it is asked for: of hundreds of nodes each may get a whole manifest.
+    """
     told = verdict.value
     if not isinstance(told, _Apart) or not told.pieces:
-        return for_rank(verdict, 0), []
-    # Of one object for several ranks the bytes are made once.
-    encoded = {
-        key: pickle.dumps(piece, protocol=5)
-        for key, piece in {id(piece): piece for piece in told.pieces}.items()
-    }
+        return for_rank(verdict, 0), iter(())
     common = replace(verdict, value=told.common, apart=True)
-    return common, [encoded[id(piece)] for piece in told.pieces]
+    return common, (pickle.dumps(piece, protocol=5) for piece in told.pieces)
 
 
 def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:

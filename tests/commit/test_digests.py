@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
+from typing import Any
 
 import pytest
 import xxhash
@@ -128,3 +131,48 @@ def test_foreign_and_future_sidecars_are_told_apart() -> None:
         decode_digests(encode_digests(FileDigests((ItemDigests(0, 10, 0, 0, ()),))), "x")
     with pytest.raises(ManifestError, match="belong to no item"):
         decode_digests(encode_digests(FileDigests((ItemDigests(0, 0, 0, 0, (1,)),))), "x")
+
+
+def test_items_are_made_when_they_are_asked_for() -> None:
+    """A sidecar of 2000 items is decoded, checked and indexed without a Python call for each."""
+    items = tuple(ItemDigests(n * 100, 90, 10, 70, (n, n + 1, n + 2)) for n in range(2000))
+    data = encode_digests(FileDigests(items))
+    calls = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        found = decode_digests(data, "here").by_offset()
+        length = len(found)
+    finally:
+        sys.setprofile(None)
+    assert length == 2000
+    assert calls < 50
+    assert [tuple(found[item.offset].blocks) for item in items] == [item.blocks for item in items]
+    assert found.get(17) is None
+    assert 17 not in found
+
+
+def test_decoded_digests_are_equal_to_what_was_encoded() -> None:
+    """However they came about: items, equality, and items of no bytes beside their successors."""
+    blocks = array("Q", [1])
+    items = (
+        ItemDigests(0, 0, 0, 0, array("Q")),
+        ItemDigests(0, 10, 0, 0, blocks),
+        ItemDigests(10, 0, 0, 0, array("Q")),
+    )
+    made = FileDigests(items)
+    found = decode_digests(encode_digests(made), "here")
+    assert found == made
+    assert found.items == items
+    assert dict(found.by_offset()) == dict(made.by_offset()) == {0: items[1]}
+
+
+def test_numbers_that_no_file_has_are_refused() -> None:
+    """Sums of them would not fit: an error and no overflow."""
+    data = encode_digests(FileDigests((ItemDigests(1 << 63, 1 << 63, 0, 0, ()),)))
+    with pytest.raises(ManifestError, match="more bytes than a file"):
+        decode_digests(data, "x")

@@ -11,14 +11,16 @@ import pytest
 from ckptfs.commit.catalog import find
 from ckptfs.commit.entries import Body, Generation
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import TRASH
+from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, TRASH, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.reclaim import delete_save, trash_of
 from ckptfs.commit.recovery import plan_recovery, report, settle
+from ckptfs.commit.saving import begin
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
+from ckptfs.testing.faults import FaultyStorage, Plan, parse_faults
 from ckptfs.uri import Uri
 from tests.commit.logs import G1, G2, fence, memory, write
 from tests.model.disk import Disk
@@ -117,3 +119,27 @@ def test_a_newcomer_removes_older_trash_and_leaves_newer(storage: Storage) -> No
     recover(storage, G2)
     names = {entry.name for entry in storage.list(TRASH)}
     assert names == {newer.rpartition("/")[2], trash_of(G2).rpartition("/")[2]}
+
+
+def test_of_a_living_attempt_nothing_is_swept(storage: Storage) -> None:
+    """A save that began under the new fence writes its data; half a record of a dead one goes."""
+    keys = AttemptKeys(storage.capabilities.shape, "s2", "living")
+    dead = AttemptKeys(storage.capabilities.shape, "s2", "dead")
+    drive(begin(keys, G2), storage)
+    half = f"{keys.data}/{PARTIAL_PREFIX}0123456789abcdef"
+    storage.replace(half, b"half of its data")
+    storage.make_dir(dead.data)
+    storage.replace(f"{dead.data}/{PARTIAL_PREFIX}0123456789abcdef", b"{")
+    recover(storage, G2)
+    assert storage.read(half) == b"half of its data"
+    assert [entry.name for entry in storage.list(ATTEMPTS)] == ["living"]
+
+
+@pytest.mark.parametrize("error", ["NotFoundError", "StaleError"])
+def test_a_save_whose_directory_was_swept_makes_it_again(error: str) -> None:
+    """Swept between its making and its record: a network client may say so in two ways."""
+    plan = Plan(parse_faults(f"fail={error}:open_write:*/attempt.json:1"))
+    storage = FaultyStorage(memory(), plan)
+    keys = AttemptKeys(storage.capabilities.shape, "s2", "bbb")
+    drive(begin(keys, G2), storage)
+    assert b'"bbb"' in storage.read(keys.record)

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ckptfs.commit.catalog import list_live, read_view
@@ -142,9 +143,10 @@ class Cast:
             return [] if view is None else [seal.name for seal in list_live(dict([view]))]
 
     def debris(self) -> list[str]:
-        """What unfinished saves left anywhere."""
+        """What unfinished saves left anywhere, directories of attempts without a file too."""
         left = []
         for node in ("head",) if self.shared else ("head", "a", "b"):
+            left += [str(path) for path in Path(self.directory(node), ATTEMPTS).glob("*")]
             for place in (ATTEMPTS, TRASH):
                 where = f"{self.directory(node)}/{place}"
                 for root, _, names in os.walk(where):

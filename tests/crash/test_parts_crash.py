@@ -78,13 +78,6 @@ def judge(cast: Cast, *, told: bool) -> str:
     for node in {*PARTS.values()}:
         listed = ["step_1", *(["step_2"] if committed else []), "step_3"]
         assert cast.listed(node) == listed, node
-    left = cast.debris()
-    if left and not cast.shared and all(".partial-" in path for path in left):
-        # Half an attempt.json, of a group that died in it on a disk of its own: the next ticket does not
-        # look for it there, who claims that disk does.
-        for node in sorted({*PARTS.values()}):
-            with cast.seat(node) as seat, claim(seat):
-                pass
     assert not cast.debris()
     if not committed:
         assert not any(os.path.exists(f"{cast.directory(n)}/step_2") for n in PARTS.values())

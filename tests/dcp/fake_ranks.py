@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.engine import auto_engine
 from ckptfs.dcp.fetch import fetch
 from ckptfs.dcp.layout import sidecar_name, write_files
 from ckptfs.dcp.load_planner import LoadPlanner
@@ -87,7 +87,7 @@ def our_save(
                 rank,
                 chosen[rank].items,
                 functools.partial(_resolve, planners[rank], rank),
-                engine=buffered_engine,
+                engine=auto_engine,
                 threads=threads,
             )
             parts.append(written_part(written, SAVE_ID, None))

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.dcp.engine import buffered_engine
+from ckptfs.dcp.engine import stream_engine
 from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
 from ckptfs.dcp.pipeline import plan_save
 from ckptfs.dcp.resolve import Loan
@@ -76,7 +76,7 @@ def written(
     planned = plan_save(state, SoloControl())
     [items] = split_items(planned.items, 1)
     task = FileTask("f", items)
-    return storage, buffered_engine(storage, task, planned.resolve, Cancelled())
+    return storage, stream_engine(storage, task, planned.resolve, Cancelled())
 
 
 LEAVES = st.one_of(
@@ -151,7 +151,7 @@ def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
         made.append(weakref.ref(memory))
         return torch.from_numpy(memory)
 
-    buffered_engine(storage, FileTask("f", items), staged, Cancelled())
+    stream_engine(storage, FileTask("f", items), staged, Cancelled())
     assert 1 <= most <= 3  # in the writer, waiting for it, and being made
     assert len(made) == 12
     assert not any(ref() is not None for ref in made)
@@ -176,7 +176,7 @@ def test_memory_that_does_not_stay_is_written_and_given_back_one_by_one() -> Non
 
         return Loan(tensor, stays=False, done=done)
 
-    wrote = buffered_engine(storage, FileTask("f", items), lent, Cancelled())
+    wrote = stream_engine(storage, FileTask("f", items), lent, Cancelled())
     assert [key for key in given_back if key != "z"] == ["w0", "w1", "w2", "w3"]
     assert "z" in given_back  # it is small: copied at once
     assert {kind for kind, _ in storage.kinds} == {"write"}
@@ -201,5 +201,5 @@ def test_what_was_lent_is_not_given_back_when_writing_fails() -> None:
     given_back: list[None] = []
     loan = Loan(torch.zeros(2 * MIB), stays=False, done=lambda: given_back.append(None))
     with pytest.raises(NoSpaceError):
-        buffered_engine(storage, FileTask("f", items), lambda _: loan, Cancelled())
+        stream_engine(storage, FileTask("f", items), lambda _: loan, Cancelled())
     assert given_back == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +18,23 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from ckptfs.dcp.datafile import Verify, verify_file
-from ckptfs.dcp.fetch import fetch
+from ckptfs.dcp.datafile import Source, Verify, verify_file
+from ckptfs.dcp.fetch import fetch, fetch_reads
+from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.reads import Read
 from ckptfs.errors import AccessError, IncompleteCheckpointError, IntegrityError
-from ckptfs.storage.base import DataReader, Storage
+from ckptfs.storage.base import DataReader, Reach, Storage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import ObjectOptions
+from ckptfs.storage.registry import open_storage
 from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.plan import Fail, Fault, Plan
 from ckptfs.uri import Uri
-from tests.dcp.fake_ranks import load, our_save, source
+from tests.dcp.fake_ranks import load, our_save, source, stock_save
 
 MIB = 1 << 20
+CALLS_PER_TENSOR = 15
 
 
 class Wide(MemoryStorage):
@@ -35,21 +42,25 @@ class Wide(MemoryStorage):
 
     concurrency = 4
     window_bytes = MIB
+    reach = Reach.REMOTE
 
     def __init__(self) -> None:
         super().__init__(Uri.parse("memory://fetch/run"), stores=MemoryStores())
         self.make_dir("")
         self.reads: list[tuple[int, int]] = []  # offset and size of every read of a data file
+        self.spans: dict[str, list[tuple[int, int]]] = {}  # the same by file
         self.before_read: Callable[[], object] = lambda: None
 
     def open_read(self, key: str) -> DataReader:
         """The memory's reader; its reads are noted."""
         reader = super().open_read(key)
         reader.concurrency, reader.window_bytes = self.concurrency, self.window_bytes
+        reader.reach = self.reach
         inner, storage = reader.read_into, self
 
         def read_into(offset: int, buffer: memoryview) -> None:
             storage.reads.append((offset, len(buffer)))
+            storage.spans.setdefault(key, []).append((offset, len(buffer)))
             storage.before_read()
             inner(offset, buffer)
 
@@ -180,33 +191,57 @@ def plans(draw: Any) -> tuple[dict[str, Any], list[tuple[str, Box | None]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(plans(), st.sampled_from(Verify), st.booleans(), st.sampled_from((None, torch.complex128)))
-def test_any_plan_reads_the_same_bytes_in_parallel(
+def test_any_plan_reads_its_bytes_once_however_many_threads_read(
     plan: tuple[dict[str, Any], list[tuple[str, Box | None]]],
     verify: Verify,
     strided: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Whatever is asked for, four threads bring what one thread brings, and what was saved."""
+    """Whatever boxes are asked for, overlapping ones too: what was saved, in the order of the file, and
+    no byte of it is read twice, by one thread or by several, with the asking thread among them or not.
+    """
     state, asked = plan
     storage = Wide()
     metadata = our_save(storage, 1, lambda _: state, threads=2)
     items = [read_item(number, key, box) for number, (key, box) in enumerate(asked)]
     to = {"strided": strided, "dtype": dtype}
-    parallel = run(storage, metadata, items, verify, **to)
-    storage.concurrency = 1
-    alone = run(storage, metadata, items, verify, **to)
-    assert parallel.finished == alone.finished  # in the same order
-    assert sorted(parallel.finished) == list(range(len(items)))
-    for number, (key, box) in enumerate(asked):
-        if box is None:
-            assert parallel.objects[number] == state[key] == alone.objects[number]
-            continue
-        part = state[key]
-        for dim, (offset, length) in enumerate(zip(*box, strict=True)):
-            part = part.narrow(dim, offset, length)
-        wanted = part.to(parallel.targets[number].dtype)
-        assert torch.equal(parallel.targets[number], wanted), (key, box)
-        assert torch.equal(alone.targets[number], wanted), (key, box)
+    for reach, lanes in ((Reach.REMOTE, 4), (Reach.REMOTE, 1), (Reach.LOCAL, 1), (Reach.LOCAL, 3)):
+        storage.reach, storage.concurrency = reach, lanes
+        storage.spans.clear()
+        done = run(storage, metadata, items, verify, **to)
+        assert sorted(done.finished) == list(range(len(items)))
+        assert done.finished == _in_file_order(metadata, items)
+        assert not sum(map(_read_twice, storage.spans.values()))
+        for number, (key, box) in enumerate(asked):
+            if box is None:
+                assert done.objects[number] == state[key]
+                continue
+            part = state[key]
+            for dim, (offset, length) in enumerate(zip(*box, strict=True)):
+                part = part.narrow(dim, offset, length)
+            assert torch.equal(done.targets[number], part.to(done.targets[number].dtype)), (
+                key,
+                box,
+            )
+
+
+def _in_file_order(metadata: Metadata, items: list[ReadItem]) -> list[int]:
+    """Numbers of the items in the order in which a load commits them."""
+
+    def place(item: ReadItem) -> tuple[str, int]:
+        info = metadata.storage_data[item.storage_index]
+        return info.relative_path, info.offset
+
+    return [_number(item) for item in sorted(items, key=place)]
+
+
+def _read_twice(reads: list[tuple[int, int]]) -> int:
+    """Bytes of a file that were read more than once."""
+    twice = end = 0
+    for offset, size in sorted(reads):
+        twice += max(0, min(end, offset + size) - offset)
+        end = max(end, offset + size)
+    return twice
 
 
 def test_ranges_are_read_at_once_and_never_more_than_the_reader_wants() -> None:
@@ -504,3 +539,151 @@ def test_tensors_of_inference_mode_can_be_filled() -> None:
         planner: Any = Asking({0: target})
         fetch(source(storage), LoadPlan([read_item(0, "w", ((0,), (2 * MIB,)))]), planner, metadata)
         assert torch.equal(target, torch.arange(2.0 * MIB).double())
+
+
+def test_a_column_shard_of_each_rank_reads_every_block_once() -> None:
+    """Four ranks ask for their columns of a matrix that was saved whole: each reads it once, not more."""
+    storage = Wide()
+    storage.reach, storage.concurrency = Reach.LOCAL, 2
+    matrix = values((1500, 2000), torch.float32, 3)
+    metadata = our_save(storage, 1, lambda _: {"w": matrix})
+    for rank in range(4):
+        storage.spans.clear()
+        [item] = [read_item(0, "w", ((0, 500 * rank), (1500, 500)))]
+        done = run(storage, metadata, [item], Verify.READ)
+        assert torch.equal(done.targets[0], matrix[:, 500 * rank : 500 * (rank + 1)])
+        [spans] = storage.spans.values()
+        assert sum(size for _, size in spans) == matrix.nbytes
+        assert not _read_twice(spans)
+
+
+def test_rows_that_lie_far_apart_are_read_alone() -> None:
+    """A few columns of a wide matrix, unverified: the rows' own bytes and not what lies between."""
+    storage = Wide()
+    storage.reach, storage.concurrency = Reach.LOCAL, 2
+    matrix = values((20, 100_000), torch.float32, 5)
+    metadata = our_save(storage, 1, lambda _: {"w": matrix})
+    done = run(storage, metadata, [read_item(0, "w", ((2, 70), (9, 100)))], Verify.OFF)
+    assert torch.equal(done.targets[0], matrix[2:11, 70:170])
+    assert sum(size for _, size in storage.reads) == 9 * 400
+
+
+def stock_files(tmp_path: Path, state: dict[str, Any]) -> tuple[Storage, Metadata, str]:
+    """What stock DCP wrote of it, as a storage; and its one data file."""
+    stock_save(tmp_path, 1, lambda _: state)
+    storage = open_storage(tmp_path)
+    metadata = decode_metadata(storage.read(".metadata"), "here")
+    return storage, metadata, "__0_0.distcp"
+
+
+def filled(storage: Storage, metadata: Metadata, state: dict[str, Any]) -> dict[str, Any]:
+    """What a fetch of all of its tensors brings."""
+    keys = [*state]
+    items = [read_item(n, key, (tuple(0 for _ in state[key].shape), tuple(state[key].shape)))
+             for n, key in enumerate(keys)]  # fmt: skip
+    targets = {n: torch.zeros_like(state[key]) for n, key in enumerate(keys)}
+    planner: Any = Asking(targets)
+    fetch(Source(storage, ""), LoadPlan(items), planner, metadata)
+    return {key: targets[n] for n, key in enumerate(keys)}
+
+
+def test_stock_files_are_read_straight_into_tensors(tmp_path: Path) -> None:
+    """Files without digests: no read touches the end of a large blob, where torch.load begins."""
+    state = {
+        "big": values((1200, 700), torch.float32, 1),
+        "wide": values((900_000,), torch.int8, 2),
+    }
+    storage, metadata, _ = stock_files(tmp_path, state)
+    seen: list[tuple[int, int]] = []
+    inner = storage.open_read
+
+    def open_read(key: str) -> DataReader:
+        reader = inner(key)
+        read = reader.read_views  # every read of a local file passes here
+
+        def read_views(offset: int, views: Sequence[memoryview]) -> None:
+            seen.append((offset, offset + sum(map(len, views))))
+            read(offset, views)
+
+        reader.read_views = read_views  # type: ignore[method-assign]
+        return reader
+
+    storage.open_read = open_read  # type: ignore[method-assign]
+    got = filled(storage, metadata, state)
+    assert all(torch.equal(got[key], state[key]) for key in state)
+    ends = [info.offset + info.length for info in metadata.storage_data.values()]
+    assert seen
+    assert not [end for end in ends for low, high in seen if low < end - 22 < high]
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_a_head_that_torch_writes_otherwise_is_left_to_torch(
+    tmp_path: Path, is_large: bool
+) -> None:
+    """A transposed tensor's blob is as long as the usual one, its memory another: the right values all
+    the same, of its neighbours too.
+    """
+    shape = (600, 700) if is_large else (40, 50)  # their strides take as many bytes in a pickle
+    state = {f"t{n}": values(shape, torch.float32, n) for n in range(4)}
+    state["t2"] = values((shape[1], shape[0]), torch.float32, 9).t()
+    storage, metadata, _ = stock_files(tmp_path, state)
+    lengths = {info.length for info in metadata.storage_data.values()}
+    assert len(lengths) == 1
+    got = filled(storage, metadata, state)
+    assert all(torch.equal(got[key], state[key]) for key in state)
+
+
+def test_a_load_of_many_small_tensors_costs_few_calls_of_python(tmp_path: Path) -> None:
+    """Each more of them costs at most so many calls, and no system call of its own."""
+
+    def cost(count: int) -> int:
+        place = tmp_path / str(count)
+        state = {f"t{n}": torch.full((1500 + n % 7,), float(n)) for n in range(count)}
+        storage = open_storage(place)
+        metadata = our_save(storage, 1, lambda _: state)
+        blank = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+        reads = [
+            Read(i.fqn, at.relative_path, at.offset, at.length, state[i.fqn].shape, torch.float32,
+                 torch.Size([0]), state[i.fqn].shape, blank[i.fqn])
+            for i, at in metadata.storage_data.items()
+        ]  # fmt: skip
+        calls = 0
+
+        def count_calls(_frame: Any, event: str, _arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        threading.setprofile(count_calls)
+        sys.setprofile(count_calls)
+        try:
+            fetch_reads(source(storage), reads, lambda _read, _stream: None)
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+        assert all(torch.equal(blank[key], state[key]) for key in state)
+        return calls
+
+    few, many = cost(1000), cost(3000)
+    assert (many - few) / 2000 < CALLS_PER_TENSOR, (few, many)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_several_ranks_load_is_left_in_the_page_cache(tmp_path: Path, ranks: int) -> None:
+    """A rank that loads alone may read past it; of several none does: the next finds the bytes there."""
+    storage = open_storage(tmp_path)
+    state = {"w": torch.arange(4.0 * MIB)}
+    metadata = our_save(storage, 1, lambda _: state)
+    told: list[str] = []
+    inner = storage.open_read
+
+    def open_read(key: str) -> DataReader:
+        reader = inner(key)
+        reader.keep_cached = lambda: told.append(key)  # type: ignore[method-assign]
+        return reader
+
+    storage.open_read = open_read  # type: ignore[method-assign]
+    planner: Any = Asking({0: torch.zeros(4 * MIB)})
+    files = dataclasses.replace(source(storage), ranks=ranks)
+    fetch(files, LoadPlan([read_item(0, "w", ((0,), (4 * MIB,)))]), planner, metadata)
+    assert torch.equal(planner.targets[0], state["w"])
+    assert len(told) == (ranks > 1)

@@ -34,6 +34,7 @@ from ckptfs.errors import CollectiveError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult
 from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
@@ -214,7 +215,16 @@ class _LateWriter(DataWriter):
         self._inner.abort()
 
 
-class _LateStorage(LocalStorage):
+class _Streams(LocalStorage):
+    """Files are written in order, one large tensor a write: what these tests hold on to."""
+
+    def open_parallel(
+        self, key: str, *, size_bytes: int, engine: Engine | None = None
+    ) -> ParallelWriter | None:
+        return None
+
+
+class _LateStorage(_Streams):
     """An upload that goes on in the background until it is completed."""
 
     def open_write(  # type: ignore[override]  # another writer
@@ -263,7 +273,7 @@ def test_row27_what_is_being_written_when_the_rest_is_copied_is_waited_for(tmp_p
     """
     plan, writing, back = Plan(), Hold(), threading.Event()
     plan.add(Fault("write", "*.distcp", 2, writing))  # the first is the leaf
-    storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
+    storage = FaultyStorage(_Streams(Uri.parse(tmp_path / "run")), plan)
     with background(storage, 7 * MIB + 65536) as saves:
 
         def let_go() -> None:
@@ -292,7 +302,7 @@ def test_row28_nothing_is_staged_beyond_the_bound(tmp_path: Path) -> None:
     """
     plan, first = Plan(), Hold()
     plan.add(Fault("write", "*.distcp", 1, first))
-    storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
+    storage = FaultyStorage(_Streams(Uri.parse(tmp_path / "run")), plan)
     bound = 2 * MIB + 4096  # two of eight tensors
     with background(storage, bound) as saves:
         back: list[PendingSave] = []
@@ -373,7 +383,7 @@ def test_ctrl_c_while_the_call_is_held_commits_nothing(tmp_path: Path) -> None:
     """The caller gets its KeyboardInterrupt at once; a save that it may have torn fails."""
     plan, first = Plan(), Hold()
     plan.add(Fault("write", "*.distcp", 1, first))
-    storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
+    storage = FaultyStorage(_Streams(Uri.parse(tmp_path / "run")), plan)
     with background(storage, 0) as saves:
 
         def interrupt() -> None:
@@ -396,7 +406,7 @@ def test_a_failure_frees_a_caller_that_is_held(tmp_path: Path) -> None:
     """The storage fails while the caller waits for its turn: it is back with the error in the futures."""
     full = NoSpaceError("no space left")
     plan = Plan([Fault("write", "*.distcp", 2, Fail(full))])
-    storage = FaultyStorage(LocalStorage(Uri.parse(tmp_path / "run")), plan)
+    storage = FaultyStorage(_Streams(Uri.parse(tmp_path / "run")), plan)
     with background(storage, 0) as saves:
         pending = saves.save(_state(1.0))
         assert pending.staged.exception() is not None

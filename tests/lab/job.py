@@ -170,7 +170,7 @@ class Job:
                     found[rank] = facts
             return len(found) == len(wanted)
 
-        self._until(all_there, f"{event!r} from ranks {list(wanted)}", timeout_s)
+        self.until(all_there, f"{event!r} from ranks {list(wanted)}", timeout_s)
         return found
 
     def release(self, name: str) -> None:
@@ -179,7 +179,7 @@ class Job:
 
     def reached(self, gate: Path, *, timeout_s: float = WAIT_S) -> None:
         """Return when a fault's ``hold=gate`` was met."""
-        self._until(Path(f"{gate}.reached").exists, f"the fault holds at {gate}", timeout_s)
+        self.until(Path(f"{gate}.reached").exists, f"the fault holds at {gate}", timeout_s)
 
     def statuses(
         self, machines: Collection[int] | None = None, *, timeout_s: float = WAIT_S
@@ -218,7 +218,8 @@ class Job:
     def _log(self, machine: Machine) -> Path:
         return self.home / f"{machine.name}.log"
 
-    def _until(self, done: Callable[[], bool], what: str, timeout_s: float) -> None:
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+        """Return when it is so; JobError when the job ends before, or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not done():
             ended = all(agent.poll() is not None for agent in self._agents)

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -162,6 +163,10 @@ class Forked:
             link.settimeout(timeout_s)
             return nfs_agent.answer_of(link)
 
+    def hang_up(self) -> None:
+        """Its machine is no more: ``result`` is OSError from here on."""
+        self._link.close()
+
     def has_ended(self) -> bool:
         """Whether ``result`` would return, or raise, at once."""
         return bool(select.select([self._link], [], [], 0)[0])
@@ -189,6 +194,7 @@ class Machine:
         self._link: socket.socket | None = None
         self._lock = threading.Lock()
         self._warmed = False
+        self._forked: weakref.WeakSet[Forked] = weakref.WeakSet()
 
     # -- life ----------------------------------------------------------------------------
 
@@ -209,6 +215,8 @@ class Machine:
     def kill(self) -> None:
         """SIGKILL to its kernel: what was not on its disk, or not sent, is gone."""
         self.hang_up()
+        for forked in self._forked:
+            forked.hang_up()  # nothing will come any more, not even an end of file
         self._warmed = False
         self._crew.kill(self.name)
 
@@ -298,6 +306,7 @@ class Machine:
         self._crew.wait_for(is_warm, f"{self.name} is warm", timeout_s=_IMPORT_S)
         dialled[0].settimeout(_BOOT_S)  # to fork a large process takes a busy machine seconds
         forked = Forked(self, dialled[0])
+        self._forked.add(forked)
         nfs_agent.tell(dialled[0], _in_fork, dict(environment or {}), function, args)
         return forked
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from typing import Literal
 
+from tests.lab.moto import make_certificates
 from tests.lab.process import HOST, REPOSITORY, Crew, status_of
 from tests.lab.s3 import s3_server
 from tests.lab.server import Server
@@ -18,21 +19,28 @@ SECRET_KEY = "SKLAB"  # noqa: S105 - the sink does not look at it
 
 
 @contextlib.contextmanager
-def sink(*, keep: Literal["small", "all"] = "small") -> Iterator[Server]:
+def sink(*, keep: Literal["small", "all"] = "small", tls: bool = False) -> Iterator[Server]:
     """S3-shaped and fast, for what a client costs. keep: what it remembers beside sizes.
+
+    tls: it speaks https, and its authority is ``server.ca_file``.
 
     "small": objects up to 1 MiB that came in one request, so that a commit works; all else reads as
     zeros. "all": every byte, in its memory.
     """
-    with Crew("sink") as crew:
+    with Crew("sink_tls" if tls else "sink") as crew:
         port = crew.port()
-        crew.start(
-            "sink",
-            [sys.executable, "-m", "tests.lab.sink_server", "--port", str(port), "--keep", keep],
-            env={"PYTHONPATH": str(REPOSITORY)},
+        command = [sys.executable, "-m", "tests.lab.sink_server", "--port", str(port)]
+        command += ["--keep", keep]
+        endpoint, ca_file = f"http://{HOST}:{port}", None
+        if tls:
+            ca_file, certificate, key = make_certificates(crew.run_dir)
+            command += ["--certificate", certificate, "--key", key]
+            endpoint = f"https://{HOST}:{port}"
+        crew.start("sink", command, env={"PYTHONPATH": str(REPOSITORY)})
+        crew.wait_for(
+            lambda: status_of(endpoint, "/-/stats", ca_file=ca_file) is not None,
+            f"{endpoint} answers",
         )
-        endpoint = f"http://{HOST}:{port}"
-        crew.wait_for(lambda: status_of(endpoint, "/-/stats") is not None, f"{endpoint} answers")
         yield s3_server(
             "sink",
             endpoint,
@@ -40,6 +48,7 @@ def sink(*, keep: Literal["small", "all"] = "small") -> Iterator[Server]:
             SECRET_KEY,
             run_dir=str(crew.run_dir),
             pids=crew.pids(),
+            ca_file=ca_file,
         )
 
 

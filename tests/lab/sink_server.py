@@ -1,6 +1,6 @@
 """A server shaped like S3 that costs next to nothing, to see what a client costs.
 
-    python -m tests.lab.sink_server --port N [--keep small|all]
+    python -m tests.lab.sink_server --port N [--keep small|all] [--certificate PEM --key PEM]
 
     bytes arrive -> head -> body, straight into its place -> answer (sink_s3.py) -> next head
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ssl
 import sys
 from collections import deque
 from typing import Final
@@ -38,7 +39,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        transport.set_write_buffer_limits(high=0)  # it copies what it holds: give it little
+        # It copies what it holds: give it little. With 0 a TLS transport pauses and never resumes.
+        transport.set_write_buffer_limits(high=1)
 
     def pause_writing(self) -> None:
         self._is_full = True
@@ -104,10 +106,10 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(self._outgoing.popleft())
 
 
-async def serve(port: int, store: Store) -> None:
-    """Serve until cancelled."""
+async def serve(port: int, store: Store, tls: ssl.SSLContext | None = None) -> None:
+    """Serve until cancelled; https with ``tls``."""
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(store), "127.0.0.1", port)
+    server = await loop.create_server(lambda: Connection(store), "127.0.0.1", port, ssl=tls)
     async with server:
         await server.serve_forever()
 
@@ -117,8 +119,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--keep", choices=["small", "all"], default="small")
+    parser.add_argument("--certificate", help="speak https with it")
+    parser.add_argument("--key", help="of the certificate")
     chosen = parser.parse_args()
-    asyncio.run(serve(chosen.port, Store(keep_all=chosen.keep == "all")))
+    tls = None
+    if chosen.certificate:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(chosen.certificate, chosen.key)
+    asyncio.run(serve(chosen.port, Store(keep_all=chosen.keep == "all"), tls))
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -711,6 +713,47 @@ def test_hello_of_a_dead_process_is_replaced_by_the_living_one() -> None:
         ranks.release("open", rank=3)  # the second rank 1
         results = ranks.results(ranks=[0, 1, 3])
     assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
+
+
+class _DiesBetweenWelcomes:
+    """The store of a rank 0 that is killed when it has welcomed one of the others."""
+
+    def __init__(self, inner: Any, welcomed: list[str]) -> None:
+        self._inner = inner
+        self._welcomed = welcomed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _DiesBetweenWelcomes:
+        return _DiesBetweenWelcomes(self._inner.clone(), self._welcomed)
+
+    def set(self, key: str, value: Any) -> None:
+        if "/welcome/" in key:
+            if self._welcomed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._welcomed.append(key)
+        self._inner.set(key, value)
+
+
+def lose_rank_0_between_welcomes(rank: Rank) -> tuple[int, ...]:
+    """Who was silent."""
+    from ckptfs.errors import DeadlineError
+
+    store = rank.store() if rank.number else _DiesBetweenWelcomes(rank.store(), [])
+    try:
+        _open(store, rank.number, rank.size, timeout_s=3.0).close()
+    except DeadlineError as error:
+        return error.silent
+    return ()
+
+
+def test_rank_0_that_dies_between_two_welcomes_is_the_one_that_is_blamed() -> None:
+    """The rank that it has welcomed names it too, and not those that wait for their own welcome."""
+    with launch(lose_rank_0_between_welcomes, 4) as ranks:
+        first, *others = ranks.results()
+    assert first.died
+    assert [other.value for other in others] == [[0]] * 3, others[0].log
 
 
 def _keys(store: Any) -> list[str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
-__all__ = ["join", "stands_at", "touch", "tree"]
+__all__ = ["join", "stands_at", "touch", "touch_at_exit", "tree"]
 
 
 def touch(path: str) -> None:
     """Make an empty file."""
     Path(path).touch()
+
+
+def touch_at_exit(path: str) -> None:
+    """Make an empty file when this process leaves its interpreter."""
+    atexit.register(touch, path)
 
 
 def stands_at(gate: str) -> bool:

@@ -2,12 +2,13 @@
 
     torchrun ... -m tests.nfs.launched managed '{"run": "/nfs/run", "until": 4}'
 
-Each rank prints one line: SAID, its number, and what it says, as JSON.
+Each rank prints one line: SAID, its number, and what it says, as JSON. It fails where its save failed.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -31,6 +32,8 @@ def main(name: str, args: str) -> None:
     value = getattr(needs, name)(json.loads(args))
     sys.stdout.write(f"SAID {dist.get_rank()} {json.dumps(value)}\n")
     sys.stdout.flush()
+    if "error" in value:
+        os._exit(1)  # the launcher ends the others: a farewell to a dead node would keep this rank
     dist.destroy_process_group()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["exists", "exists_after_refresh", "free_bytes"]
+__all__ = ["answers", "exists", "exists_after_refresh", "free_bytes"]
 
 
 def exists(path: str) -> bool:
@@ -22,3 +22,12 @@ def free_bytes(path: str) -> int:
     """What is left for whoever is not root, on the filesystem of a path."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
+
+
+def answers(path: str) -> bool:
+    """Whether the server of a soft mount answers; where it does not, only after the mount's own patience."""
+    try:
+        os.statvfs(path)
+    except OSError:
+        return False
+    return True

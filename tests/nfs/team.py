@@ -2,7 +2,7 @@
 
 gate = Gate(lab.b)
 ranks = start(lab, does, Save(f"faults+file://{run}/step_2", 2), gate=gate.at("close", "*.distcp"))
-gate.wait_reached()
+gate.wait_reached(ranks)
 lab.restart_server()
 gate.release()
 for outcomes in ends(ranks): ...
@@ -38,9 +38,16 @@ class Gate:
         """Before the first such operation of a storage ``faults+...``."""
         return replace(self, fault=f"hold={self.path}:{operation}:{key}:1")
 
-    def wait_reached(self) -> None:
-        """Return when the rank stands there."""
-        until(lambda: self.machine.call(is_there, f"{self.path}.reached"), f"{self.path} reached")
+    def wait_reached(self, ranks: Sequence[Forked]) -> None:
+        """Return when the rank stands there; AssertionError where one of the job has ended instead."""
+
+        def is_reached() -> bool:
+            if self.machine.call(is_there, f"{self.path}.reached"):
+                return True
+            assert not any(rank.has_ended() for rank in ranks), f"not reached: {ends(ranks)}"
+            return False
+
+        until(is_reached, f"{self.path} reached")
 
     def release(self) -> None:
         """Let it go on."""

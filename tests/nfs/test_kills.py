@@ -9,6 +9,7 @@ restore, any part of a save, between two of them. What must hold after each deat
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 from dataclasses import dataclass, field
@@ -63,6 +64,13 @@ class Lives:
             self.peace_s.append(max(value["lived_s"] for value in values))
         raise AssertionError(f"rank {victim} was never killed in time: {self.peace_s}")
 
+    def told(self) -> str:
+        """The history until now."""
+        return (
+            f"step {self.committed}, {self.in_doubt} saves that nobody was told of were committed, "
+            f"the slowest survivor raised after {self.slowest_s:.1f} s"
+        )
+
     def _live(self, args: dict[str, Any], *, victim: int | None = None) -> list[dict[str, Any]]:
         environment = {"CKPTFS_TIMEOUT_S": str(SILENCE_S)}
         with Crowd(
@@ -99,9 +107,10 @@ def kill_each_rank(lab: NfsLab, times: int, seed: int) -> Lives:
     """Every rank in turn, ``times`` times."""
     lives = Lives(lab, random.Random(seed))
     lives.in_peace()
-    for _ in range(times):
+    for done in range(times):
         for victim in range(SIZE):
             lives.with_a_death_of(victim)
+        print(f"{done + 1} deaths of each rank, {lives.told()}", flush=True)
     lives.in_peace()
     return lives
 
@@ -115,9 +124,7 @@ def test_after_a_rank_was_killed_the_next_job_goes_on(lab42: NfsLab) -> None:
 
 @pytest.mark.campaign
 def test_campaign_each_rank_is_killed_at_100_moments(lab: NfsLab) -> None:
-    """400 deaths on each version of NFS."""
-    lives = kill_each_rank(lab, 100, seed=7)
-    print(
-        f"v{lab.version}: 400 deaths, {lives.in_doubt} saves that nobody was told of were committed"
-    )
-    print(f"the slowest survivor raised after {lives.slowest_s:.1f} s")
+    """400 deaths on each version of NFS; CKPTFS_KILLS says how often, CKPTFS_KILLS_SEED repeats."""
+    seed = int(os.environ.get("CKPTFS_KILLS_SEED", random.randrange(1 << 30)))
+    print(f"\nv{lab.version}: CKPTFS_KILLS_SEED={seed}", flush=True)
+    kill_each_rank(lab, int(os.environ.get("CKPTFS_KILLS", "100")), seed)

@@ -9,7 +9,9 @@ import pytest
 
 from tests.lab.nfs import NfsLab
 from tests.nfs.gaps import shows, until_shown
+from tests.nfs.inside import touch_at_exit
 from tests.nfs.looks import exists, exists_after_refresh
+from tests.nfs.team import until
 
 
 @until_shown
@@ -41,3 +43,14 @@ def test_opening_the_parent_looks_afresh(lab42: NfsLab) -> None:
     assert not lab42.b.call(exists, f"{run}/made")
     lab42.a.call(os.mkdir, f"{run}/made")
     assert lab42.b.call(exists_after_refresh, f"{run}/made")
+
+
+def test_a_forked_process_runs_its_exit_hooks_and_is_gone(lab42: NfsLab) -> None:
+    """What a rank does at exit is done, though its interpreter is not taken apart."""
+    lab42.warm()
+    mark = "/tmp/exit-hook"
+    rank = lab42.a.fork(touch_at_exit, mark)
+    rank.result()
+    until(lambda: lab42.a.call(os.path.exists, mark), "its hook has run")
+    until(lambda: not lab42.a.call(os.path.exists, f"/proc/{rank.pid}"), "it is gone")
+    lab42.a.call(os.unlink, mark)

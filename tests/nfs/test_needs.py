@@ -7,6 +7,7 @@ would have ended in one go.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 
 from tests.lab.nfs import NfsLab
 from tests.nfs.conftest import Labs
+from tests.nfs.crowd import RESULT_S
 from tests.nfs.inside import tree
-from tests.nfs.wreck import TIMEOUT_S, Wreck
+from tests.nfs.launched import said
+from tests.nfs.wreck import JOBS, TIMEOUT_S, Wreck, lost_under_torchrun, under_torchrun
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -30,17 +33,17 @@ def wreck(labs: Labs) -> Iterator[Wreck]:
         yield made
 
 
-def assert_told(survivors: list[Any]) -> None:
+def assert_told(survivors: list[Any], died_s: float) -> None:
     """Each survivor raised a typed error in time, and none says that the save failed which committed."""
     for value in survivors:
         assert isinstance(value, dict), value
         assert value["error"]["type"] in TOLD, value
-        assert value["error"]["after_s"] < TOLD_WITHIN_S, value
+        assert 0 < value["error"]["at_s"] - died_s < TOLD_WITHIN_S, (value, died_s)
 
 
 def check_n1(wreck: Wreck) -> None:
     """Step 1 of parts, driver state and object is whole; step 2, in which the node died, is not there."""
-    assert_told(wreck.survivors["N1"])
+    assert_told(wreck.survivors["N1"], wreck.died_s)
     if wreck.driver is not None:
         assert wreck.driver["gave up"] == 2
     driver, *ranks = wreck.again("N1")
@@ -53,7 +56,7 @@ def check_n1(wreck: Wreck) -> None:
 
 def check_n2(wreck: Wreck) -> None:
     """Nothing half is believed, and what was overwritten goes after the first new commit, not before."""
-    assert_told(wreck.survivors["N2"])
+    assert_told(wreck.survivors["N2"], wreck.died_s)
     assert {"step_5", "step_7"} <= set(wreck.lab.server.call(os.listdir, wreck.behind("N2")))
     ranks = wreck.again("N2")
     assert [rank["latest"] for rank in ranks] == [None] * 4
@@ -64,8 +67,12 @@ def check_n2(wreck: Wreck) -> None:
 
 def check_n3(wreck: Wreck, *, by_torchrun: bool = False) -> None:
     """Driver state, generators and positions come back; there is one latest; the policy costs nothing."""
-    assert_told(wreck.survivors["N3"])
-    ranks = wreck.again_by_torchrun("N3") if by_torchrun else wreck.again("N3")
+    assert_told(wreck.survivors["N3"], wreck.died_s)
+    assert_n3(wreck.again_by_torchrun("N3") if by_torchrun else wreck.again("N3"))
+
+
+def assert_n3(ranks: list[Any]) -> None:
+    """Step 2 was restored; training ended bit for bit, with all that its ranks keep."""
     for number, rank in enumerate(ranks):
         assert (rank["restored"], rank["same"]) == (2, True)
         assert rank["steps"] == [rank["latest"]] == [4]
@@ -75,7 +82,7 @@ def check_n3(wreck: Wreck, *, by_torchrun: bool = False) -> None:
 
 def check_n4(wreck: Wreck) -> None:
     """Training had gone on; the failure is raised on all survivors; hooks have heard of commits only."""
-    assert_told(wreck.survivors["N4"])
+    assert_told(wreck.survivors["N4"], wreck.died_s)
     ranks = wreck.again("N4")
     for rank in ranks:
         assert (rank["restored"], rank["same"]) == (2, True)
@@ -112,6 +119,24 @@ def test_n4_an_asynchronous_save_is_lost_with_its_node_and_nothing_else(wreck: W
     """N4: killed behind training."""
     check_n4(wreck)
     assert_clean(wreck)
+
+
+def test_n3_under_torchrun_a_node_dies_and_torchrun_goes_on(lab: NfsLab) -> None:
+    """N3 by the real launcher in both lives: it fails on the node that is left, started again it ends right."""
+    run = lab.fresh("torchrun")
+    args = {"run": f"faults+file://{run}", "until": JOBS["N3"].until}
+    left, died_s = lost_under_torchrun(lab, "N3", args)
+    survivors = list(said(left.output).values())
+    assert left.status, left.output
+    assert survivors, left.output  # the launcher may end the second before it has said anything
+    assert_told(survivors, died_s)
+    for survivor in survivors:
+        assert re.search("rank [23] on b ", survivor["error"]["text"]), survivor
+    ends = [program.wait(RESULT_S) for program in under_torchrun(lab, "N3", args)]
+    assert [end.status for end in ends] == [0, 0], "\n".join(end.output for end in ends)
+    values = {**said(ends[0].output), **said(ends[1].output)}
+    assert_n3([values[rank] for rank in range(4)])
+    assert lab.server.call(tree, f"{lab.behind(run)}/.ckptfs/attempts") == []
 
 
 @pytest.mark.parametrize("victim", ["a", "b"])

@@ -37,7 +37,7 @@ def test_the_others_name_the_rank_the_host_and_the_path(lab42: NfsLab) -> None:
         gate=gate.at("close", "*.distcp"),
         timeout_s=TIMEOUT_S,
     )
-    gate.wait_reached()
+    gate.wait_reached(ranks)
     with lab42.without_server(lab42.b):
         gate.release()
         wait_stuck(ranks[1])
@@ -70,7 +70,7 @@ def test_a_process_whose_thread_hangs_is_told_and_ends(lab42: NfsLab) -> None:
     run, gate = lab42.fresh(), Gate(lab42.b)
     uri, mark = f"faults+file://{run}/step_1", "/scratch/the-interpreter-has-ended"
     ranks = start(lab42, leaves, uri, mark, gate=gate.at("close", "*.distcp"), timeout_s=TIMEOUT_S)
-    gate.wait_reached()
+    gate.wait_reached(ranks)
     with lab42.without_server(lab42.b):
         gate.release()
         wait_stuck(ranks[1])

@@ -3,6 +3,7 @@
     with Wreck(lab, lab.b) as wreck:
         wreck.survivors["N3"]        how the ranks of the other client ended
         wreck.again("N3")            the job once more: on both clients, and what its ranks say
+    lost_under_torchrun(lab, "N3", args)       one job of the real launcher that loses client b the same way
 
 Each job stands at the close of a data file that rank 3 (rank 1, where the first client dies) has written.
 """
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tests.lab.nfs import Forked, Machine, NfsLab
+from tests.lab.nfs import Ended, Forked, Machine, NfsLab, Program
 from tests.nfs import needs
 from tests.nfs.crowd import RESULT_S, Crowd, Gate
+from tests.nfs.inside import stands_at
 from tests.nfs.launched import said
 
-__all__ = ["JOBS", "TIMEOUT_S", "Wreck"]
+__all__ = ["JOBS", "TIMEOUT_S", "Wreck", "lost_under_torchrun", "under_torchrun"]
 
 TIMEOUT_S = 30  # the longest silence of a rank that is waited out; a dead machine says nothing
 
@@ -50,6 +53,7 @@ class Wreck:
         self.victim = victim
         self.runs: dict[str, str] = {}
         self.survivors: dict[str, list[Any]] = {}
+        self.died_s = 0.0  # by the other client's clock
         self.driver: Any = None  # what the survivor said; None where it died too
 
     def __enter__(self) -> Self:
@@ -66,6 +70,7 @@ class Wreck:
                 if name == "N1":
                     driver = self._drive(crowds[name], self._args(name))
                 crowds[name].wait_at(gate)  # one after the other: a machine has one processor
+            self.died_s = (lab.a if self.victim is lab.b else lab.b).seconds()
             self.victim.kill()
             for crowd in crowds.values():
                 crowd.gone(self.victim)
@@ -93,10 +98,7 @@ class Wreck:
 
     def again_by_torchrun(self, name: str) -> list[Any]:
         """The same under the real launcher; not N1, whose driver is none of its ranks."""
-        job = JOBS[name]
-        words = ["-m", "tests.nfs.launched", job.body.__name__, json.dumps(self._args(name))]
-        environment = {"CKPTFS_TIMEOUT_S": str(TIMEOUT_S), "CKPTFS_JOB_ID": name}
-        programs = self.lab.torchrun(words, environment=environment)
+        programs = under_torchrun(self.lab, name, self._args(name))
         ends = [program.wait(RESULT_S) for program in programs]
         assert [end.status for end in ends] == [0, 0], "\n".join(end.output for end in ends)
         values = {**said(ends[0].output), **said(ends[1].output)}
@@ -118,3 +120,42 @@ class Wreck:
         environment = {"CKPTFS_JOB_ID": "N1", "CKPTFS_TIMEOUT_S": str(TIMEOUT_S)}
         told = {**args, "address": crowd.address}
         return self.lab.a.fork(needs.drive, told, environment=environment)
+
+
+def under_torchrun(
+    lab: NfsLab, name: str, args: Mapping[str, Any], *, fault: str = ""
+) -> tuple[Program, Program]:
+    """Start a job on both clients by the real launcher; not N1, whose driver is none of its ranks."""
+    words = ["-m", "tests.nfs.launched", JOBS[name].body.__name__, json.dumps(dict(args))]
+    environment = {
+        "CKPTFS_TIMEOUT_S": str(TIMEOUT_S),
+        "CKPTFS_JOB_ID": name,
+        "CKPTFS_TEST_FAULT": fault,
+    }
+    return lab.torchrun(words, environment=environment)
+
+
+def lost_under_torchrun(lab: NfsLab, name: str, args: Mapping[str, Any]) -> tuple[Ended, float]:
+    """The kernel of client b dies in the middle of a save of such a job, with rank 3 in the close of a
+    data file, and its launcher with it; it boots again. How the launcher on a ended, and what was said there;
+    when b died, by a's clock.
+    """
+    gate = Gate(lab.b)
+    gate.open()  # until the job itself shuts it
+    doomed = {**args, **JOBS[name].args, "gate": gate.path, "holder": 3}
+    fault = f"hold={gate.path}:close:*__3_*.distcp:*@3"
+    programs = under_torchrun(lab, name, doomed, fault=fault)
+    deadline = time.monotonic() + RESULT_S
+    while not lab.b.call(stands_at, gate.path):
+        for program in programs:
+            now = program.peek()
+            assert now.status is None, f"it ended before: {now.output}"
+        assert time.monotonic() < deadline, "nobody came to the gate"
+        time.sleep(0.5)  # each look costs the machine that has to get there
+    died_s = lab.a.seconds()
+    lab.b.kill()
+    try:
+        return programs[0].wait(RESULT_S), died_s
+    finally:
+        lab.b.boot()
+        lab.mount(lab.b)

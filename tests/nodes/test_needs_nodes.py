@@ -67,8 +67,12 @@ def a_machine_dies_in_the_middle_of_a_save(
     with job(nodes, "train", *words, home=home, fault=fault) as first:
         first.reached(gate)
         if mode == "async":
+            # While the writer of one rank is held: saves return before their bytes are durable.
+            first.until(
+                lambda: all(staged(first, rank) == [2, 4] for rank in first.ranks),
+                "both saves have returned everywhere",
+            )
             for rank in first.ranks:
-                assert staged(first, rank) == [2, 4], "save returned before its bytes were durable"
                 assert last(first, rank, "staged")["latest"] == 2
         before = time.monotonic()
         nodes[victim].kill()

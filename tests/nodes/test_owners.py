@@ -46,6 +46,7 @@ def come(rank: Rank) -> dict[str, Any]:
     from ckptfs.commit.ops import drive
     from ckptfs.commit.run import claim
     from ckptfs.errors import RunBusyError
+    from ckptfs.storage import registry  # noqa: F401 - another user may not read our interpreter
     from ckptfs.tools.holding import holding_of
 
     if rank.args.get("uid"):

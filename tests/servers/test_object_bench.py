@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import goals, object_store
+from benchmarks.floors import __main__ as floors
+from benchmarks.floors.claims import CLAIMS, findings_of
 from benchmarks.object_store import asked_goals
 from ckptfs.bench.files import read_result
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
@@ -39,6 +41,22 @@ def test_the_benchmark_runs_from_end_to_end(
     assert len(result.samples) == len(found)
     assert all(one.wall_s > 0 and one.size_bytes >= 1 << 20 for one in result.samples)
     assert "ckptfs:s3fs" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("row", ["s3", "tls"])
+def test_the_rows_of_the_floors_run(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over plain HTTP and over TLS with an authority of its own: every figure but of what is not installed."""
+    told = [row, "--size", "1MB", "--pairs", "1", "--only", "ckptfs,dcp,raw"]
+    monkeypatch.setattr(sys, "argv", ["floors", *told, "--out", str(tmp_path)])
+    assert floors.main() == 0
+    (path,) = tmp_path.iterdir()
+    found = findings_of(row, read_result(path))
+    known = {one.claim.told for one in found if one.found is not None}
+    assert known == {"faster than FsspecWriter", "CPU s/GB", "of bare obstore"}
+    assert len(found) == sum(claim.row == row for claim in CLAIMS)
 
 
 def _result(ours: list[float], dcp: list[float], raw: list[float], cpu: float) -> Result:

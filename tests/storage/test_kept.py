@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,20 @@ def test_what_was_written_before_an_abort_is_there_for_the_next(
         second.write(b"y" * (2 << 20))
     assert (tmp_path / "a").read_bytes() == b"x" * (1 << 20) + b"y" * (2 << 20)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_another_file_that_is_aborted_gives_its_space_back_though_its_name_is_held(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    """An NFS client holds what it could not send, of a full export for one, as .nfs... after its removal."""
+    writer = storage.open_write("a")
+    writer.write(b"x" * (2 << 20))
+    (partial,) = tmp_path.iterdir()
+    held = tmp_path / ".nfs1"
+    os.link(partial, held)
+    writer.abort()
+    assert list(tmp_path.iterdir()) == [held]
+    assert held.stat().st_blocks == 0
 
 
 def test_what_is_longer_than_the_file_is_cut_at_its_end(

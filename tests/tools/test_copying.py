@@ -88,7 +88,7 @@ def test_what_a_power_cut_left_is_compared_before_it_is_believed(
     """Bytes that are wrong in a partial file, and in a whole one, are copied anew from there on."""
     target = tmp_path / "copy" / "step_1"
     words = ["cp", big, target, "--jobs", 1, "--json"]
-    assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:13")().status == -9
+    assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:7")().status == -9
     [whole] = target.parent.glob(".ckptfs/attempts/*/*/__*.distcp")
     [part] = target.parent.glob(".ckptfs/attempts/*/*/.partial-kept-*.distcp")
     for path in (whole, part):
@@ -116,7 +116,7 @@ def test_a_wrong_file_that_cannot_be_replaced_is_not_taken_for_the_right_one(
     """Whichever side fails while it is brought again: an error, nothing committed; then it is right."""
     target = tmp_path / "copy" / "step_1"
     words = ["cp", big, target, "--jobs", 1, "--json"]
-    assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:13")().status == -9
+    assert start(words, CKPTFS_TEST_FAULT="kill:write:*.distcp:7")().status == -9
     [whole] = target.parent.glob(".ckptfs/attempts/*/*/__*.distcp")
     with whole.open("r+b") as file:
         file.write(b"\0" * 4096)

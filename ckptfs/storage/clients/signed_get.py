@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import ssl
-import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.clients.failures import Asked, Said, answered, unanswered
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.options import Times
 
 __all__ = ["SIGNED_S", "Got", "SignedGets", "can_read"]
@@ -116,7 +116,7 @@ class SignedGets:
         self._sign = sign
         self._options = client_options
         self._times = times
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._urls: dict[str, tuple[float, SplitResult]] = {}
         self._idle = _Idle()
         weakref.finalize(self, self._idle.close)  # clients are dropped more often than closed

@@ -1,0 +1,1 @@
+"""Every floor that ckptfs' speed is held to: one row of a table, one command."""

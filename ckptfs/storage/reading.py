@@ -1,0 +1,296 @@
+"""Ranges of one local file, read into the caller's memory over the ``Posix`` seam.
+
+    in the page cache       preadv2(RWF_NOWAIT) into place: a copy, no disk
+    not there, a window     O_DIRECT into a reused staging buffer, copied into place
+    anything else           preadv into place: small ranges, the end of a file, whatever refuses
+
+A buffered read of a cold file has the kernel take fresh pages and copy out of them; a direct one into
+memory that was used before does neither, and leaves the page cache to those who need it. What is
+cached is asked at every window, one page first, so a file may be cached in part. Reads that are not
+answered so (network filesystems) go through the page cache and its readahead.
+
+Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from ckptfs.errors import IntegrityError, StaleError, StorageError
+from ckptfs.storage.base import DataReader, Reach
+from ckptfs.storage.direct import takes_direct
+from ckptfs.storage.failures import translated, typed
+from ckptfs.storage.posix import Posix
+from ckptfs.storage.staging import staging
+from ckptfs.uri import Uri
+
+__all__ = ["LocalReader"]
+
+log = logging.getLogger(__name__)
+
+CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
+STALE_TRIES = 4
+AGAIN_TRIES = 8  # of a call that was interrupted
+
+_WINDOW_BYTES = 8 << 20
+_LANES = 4  # a disk answers several at once faster than one after the other
+_DIRECT_FROM_BYTES = 1 << 20  # a smaller read waits for the disk and for nothing else
+_VIEWS = 1024  # IOV_MAX
+_COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
+_PAGE = mmap.PAGESIZE
+_LOOK = os.O_RDONLY | os.O_CLOEXEC
+_DIRECT = getattr(os, "O_DIRECT", 0)
+_INTERRUPTED = frozenset({errno.EINTR, errno.EAGAIN})
+
+
+class _Way(Enum):
+    """How the next window of a file is tried first."""
+
+    CACHED = "cached"  # the last one was in the page cache
+    ASK = "ask"  # one page, whether this one is
+    BUFFERED = "buffered"  # there is no other way here
+
+
+class LocalReader(DataReader):
+    """Ranged reads at given offsets: no shared position, so any number of threads may read at once.
+
+    A handle that an NFS server calls stale is opened again by name, a few times. direct_bytes: of
+    what was read, bytes that went past the page cache.
+    """
+
+    reach = Reach.LOCAL
+    window_bytes = _WINDOW_BYTES
+    concurrency = _LANES
+
+    def __init__(self, posix: Posix, uri: Uri, path: str) -> None:
+        self._posix = posix
+        self._uri = uri
+        self._path = path
+        self._lock = threading.Lock()
+        self._closed = False
+        self._way = _Way.ASK if _DIRECT else _Way.BUFFERED
+        self._direct_fd: int | None = None
+        self.direct_bytes = 0
+        # Handles that went stale stay open until close: another thread may be reading through one.
+        self._fds: list[int] = [posix.open(path, _LOOK)]
+        try:
+            self.size_bytes = posix.fstat(self._fds[0]).st_size
+        except BaseException:
+            self.close()
+            raise
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.read_views(offset, [buffer.cast("B")])
+
+    def read_steps(self, offset: int, buffer: memoryview, step_bytes: int) -> Iterator[int]:
+        view, done = buffer.cast("B"), 0
+        while done < len(view):
+            # A disk is asked for all at once, the page cache for as little as makes sense.
+            end = len(view) if self._way is _Way.ASK else min(done + step_bytes, len(view))
+            self.read_views(offset + done, [view[done:end]])
+            done = end
+            yield done
+
+    def read_views(self, offset: int, views: Sequence[memoryview]) -> None:
+        size = sum(map(len, views))
+        done = 0
+        if size >= _DIRECT_FROM_BYTES and self._way is not _Way.BUFFERED:
+            done = self._read_cached(offset, views)
+            if done < size and self._way is _Way.ASK:
+                done += self._read_direct(offset + done, _behind(views, done), size - done)
+        if done < size:
+            self._read_buffered(offset + done, _behind(views, done), offset + size)
+
+    def keep_cached(self) -> None:
+        self._way = _Way.BUFFERED
+
+    def close(self) -> None:
+        with self._lock:
+            fds, self._fds, self._closed = self._fds, [], True
+            if self._direct_fd is not None:
+                fds.append(self._direct_fd)
+                self._direct_fd = None
+        for fd in fds:
+            self._posix.close(fd)
+
+    # -- the three ways --------------------------------------------------------------------
+
+    def _read_cached(self, offset: int, views: Sequence[memoryview]) -> int:
+        """What of it the page cache has, from its start on: bytes."""
+        fd = self._current()
+        try:
+            if self._way is _Way.ASK:
+                # All of a range would be read ahead, although nobody waits for it.
+                page = memoryview(bytearray(1))
+                self._posix.preadv_cached(fd, [page], offset)
+            done = self._posix.preadv_cached(fd, views[:_VIEWS], offset)
+        except OSError as error:
+            if error.errno == errno.EAGAIN:
+                self._ask(fd)
+            else:
+                # Not told here; what else is wrong is met again, and typed, by the buffered read.
+                self._way = _Way.BUFFERED
+            return 0
+        if done < sum(map(len, views[:_VIEWS])):
+            self._ask(fd)
+        else:
+            self._way = _Way.CACHED
+        return done
+
+    def _ask(self, fd: int) -> None:
+        """The file is not all in the page cache: from here on each window is asked for."""
+        with self._lock:
+            if self._direct_fd is None and not self._closed:
+                try:
+                    self._direct_fd = self._opened_direct(fd)
+                except OSError as error:
+                    log.debug("%s is read through the page cache: %s", self._uri, error)
+            self._way = _Way.BUFFERED if self._direct_fd is None else _Way.ASK
+
+    def _opened_direct(self, fd: int) -> int | None:
+        """A descriptor past the page cache of the file that ``fd`` is; None: not here."""
+        told = self._posix.direct_alignment(fd)
+        if not takes_direct(told, self._posix.fs_type(fd), tries=False):
+            return None
+        direct = self._posix.open(self._path, _LOOK | _DIRECT)
+        try:
+            self._posix.advise_random(fd)
+            # The name may be another file's by now.
+            if os.path.samestat(self._posix.fstat(direct), self._posix.fstat(fd)):
+                return direct
+        except BaseException:
+            self._posix.close(direct)
+            raise
+        self._posix.close(direct)
+        return None
+
+    def _read_direct(self, offset: int, views: Sequence[memoryview], size: int) -> int:
+        """Read it past the page cache; how many bytes of it, fewer where that is refused."""
+        fd = self._direct_fd
+        if fd is None:
+            return 0
+        done = 0
+        with staging().buffer(_WINDOW_BYTES + 2 * _PAGE) as memory:
+            views = list(views)
+            while done < size:
+                want = min(size - done, _WINDOW_BYTES)
+                skip = (offset + done) % _PAGE
+                got = self._fill(fd, memory, offset + done - skip, skip + want) - skip
+                if got <= 0:
+                    break
+                got = min(got, want)
+                views = _scatter(memory[skip : skip + got], views)
+                done += got
+                if got < want:
+                    break  # the file's end, or refused: the buffered read tells which
+        with self._lock:
+            self.direct_bytes += done
+        return done
+
+    def _fill(self, fd: int, memory: memoryview, offset: int, size: int) -> int:
+        """Direct reads of at least ``size`` bytes from a whole page on; how many came."""
+        wanted = size + -size % _PAGE
+        done = 0
+        while done < size:
+            try:
+                count = self._posix.preadv(fd, [memory[done:wanted]], offset + done)
+            except OSError as error:
+                log.debug("%s: no more direct reads: %s", self._uri, error)
+                self._way = _Way.BUFFERED
+                break
+            done += count
+            if count <= 0 or count % _PAGE:
+                break  # the rest does not begin where a direct read may
+        return done
+
+    def _read_buffered(self, offset: int, views: Sequence[memoryview], end: int) -> None:
+        stale, again = 0, 0
+        left = [view for view in views if len(view)]
+        while left:
+            fd = self._current()
+            try:
+                count = self._posix.preadv(fd, _one_call(left), offset)
+            except OSError as error:
+                if error.errno in _INTERRUPTED and again < AGAIN_TRIES:
+                    again += 1
+                    continue
+                stale += 1
+                if error.errno != errno.ESTALE or stale >= STALE_TRIES:
+                    raise typed(error, self._uri, "read") from error
+                self._open_again(fd)
+                continue
+            if count == 0:
+                raise IntegrityError(
+                    f"the file ends at byte {offset}, {end} were asked for",
+                    uri=self._uri,
+                    hint="it was truncated, or replaced by a shorter one",
+                )
+            offset += count
+            left = _behind(left, count)
+
+    def _current(self) -> int:
+        with self._lock:
+            if self._closed:
+                raise StorageError("the reader is closed", uri=self._uri)
+            return self._fds[-1]
+
+    def _open_again(self, stale: int) -> None:
+        with self._lock, translated(self._uri, "read"):
+            if self._closed or self._fds[-1] != stale:
+                return
+            fd = self._posix.open(self._path, _LOOK)
+            try:
+                if self._posix.fstat(fd).st_size != self.size_bytes:
+                    raise StaleError("another file has taken this name", uri=self._uri)
+            except BaseException:
+                self._posix.close(fd)  # no other thread may read what stands there now
+                raise
+            self._fds.append(fd)
+
+
+def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:
+    """As much of them as one system call should read."""
+    if len(views) == 1 and len(views[0]) > CALL_BYTES:
+        return [views[0][:CALL_BYTES]]
+    return views[:_VIEWS]
+
+
+def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of them behind their first ``count`` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]] if count else list(views[index:])
+        count -= len(view)
+    return []
+
+
+def _scatter(data: memoryview, views: Sequence[memoryview]) -> list[memoryview]:
+    """Copy ``data`` into them, one after the other; what is left of them."""
+    at = 0
+    for view in views:
+        if at == len(data):
+            break
+        size = min(len(view), len(data) - at)
+        if size <= _COPIED_HERE_BYTES:
+            view[:size] = data[at : at + size]
+        else:
+            _copy(view[:size], data[at : at + size])
+        at += size
+    return _behind(views, at)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without the interpreter's lock, so that threads copy side by side."""
+    byte = ctypes.c_char
+    ctypes.memmove(
+        ctypes.addressof(byte.from_buffer(target)),
+        ctypes.addressof(byte.from_buffer(source)),
+        len(source),
+    )

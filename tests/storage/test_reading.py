@@ -1,0 +1,280 @@
+"""Local files are read right, from the page cache or past it, whatever the kernel answers."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckptfs.errors import IntegrityError, StorageError
+from ckptfs.storage.posix import DirectAlignment, Posix
+from ckptfs.storage.reading import LocalReader
+from ckptfs.uri import Uri
+
+KIB, MIB = 1 << 10, 1 << 20
+PAGE = 4096
+_DIRECT = getattr(os, "O_DIRECT", 0)
+Cached = Callable[[int], bool]  # page number -> whether the page cache has it
+
+
+class Kernel(Posix):
+    """The real one, but for what is said to be cached, and for what a script does to a call.
+
+    Direct reads are taken everywhere; they are aligned, or EINVAL.
+    """
+
+    def __init__(
+        self,
+        cached: Cached = lambda _: False,
+        script: Callable[[str, int], int | None] = lambda _name, _count: None,
+    ) -> None:
+        self.cached = cached
+        self.script = script
+        self.names: list[str] = []
+        self.direct_fds: set[int] = set()
+
+    def _told(self, name: str, buffers: Sequence[memoryview]) -> Sequence[memoryview]:
+        """The call's turn: it may raise, or be cut to fewer bytes."""
+        self.names.append(name)
+        limit = self.script(name, len(self.names))
+        return buffers if limit is None else _cut(buffers, limit)
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+        is_direct = bool(flags & _DIRECT)
+        self._told("open_direct" if is_direct else "open", ())
+        fd = super().open(path, flags & ~_DIRECT, mode, dir_fd=dir_fd)
+        if is_direct:
+            self.direct_fds.add(fd)
+        return fd
+
+    def fstat(self, fd: int) -> os.stat_result:
+        self._told("fstat", ())
+        return super().fstat(fd)
+
+    def direct_alignment(self, fd: int) -> DirectAlignment | None:
+        self._told("direct_alignment", ())
+        return DirectAlignment(512, 512)
+
+    def advise_random(self, fd: int) -> None:
+        self._told("advise_random", ())
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        is_direct = fd in self.direct_fds
+        buffers = self._told("preadv_direct" if is_direct else "preadv", buffers)
+        size = sum(map(len, buffers))
+        if is_direct and (offset % 512 or (size % 512 and offset + size < os.fstat(fd).st_size)):
+            raise OSError(errno.EINVAL, "not aligned")
+        return super().preadv(fd, buffers, offset)
+
+    def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        buffers = self._told("preadv_cached", buffers)
+        end = offset
+        while self.cached(end // PAGE) and end < offset + sum(map(len, buffers)):
+            end += PAGE - end % PAGE
+        if end == offset:
+            raise OSError(errno.EAGAIN, "not there")
+        return super().preadv(fd, _cut(buffers, end - offset), offset)
+
+
+def _cut(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
+    cut = []
+    for buffer in buffers:
+        cut.append(buffer[:size])
+        size -= len(cut[-1])
+    return [buffer for buffer in cut if len(buffer)]
+
+
+DATA = bytes((at * 7 + at // 251) % 256 for at in range(3 * MIB + 777))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file that holds DATA."""
+    place = tmp_path_factory.mktemp("reading") / "f"
+    place.write_bytes(DATA)
+    return str(place)
+
+
+def reader(path: str, kernel: Posix) -> LocalReader:
+    """A reader of it."""
+    return LocalReader(kernel, Uri.parse(path), path)
+
+
+def read(open_: LocalReader, offset: int, sizes: Sequence[int]) -> bytes:
+    """Bytes from there, through buffers of these sizes."""
+    parts = [bytearray(size) for size in sizes]
+    open_.read_views(offset, [memoryview(part) for part in parts])
+    return b"".join(parts)
+
+
+def open_fds() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 2 * MIB)), max_size=4),
+    st.sets(st.integers(0, len(DATA) // PAGE), max_size=20),
+    st.booleans(),
+    st.lists(st.one_of(st.none(), st.integers(1, 3 * MIB)), max_size=12),
+    st.lists(st.integers(0, 300 * KIB), max_size=5),
+)
+def test_any_range_is_read_right_from_cache_and_disk(
+    path: str,
+    ranges: list[tuple[int, int]],
+    pages: set[int],
+    inverted: bool,
+    limits: list[int | None],
+    splits: list[int],
+) -> None:
+    """Whatever is cached, however short the answers and wherever a range begins: its bytes."""
+    left = iter(limits)
+
+    def short(name: str, _: int) -> int | None:
+        return next(left, None) if name.startswith("preadv") else None
+
+    kernel = Kernel(lambda page: (page in pages) != inverted, short)
+    with reader(path, kernel) as open_:
+        for offset, most in ranges:
+            size = min(most, len(DATA) - offset)
+            sizes = [part for part in splits if part <= size]
+            while sum(sizes) > size:
+                sizes.pop()
+            sizes.append(size - sum(sizes))
+            assert read(open_, offset, sizes) == DATA[offset : offset + size]
+
+
+NUMBERS = [errno.EINTR, errno.EAGAIN, errno.EIO, errno.EINVAL, errno.ESTALE, errno.ENOMEM]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_failure_at_any_call_is_cured_or_typed(path: str, number: int, is_cached: bool) -> None:
+    """Each call of opening and reading fails in turn: right bytes or StorageError, no descriptor kept."""
+
+    def act(kernel: Kernel) -> bytes:
+        with reader(path, kernel) as open_:
+            return read(open_, 100, [MIB, 70, len(DATA) - MIB - 170])
+
+    clean = Kernel(lambda _: is_cached)
+    assert act(clean) == DATA[100:]
+    before, cured = open_fds(), 0
+    for nth in range(1, len(clean.names) + 1):
+
+        def script(name: str, count: int, nth: int = nth) -> None:
+            if count == nth:
+                raise OSError(number, os.strerror(number))
+
+        # An OSError of opening is made a typed one by the storage that opens.
+        allowed = OSError if clean.names[nth - 1] in ("open", "fstat") else StorageError
+        with contextlib.suppress(allowed):
+            assert act(Kernel(lambda _: is_cached, script)) == DATA[100:]
+            cured += 1
+        assert open_fds() == before
+    # Opening may fail; reading has another way, but for a disk that cannot.
+    assert cured >= len(clean.names) - 2 - (number in (errno.EIO, errno.EINVAL, errno.ENOMEM))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINTR, errno.EAGAIN])
+def test_a_disk_that_always_fails_is_a_typed_error(path: str, number: int) -> None:
+    """No way of reading works: StorageError with the file's name, not an endless loop."""
+
+    def script(name: str, _: int) -> None:
+        if name.startswith("preadv"):
+            raise OSError(number, os.strerror(number))
+
+    with reader(path, Kernel(script=script)) as open_, pytest.raises(StorageError) as caught:
+        read(open_, 0, [2 * MIB])
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE, MIB + 5, len(DATA) - 1])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, size: int, is_cached: bool) -> None:
+    """It is cut before each of the calls in turn: the right bytes, or IntegrityError."""
+    place = tmp_path / "f"
+
+    def act(nth: int | None) -> tuple[bytes, list[str]]:
+        place.write_bytes(DATA)
+
+        def script(name: str, count: int) -> None:
+            if count == nth:
+                os.truncate(place, size)
+
+        kernel = Kernel(lambda _: is_cached, script)
+        with reader(str(place), kernel) as open_:
+            return read(open_, 0, [len(DATA)]), kernel.names
+
+    _, names = act(None)
+    told = 0
+    for nth in range(3, len(names) + 1):  # it is open, and its size known
+        told += 1
+        with contextlib.suppress(IntegrityError):
+            assert act(nth)[0] == DATA
+            told -= 1
+    assert told
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    """More bytes at its end change nothing of those that were asked for."""
+    place = tmp_path / "f"
+    place.write_bytes(DATA)
+
+    def script(name: str, count: int) -> None:
+        with place.open("ab") as file:
+            file.write(b"more" * count)
+
+    with reader(str(place), Kernel(script=script)) as open_:
+        assert read(open_, 5, [len(DATA) - 5]) == DATA[5:]
+
+
+def test_what_is_cached_is_never_read_from_the_disk(path: str) -> None:
+    """One question, then one call for each step; no direct descriptor, no second copy."""
+    kernel = Kernel(lambda _: True)
+    with reader(path, kernel) as open_:
+        memory = memoryview(bytearray(3 * MIB))
+        steps = [*open_.read_steps(0, memory, MIB)]
+    assert memory == DATA[: 3 * MIB]
+    assert steps == [3 * MIB]  # the first is asked for whole: nobody knew
+    assert kernel.names == ["open", "fstat", "preadv_cached", "preadv_cached"]
+    with reader(path, kernel) as open_:
+        read(open_, 0, [MIB])
+        kernel.names.clear()
+        assert [*open_.read_steps(0, memory, MIB)] == [MIB, 2 * MIB, 3 * MIB]
+    assert kernel.names == ["preadv_cached"] * 3
+
+
+def test_what_is_not_cached_is_read_past_the_cache(path: str) -> None:
+    """A cold window is one direct read; small ranges, and where others read the same, are not."""
+    kernel = Kernel()
+    with reader(path, kernel) as open_:
+        assert read(open_, 3, [2 * MIB]) == DATA[3 : 2 * MIB + 3]
+        assert open_.direct_bytes == 2 * MIB
+        assert kernel.names.count("preadv_direct") == 1
+        assert read(open_, 9, [MIB - 1]) == DATA[9 : MIB + 8]
+        assert open_.direct_bytes == 2 * MIB
+    kernel = Kernel()
+    with reader(path, kernel) as open_:
+        open_.keep_cached()
+        assert read(open_, 3, [2 * MIB]) == DATA[3 : 2 * MIB + 3]
+    assert kernel.names == ["open", "fstat", "preadv"]
+
+
+def test_a_name_that_another_file_took_is_not_read_past_the_cache(tmp_path: Path) -> None:
+    """The direct descriptor is opened later, by name: what it opens must be the same file."""
+    place = tmp_path / "f"
+    place.write_bytes(DATA)
+    with reader(str(place), Kernel()) as open_:
+        (tmp_path / "g").write_bytes(bytes(len(DATA)))
+        os.replace(tmp_path / "g", place)
+        assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
+        assert open_.direct_bytes == 0

@@ -1,0 +1,232 @@
+"""The table of floors: every row still runs, and a figure is judged as its page says."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from benchmarks import coordinator, planner
+from benchmarks.floors import __main__ as floors
+from benchmarks.floors.claims import (
+    CLAIMS,
+    Claim,
+    Finding,
+    Found,
+    Sense,
+    Verdict,
+    cpu_per_gb,
+    findings_of,
+    markdown,
+    others_by_ours,
+    ours_by_others,
+    peak_memory,
+)
+from benchmarks.floors.rows import ROWS
+from ckptfs.bench.files import read_result
+from ckptfs.bench.results import Sample
+from ckptfs.testing.scale import Sizes
+from tests.bench.made import FILE, made_result
+
+TINY = ["--size", "1MB", "--small", "20", "--pairs", "1", "--worlds", "2", "--tensors", "3"]
+
+
+def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[Finding]:
+    """A row with tiny sizes, as the command runs it; what was found, read from its file again."""
+    out, work = tmp_path / "out", tmp_path / "work"
+    work.mkdir()
+    told = [row, *TINY, "--dir", str(work), "--memory", str(work), "--out", str(out), *more]
+    monkeypatch.setattr(sys, "argv", ["floors", *told])
+    assert floors.main() == 0
+    assert list(work.iterdir()) == [], "nothing may be left"
+    (path,) = out.iterdir()
+    result = read_result(path)
+    assert result.command == f"python -m benchmarks.floors {' '.join(told)}"
+    assert result.machine["load_average"]["before"]
+    assert {one.round for one in result.samples} <= {0, 1}
+    return findings_of(row, result)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("row", ["durable", "tmpfs", "hot", "cold", "small", "memory", "stall"])
+def test_a_row_runs_from_end_to_end(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real saves and loads of next to nothing: each claim of the row gets a value, and its line."""
+    found = _run(row, tmp_path, monkeypatch, "--markdown", str(tmp_path / "page" / "table.md"))
+    assert len(found) >= sum(claim.row == row for claim in CLAIMS) > 0
+    assert all(one.found is not None for one in found)
+    page = (tmp_path / "page" / "table.md").read_text()
+    assert page.count(f"\n| {row} |") == len(found)
+    assert "every measurement: " in capsys.readouterr().out
+
+
+@pytest.mark.timeout(200)
+def test_two_ranks_take_turns_with_their_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sharded over two processes; nothing is claimed of it, everything is told."""
+    found = _run("ranks2", tmp_path, monkeypatch)
+    assert [one.claim.told for one in found] == ["faster than DCP's best", "CPU s/GB"] * 2
+    assert all(one.found is not None and one.verdict is None for one in found)
+
+
+@pytest.mark.timeout(200)
+def test_the_row_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both sides in processes of their own; a world of another size than the floor's is told only."""
+    (found,) = _run("planner", tmp_path, monkeypatch)
+    assert found.where == "2 ranks x 3 tensors, coordinator"
+    assert found.found is not None
+    assert found.verdict is None
+
+
+def test_both_coordinators_do_the_work_of_a_whole_save() -> None:
+    """Each ends with a .metadata that stock pickle reads, of the same tensors and chunks."""
+    made: dict[str, Metadata] = {}
+    for name, play in (("ckptfs", coordinator.ours), ("dcp", coordinator.stock)):
+        watch = coordinator.Watch()
+        data = play(Sizes(5, tensors=3), watch)
+        assert list(watch.parts_s) == ["plan the save", "write"]
+        assert min(watch.parts_s.values()) > 0
+        made[name] = pickle.loads(data)
+    shapes = [
+        {
+            key: (one.size, len(one.chunks))
+            for key, one in both.state_dict_metadata.items()
+            if isinstance(one, TensorStorageMetadata)
+        }
+        for both in made.values()
+    ]
+    assert len(shapes[0]) == 3 + 1
+    assert shapes[0] == shapes[1]
+    assert len(made["ckptfs"].storage_data) == len(made["dcp"].storage_data) == 5 * 3 + 1
+
+
+def test_stock_is_not_run_where_it_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world beyond a bound is measured for ckptfs alone, and the result says so."""
+    monkeypatch.setattr(planner, "MOST_STOCK_ITEMS", 5)
+    result = planner.measured([2], 3, 1)
+    assert [one.engine for one in result.samples] == ["ckptfs"]
+    assert "stock DCP was not run" in result.notes[0]
+
+
+def _samples(engine: str, seconds: list[float], **more: float) -> list[Sample]:
+    cpu_s, peak = more.get("cpu_s", 0.1), more.get("peak")
+    return [
+        Sample(
+            engine, "llm", FILE, "save", n, wall_s, cpu_s, 10**9,
+            peak_memory_bytes=None if peak is None else int(peak * (n + 1)),
+        )
+        for n, wall_s in enumerate(seconds)
+    ]  # fmt: skip
+
+
+def test_a_ratio_is_a_median_over_rounds_against_the_peer_that_is_best_over_all() -> None:
+    """A peer that is fastest in one round alone is not the best; a round's ratio is its own."""
+    engines = {
+        "ckptfs": _samples("ckptfs", [1.0, 2.0, 10.0]),
+        "steady": _samples("steady", [2.0, 4.0, 25.0]),
+        "lucky": _samples("lucky", [9.0, 0.1, 90.0]),
+    }
+    assert others_by_ours("steady", "lucky")(engines) == Found(2.0, 2.0, 2.5, "steady")
+    beside = ours_by_others("steady")(engines)
+    assert beside is not None
+    assert (beside.value, beside.least, beside.most) == (0.5, 0.4, 0.5)
+    assert others_by_ours("nobody")(engines) is None
+    assert others_by_ours("steady")({"steady": engines["steady"]}) is None
+
+
+def test_a_client_that_was_asked_for_counts_as_ckptfs() -> None:
+    """``ckptfs:obstore`` is ckptfs; CPU is a median, memory the most of any round."""
+    engines = {"ckptfs:obstore": _samples("ckptfs:obstore", [1.0] * 3, cpu_s=0.2, peak=2e6)}
+    cpu, memory = cpu_per_gb()(engines), peak_memory()(engines)
+    assert cpu is not None
+    assert memory is not None
+    assert (cpu.value, memory.value, memory.least) == (0.2, 6.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("sense", "value", "verdict"),
+    [
+        (Sense.AT_LEAST, 0.9, Verdict.GOAL),
+        (Sense.AT_LEAST, 0.85, Verdict.FLOOR),
+        (Sense.AT_LEAST, 0.7, Verdict.MISSED),
+        (Sense.AT_LEAST, None, Verdict.UNKNOWN),
+    ],
+)
+def test_a_value_is_held_against_floor_and_goal(
+    sense: Sense, value: float | None, verdict: Verdict
+) -> None:
+    """On the floor is good enough; what was not measured is not met."""
+    claim = Claim("durable", "x", "save", cpu_per_gb(), sense, 0.8, 0.9)
+    found = None if value is None else Found(value, value, value)
+    assert Finding(claim, "here", found).verdict is verdict
+
+
+def test_at_most_turns_both_bounds_round() -> None:
+    """What is to be small is good where it is smaller."""
+    claim = Claim("durable", "x", "save", cpu_per_gb(), Sense.AT_MOST, 0.2, 0.12)
+    verdicts = [Finding(claim, "", Found(v, v, v)).verdict for v in (0.1, 0.2, 0.21)]
+    assert verdicts == [Verdict.GOAL, Verdict.FLOOR, Verdict.MISSED]
+
+
+def test_the_floors_are_those_that_were_set() -> None:
+    """Every claim that has bounds, in order: a floor is changed here and there at once, or not at all."""
+    held = [
+        (one.row, one.told, one.phase, one.floor, one.goal)
+        for one in CLAIMS
+        if one.floor is not None
+    ]
+    both = ("save", "load_warm")
+    assert held == [
+        ("durable", "of raw O_DIRECT", "save", 0.80, 0.90),
+        ("durable", "CPU s/GB", "save", 0.20, 0.12),
+        ("durable", "faster than the best peer", "save", 1.3, 1.5),
+        ("tmpfs", "faster than DCP's best", "save", 1.0, 1.3),
+        ("hot", "of raw preadv", "load_warm", 0.75, 0.85),
+        ("hot", "faster than DCP", "load_warm", 4.0, 6.0),
+        ("cold", "of raw, the better way", "load_cold", 0.85, 0.95),
+        *(
+            line
+            for phase in both
+            for line in (
+                ("small", "safetensors' time", phase, 1.5, 1.0),
+                ("small", "faster than DCP", phase, 5.0, 8.0),
+            )
+        ),
+        ("stall", "a bare copy's time", "stall", 1.3, 1.1),
+        ("stall", "less than DCP's best", "stall", 2.5, 5.0),
+        ("planner", "less than DCP", "save", 5.0, 10.0),
+        *(
+            line
+            for phase in both
+            for line in (
+                ("s3", "faster than s3torchconnector", phase, 3.0, 5.0),
+                ("s3", "faster than FsspecWriter", phase, 8.0, 14.0),
+                ("s3", "CPU s/GB", phase, 0.35, 0.25),
+                ("memory", "MB beyond the state", phase, 128.0, 64.0),
+            )
+        ),
+    ]
+    assert {one.row for one in CLAIMS} == set(ROWS)
+
+
+def test_results_of_before_are_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--read`` measures nothing; ``--check`` fails where a floor is missed."""
+    from ckptfs.bench.files import write_result
+
+    samples = (*_samples("ckptfs", [1.0] * 5), *_samples("raw:direct", [0.5] * 5))
+    path = tmp_path / "floors-durable-2026-11-22.json"
+    write_result(path, made_result(samples=samples))
+    monkeypatch.setattr(sys, "argv", ["floors", "--read", str(path), "--check"])
+    assert floors.main() == 1
+    told = capsys.readouterr().out
+    assert "0.500" in told
+    assert "MISSED" in told
+    assert "not measured" in told
+    assert "| MISSED |" in markdown(findings_of("durable", read_result(path)))
