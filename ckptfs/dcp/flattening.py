@@ -1,10 +1,13 @@
-"""A state dict flattened as torch flattens it, in one pass instead of three.
+"""A state dict flattened as torch flattens it, in one pass.
 
     {"a": {"b": t, 3: [u, {}]}}   ->   {"a.b": t, "a.3.0": u}   and   the path of each
 
+    flat_to_save(state)    None: a ShardedTensor is inside; torch takes those apart that hold others
+    flat_to_load(state)    None: that, a tensor on the meta device, or two values under one key
+
 torch's load planner goes over the state three times: to give tensors on the meta device memory, to
-unwrap ShardedTensors in ShardedTensors, and to flatten. Most states need only the last; ``flattened``
-does that, or says (None) that there is something for the others to do.
+unwrap ShardedTensors in ShardedTensors, and to flatten. Most states need only the last. None says that
+there is something for the others to do. Used by the two planners; pure.
 """
 
 from __future__ import annotations
@@ -13,31 +16,53 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptfs import _torch
+from ckptfs.dcp.per_rank import Path
 
-__all__ = ["Path", "flattened"]
+__all__ = ["Flat", "flat_to_load", "flat_to_save"]
 
-Path = tuple[str | int, ...]
+Flat = tuple[dict[str, Any], dict[str, Path]]  # key -> leaf, key -> path, in torch's order
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+# Leaves in which no ShardedTensor is looked for when they are saved: it could not be saved from there.
+_NOT_SHARDED = _TENSORS | _ATOMS | {complex, tuple, list, dict, DTensor}
 
 
-def flattened(state: Mapping[Any, Any]) -> tuple[dict[str, Any], dict[str, Path]] | None:
-    """Key -> leaf and key -> path, in torch's order. None: torch's own way must be taken, because of
-    a tensor on the meta device, a ShardedTensor, or two values under one key.
-    """
-    walk = _Walk()
-    try:
-        walk.mapping(state, (), "")
-    except _NotHereError:
+def flat_to_save(state: Mapping[str, Any]) -> Flat | None:
+    """As torch's ``flatten_state_dict``; ValueError for two values under one key. None: see above."""
+    flat, paths = _walked(state)
+    kinds = {type(value) for value in flat.values()} - _NOT_SHARDED
+    if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(
+        map(_torch.is_sharded_tensor, flat.values())
+    ):
         return None
+    return flat, paths
+
+
+def flat_to_load(state: Mapping[Any, Any]) -> Flat | None:
+    """As torch's load planner flattens. None: torch's own way must be taken, see above."""
+    try:
+        flat, paths = _walked(state)
+    except ValueError:
+        return None
+    for value in flat.values():
+        kind = type(value)
+        # Written out: a call for each of 20,000 leaves would be a third of all this.
+        if kind in _TENSORS:
+            if value.is_meta:
+                return None
+        elif kind not in _ATOMS and _is_for_torch(value):
+            return None
+    return flat, paths
+
+
+def _walked(state: Mapping[Any, Any]) -> Flat:
+    walk = _Walk()
+    walk.mapping(state, (), "")
     return walk.flat, walk.paths
-
-
-class _NotHereError(Exception):
-    """Something that only torch's own passes handle."""
 
 
 class _Walk:
@@ -50,11 +75,10 @@ class _Walk:
         for key, value in values.items():
             name = str(key)
             kind = type(value)
-            # Written out: a call for each of 20,000 leaves would be a third of all this.
-            if kind in _PLAIN or (kind in _TENSORS and not value.is_meta):
+            if kind in _TENSORS or kind in _ATOMS:  # most are; to ask for a Mapping is slow
                 whole = before + name
                 if whole in flat:
-                    raise _NotHereError
+                    raise _twice(whole)
                 flat[whole] = value
                 paths[whole] = (*path, name)
             else:
@@ -67,10 +91,14 @@ class _Walk:
             for place, inner in enumerate(value):
                 self.anything(inner, (*path, place), f"{key}.{place}")
         else:
-            if key in self.flat or _is_for_torch(value):
-                raise _NotHereError
+            if key in self.flat:
+                raise _twice(key)
             self.flat[key] = value
             self.paths[key] = path
+
+
+def _twice(key: str) -> ValueError:
+    return ValueError(f"duplicated flatten key {key}")  # torch's words
 
 
 def _is_leaf(values: list[Any]) -> bool:

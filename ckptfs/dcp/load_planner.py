@@ -8,7 +8,8 @@
     create_local_plan    the same as torch's ReadItems, for whoever drives it as torch does
 
 Plain tensors and DTensors are planned here; what else there is (ShardedTensor, subclasses that cut
-themselves, states that torch before 2.4 flattened otherwise) torch plans. Objects load with ``weights_only=True``: a checkpoint is data, never a program.
+themselves, states that torch before 2.4 flattened otherwise) torch plans. Objects load with
+``weights_only=True``: a checkpoint is data, never a program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from ckptfs.dcp.flattening import flattened
+from ckptfs.dcp.flattening import flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
 from ckptfs.dcp.leaves import load_leaf
 from ckptfs.dcp.per_rank import listed, unmarked_key
@@ -60,7 +61,7 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Flatten the state dict; tensors on the meta device get memory. All ranks."""
         with gc_paused():
-            if (found := flattened(state_dict)) is not None:
+            if (found := flat_to_load(state_dict)) is not None:
                 self.original_state_dict = state_dict
                 self.state_dict, self.mappings = found
                 self.metadata = metadata

@@ -1,6 +1,5 @@
 """One rank's part of a plan, with few calls of Python per tensor: stock's items of stock's flat dict.
 
-    flatten(state_dict)      -> flat dict, key -> path; None where stock's own way is needed
     Itemiser().items(flat)   -> the items, and why a value could not be loaded again
 
 Tensors of one shape and kind share what describes them (``TensorWriteData``); of DTensors the geometry
@@ -23,60 +22,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from ckptfs._torch import is_sharded_tensor
 from ckptfs.dcp.leaves import check_leaf, check_tensor
-from ckptfs.dcp.per_rank import Path
 
-__all__ = ["Itemiser", "flatten"]
+__all__ = ["Itemiser"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict)
 _Known = tuple[TensorWriteData, torch.Size, str | None]
-
-
-def flatten(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]] | None:
-    """As stock's ``flatten_state_dict``; ValueError for two values under one key.
-
-    None where a ShardedTensor is inside: stock takes those apart that hold others.
-    """
-    flat: dict[str, Any] = {}
-    paths: dict[str, Path] = {}
-    for key, value in state_dict.items():
-        name = str(key)
-        _visit(name, (name,), value, flat, paths)
-    kinds = {type(value) for value in flat.values()} - {*_PLAIN, DTensor, *_ATOMS}
-    if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(
-        map(is_sharded_tensor, flat.values())
-    ):
-        return None
-    return flat, paths
-
-
-def _visit(name: str, path: Path, value: Any, flat: dict[str, Any], paths: dict[str, Path]) -> None:
-    if type(value) not in _PLAIN:  # most are, and to ask for a Mapping is slow
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                part = str(key)
-                _visit(f"{name}.{part}", (*path, part), inner, flat, paths)
-            return
-        if isinstance(value, list) and not _is_leaf(value):
-            for number, inner in enumerate(value):
-                _visit(f"{name}.{number}", (*path, number), inner, flat, paths)
-            return
-    if name in flat:
-        raise ValueError(f"duplicated flatten key {name}")
-    flat[name] = value
-    paths[name] = path
-
-
-def _is_leaf(values: list[Any]) -> bool:
-    """Whether a list is a leaf: no tensor in it, and no container that is none."""
-    for entry in values:
-        if isinstance(entry, (torch.Tensor, Mapping)):
-            return False
-        if isinstance(entry, list) and not _is_leaf(entry):
-            return False
-    return True
 
 
 class Itemiser:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from ckptfs.dcp.flattening import flat_to_save
 from ckptfs.dcp.leaves import fingerprint_of, serialise_leaf
-from ckptfs.dcp.local_items import Itemiser, flatten
+from ckptfs.dcp.local_items import Itemiser
 from ckptfs.dcp.per_rank import LocalFacts, listed
 from ckptfs.errors import StateError
 
@@ -80,7 +81,7 @@ class SavePlanner(DefaultSavePlanner):
         """Flatten the state dict. All ranks. StateError for two values under one flat key."""
         with gc_paused():
             try:
-                flattened = flatten(state_dict)
+                flattened = flat_to_save(state_dict)
                 if flattened is None:
                     super().set_up_planner(state_dict, storage_meta, is_coordinator)
                 else:

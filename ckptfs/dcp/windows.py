@@ -69,8 +69,8 @@ class _Shared:
 class Windows:
     """One file on its way through ``writer``. ``write`` once; then ``digests`` are those of its items.
 
-    objects: their Loans by position. stage_s: seconds spent copying what was not ready. gave_back:
-    whether memory that does not stay was given back.
+    resolve: called from several threads, one at a time. stage_s: seconds spent copying what was not
+    ready. gave_back: whether memory that does not stay was given back.
     """
 
     def __init__(

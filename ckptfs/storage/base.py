@@ -23,12 +23,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from types import TracebackType
-from typing import Self
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.ranged import DataReader, Reach
+from ckptfs.storage.unfinished import Unfinished
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -109,11 +108,8 @@ class Space:
     free_inodes: int | None
 
 
-class DataWriter(ABC):
-    """One file on its way. Nothing is visible under its key before ``close`` returns.
-
-    Leaving the ``with`` block normally closes; leaving it by any exception, Ctrl-C included,
-    aborts and leaves nothing over. One thread at a time.
+class DataWriter(Unfinished):
+    """One file on its way, written in order. One thread at a time.
 
     there_bytes: what an earlier writer left of this file (``open_kept``), to be read, compared and
     skipped. spared_bytes: of what was written, bytes that the place held already.
@@ -141,35 +137,6 @@ class DataWriter(ABC):
         """Before the first write: the first bytes are right as they are there, go on behind them."""
         if size_bytes:
             raise UnsupportedError("nothing is left of an earlier writer")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Make the file's bytes durable and visible under its key.
-
-        The *name* is durable after ``sync`` of its directory: thousands of writers share one sync.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave nothing behind; never raises; harmless after close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            self.abort()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abort()
-            raise
 
 
 class Storage(ABC):

@@ -10,11 +10,11 @@ get to the disk is the storage's affair, and ``engine`` tells it.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from enum import Enum
-from types import TracebackType
-from typing import Self
+
+from ckptfs.storage.unfinished import Unfinished
 
 __all__ = ["Engine", "ParallelWriter"]
 
@@ -31,11 +31,9 @@ class Engine(Enum):
     STREAMED = "streamed"
 
 
-class ParallelWriter(ABC):
-    """One file on its way. Nothing is visible under its key before ``close`` returns.
-
-    Leaving the ``with`` block normally closes; leaving it by any exception, Ctrl-C included, aborts
-    and leaves nothing over. By then every ``write_at`` must have returned.
+class ParallelWriter(Unfinished):
+    """One file on its way. By ``close`` every ``write_at`` must have returned; one that has not when the
+    file is aborted writes to nobody's file.
 
     window_bytes: of all windows but the last. concurrency: threads that are worth having.
     """
@@ -61,32 +59,3 @@ class ParallelWriter(ABC):
         What it raises while it is taken is raised here. Any thread, each window once. NoSpaceError,
         ...: after an error the file can only be aborted.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Make the file's bytes durable and visible under its key. StorageError: bytes are missing.
-
-        The *name* is durable after ``sync`` of its directory.
-        """
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Leave nothing behind; never raises; harmless after close."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            self.abort()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abort()
-            raise

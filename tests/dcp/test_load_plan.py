@@ -32,7 +32,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ckptfs
 import ckptfs._torch as ckptfs_torch
-from ckptfs.dcp.flattening import flattened
+from ckptfs.dcp.flattening import flat_to_load
 from ckptfs.dcp.inventory import Inventory, Renamed, SavedTensor, Whole
 from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
 from ckptfs.dcp.metadata import decode_metadata, encode_metadata
@@ -404,7 +404,7 @@ def test_states_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
     """Dicts, lists, tuples, odd keys: torch's keys, paths and order; torch's error where it has one."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-    found = flattened(state)
+    found = flat_to_load(state)
     try:
         expected = flatten_state_dict(state)
     except ValueError:
@@ -423,8 +423,8 @@ def test_states_are_flattened_as_torch_does(state: dict[Any, Any]) -> None:
 )
 def test_meta_tensors_are_left_to_torch(holder: Callable[[Any], Any]) -> None:
     """However deep one lies: torch gives it memory."""
-    assert flattened({"a": holder(torch.zeros(1, device="meta"))}) is None
-    assert flattened({"a": holder(torch.zeros(1))}) is not None
+    assert flat_to_load({"a": holder(torch.zeros(1, device="meta"))}) is None
+    assert flat_to_load({"a": holder(torch.zeros(1))}) is not None
 
 
 # -- what it costs -----------------------------------------------------------------------------------

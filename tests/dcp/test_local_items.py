@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-from ckptfs.dcp.local_items import Itemiser, flatten
+from ckptfs.dcp.flattening import flat_to_save
+from ckptfs.dcp.local_items import Itemiser
 from ckptfs.dcp.planner import SavePlanner
 from ckptfs.errors import StateError
 
@@ -35,10 +36,10 @@ def test_flattening_is_stocks(state: dict[str, Any]) -> None:
         refused = error
     if refused is not None:
         with pytest.raises(ValueError, match="duplicated flatten key") as caught:
-            flatten(state)
+            flat_to_save(state)
         assert str(caught.value) == str(refused)
         return
-    found = flatten(state)
+    found = flat_to_save(state)
     assert found is not None
     assert list(found[0]) == list(flat)
     assert all(found[0][key] is flat[key] for key in flat)
