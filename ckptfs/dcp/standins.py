@@ -62,7 +62,7 @@ class Columns:
         if type(entry) is not _Tensor:
             return None
         state = entry[0]
-        dtype = state["properties"][0]
+        dtype = state["properties"][0][0]
         return _new(SavedTensor, (state["size"], dtype, state["chunks"], _box_of_state))
 
     def place(self, key: str, offsets: Sequence[int] | None) -> Place:
@@ -137,7 +137,6 @@ class _Place(_State):
 class _Properties(_State):
     # Its state is a tuple, of which the dtype comes first in every version.
     __slots__ = ()
-    __setstate__ = list.extend
 
 
 _STAND_INS: Mapping[tuple[str, str], type] = {
@@ -181,7 +180,9 @@ def _columns(data: bytes, where: object, shared: Collection[str]) -> Columns:
 
 def _check_entries(entries: Mapping[Any, Any]) -> None:
     _need(_types(entries) <= {str} and _types(entries.values()) <= {_Tensor, _Object})
-    states = [one[0] for one in entries.values() if type(one) is _Tensor]
+    tensors = [one for one in entries.values() if type(one) is _Tensor]
+    _need(_once(tensors))
+    states = [*map(_FIRST, tensors)]
     _need(_types(states) <= {dict})
     sizes = [*map(itemgetter("size"), states)]
     lists = [*map(itemgetter("chunks"), states)]
@@ -195,12 +196,17 @@ def _check_entries(entries: Mapping[Any, Any]) -> None:
     _need(dims == [*map(len, lengths)])
     _need(dims == [*chain.from_iterable(map(repeat, map(len, sizes), map(len, lists)))])
     properties = [*map(itemgetter("properties"), states)]
-    _need(_types(properties) <= {_Properties} and _types(map(_FIRST, properties)) <= {torch.dtype})
+    _need(
+        _types(properties) <= {_Properties} and _once(chain(properties, chain.from_iterable(lists)))
+    )
+    inner = [*map(_FIRST, properties)]
+    _need(_types(inner) <= {tuple} and _types(map(_FIRST, inner)) <= {torch.dtype})
 
 
 def _check_items(items: Mapping[Any, Any]) -> set[str]:
     """All paths; checked, and so is every range."""
     _need(_types(items) <= {_Index} and _types(items.values()) <= {_Place})
+    _need(_once(chain(items, items.values())))
     indexes, infos = [*map(_FIRST, items)], [*map(_FIRST, items.values())]
     _need(_types(indexes) <= {dict} and _types(infos) <= {dict})
     _need(_types(map(itemgetter("fqn"), indexes)) <= {str})
@@ -225,6 +231,11 @@ def _listed(path: str, shared: Collection[str]) -> str:
 
 def _types(values: Iterable[Any]) -> set[type]:
     return set(map(type, values))
+
+
+def _once(objects: Iterable[_State]) -> bool:
+    """Whether each was given its state once: of two torch's object would have the last."""
+    return set(map(len, objects)) <= {1}
 
 
 def _need(is_so: bool) -> None:  # noqa: FBT001 - an assertion that python -O keeps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import io
 import itertools
 import math
 import pickle
@@ -32,6 +33,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ckptfs
 import ckptfs._torch as ckptfs_torch
+from ckptfs.dcp import standins
 from ckptfs.dcp.flattening import flat_to_load
 from ckptfs.dcp.inventory import Inventory, Renamed, SavedTensor, Whole
 from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
@@ -540,3 +542,16 @@ def test_a_tensor_that_no_chunk_fills_is_an_error() -> None:
     planner.set_up_planner({"a": torch.zeros(4)})
     with pytest.raises(ManifestError, match="2 of the 4 values that 'a' asks for"):
         planner.create_reads(Whole(metadata))
+
+
+def test_a_state_that_is_given_twice_is_refused_and_not_doubled() -> None:
+    """BUILD again and again on one object: no list grows by its own length, and nothing is believed."""
+
+    def word(text: str) -> bytes:
+        return b"\x8c" + bytes([len(text)]) + text.encode()
+
+    name = word("torch.distributed.checkpoint.metadata") + word("TensorProperties") + b"\x93"
+    data = b"\x80\x04" + name + b")\x81q\x00(K\x01tb" + b"h\x00b" * 20 + b"."
+    assert len(standins._StandIns(io.BytesIO(data), "here").load()) == 21
+    with pytest.raises(ManifestError):
+        read_inventory(data, "here")
