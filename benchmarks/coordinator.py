@@ -4,8 +4,8 @@
 
 Rank 0 runs through. At each step the other ranks are played, one after the other, up to what they say
 there; then the clock runs while rank 0 decodes that, decides, and encodes an answer for each. A rank
-lives only while it is played, so that thousands fit into one machine's memory: at a later step it is
-played again from its beginning, with the answers that it had.
+lives only while it is played, so that thousands fit into one machine's memory. It plans once; what it
+wrote follows from the answer to its plan, without making that plan again.
 """
 
 from __future__ import annotations
@@ -76,23 +76,16 @@ class _Said(Exception):  # noqa: N818 - nothing went wrong: a rank is played no 
 
 
 class _Played:
-    """The Control of a rank that is played. answers: of the steps that were decided."""
+    """The Control of a rank that is played: up to the first step."""
 
-    def __init__(
-        self, worlds: tuple[World, ...], rank: int, answers: Sequence[tuple[bytes, list[bytes]]]
-    ) -> None:
+    def __init__(self, worlds: tuple[World, ...], rank: int) -> None:
         self.worlds, self.world = worlds, worlds[rank]
         self.rank, self.size = rank, len(worlds)
-        self._answers = iter(answers)
 
     def step(self, label: str, local: Callable[[], Any], decide: Any = None) -> Any:
-        """As ``Control.step``: with the answer of that time, or no further."""
+        """Raises what the rank says there."""
         del decide
-        said, problem = attempt(label, local, self.world)
-        answered = next(self._answers, None)
-        if answered is None:
-            raise _Said(said_by(self.world, said))
-        return _read(answered, self.rank).unwrap(problem)
+        raise _Said(said_by(self.world, attempt(label, local, self.world)[0]))
 
 
 class _Coordinating:
@@ -102,25 +95,38 @@ class _Coordinating:
         self.worlds = worlds_of(sizes.ranks)
         self.world, self.rank, self.size = self.worlds[0], 0, sizes.ranks
         self._sizes, self._watch = sizes, watch
-        self._answers: list[tuple[bytes, list[bytes]]] = []
+        self._answer: tuple[bytes, list[bytes]] | None = None
 
     def step(self, label: str, local: Callable[[], Any], decide: Any = None) -> Any:
         """As ``Control.step``; from what was said to the answers is on the watch."""
         said, problem = attempt(label, local, self.world)
-        arrived = [said_by(self.world, said), *(self._played(rank) for rank in range(1, self.size))]
+        arrived = [said_by(self.world, said), *self._others(label)]
         with self._watch.timing(label):
             verdict, raised = settle([decode_said(one) for one in arrived], decide, self.worlds)
             common, pieces = split(verdict)
             answer = encode_verdict(common), list(pieces)
-        self._answers.append(answer)
+        self._answer = answer
         return _read(answer, 0).unwrap(problem or raised)
 
-    def _played(self, rank: int) -> bytes:
+    def _others(self, label: str) -> Iterator[bytes]:
+        return (self._played(label, rank) for rank in range(1, self.size))
+
+    def _played(self, label: str, rank: int) -> bytes:
+        if self._answer is not None:
+            return self._wrote(label, rank, self._answer)
         try:
-            _save(_Played(self.worlds, rank, self._answers), self._sizes)
+            plan_save(Shard(self._sizes), _Played(self.worlds, rank))  # type: ignore[arg-type]
         except _Said as said:
             return said.data
-        raise RuntimeError(f"rank {rank} took fewer steps than rank 0")
+        raise RuntimeError(f"rank {rank} took no step")
+
+    def _wrote(self, label: str, rank: int, answer: tuple[bytes, list[bytes]]) -> bytes:
+        """What a rank says that wrote the items that its bitmap names."""
+        decided, bitmap = _read(answer, rank).unwrap()
+        assert decided, "in a first save all plans are whole"
+        count = int.from_bytes(bitmap).bit_count()
+        said, _ = attempt(label, lambda: _part(rank, count), self.worlds[rank])
+        return said_by(self.worlds[rank], said)
 
 
 def _read(answer: tuple[bytes, list[bytes]], rank: int) -> Verdict[Any]:
@@ -128,21 +134,9 @@ def _read(answer: tuple[bytes, list[bytes]], rank: int) -> Verdict[Any]:
     return joined(verdict, answer[1][rank]) if verdict.apart else verdict
 
 
-def _save(control: Any, sizes: Sizes) -> bytes:
-    """What ``ckptfs.save`` does but for the bytes and the log; on the coordinator the .metadata."""
-    planned = plan_save(Shard(sizes), control)
-
-    def write() -> WrittenPart:
-        name = f"{SAVE_ID}/__{control.rank}_0.distcp"
-        count = len(planned.items)
-        placed = [[Placed(n, n * CHUNK_BYTES, CHUNK_BYTES) for n in range(count)]]
-        sidecar = sidecar_name(name)
-        files = (
-            FileRecord(name, count * CHUNK_BYTES, digests=sidecar),
-            FileRecord(sidecar, 1, digest="0" * 32),
-        )
-        return WrittenPart(files, payload=encode_placed(placed))
-
+def _save(control: _Coordinating, sizes: Sizes) -> bytes:
+    """What ``ckptfs.save`` does on rank 0 but for the bytes and the log; the .metadata."""
+    planned = plan_save(Shard(sizes), control)  # type: ignore[arg-type] # all of a Control that it asks for
     made: list[bytes] = []
 
     def finish(parts: Sequence[WrittenPart]) -> None:
@@ -152,8 +146,20 @@ def _save(control: Any, sizes: Sizes) -> bytes:
         assert isinstance(metadata, bytes), "there is one domain"
         made.append(metadata)
 
-    control.step("write", write, finish)
-    return made[0] if made else b""
+    control.step("write", lambda: _part(control.rank, len(planned.items)), finish)
+    return made[0]
+
+
+def _part(rank: int, count: int) -> WrittenPart:
+    """What a rank tells that wrote so many items."""
+    name = f"{SAVE_ID}/__{rank}_0.distcp"
+    sidecar = sidecar_name(name)
+    files = (
+        FileRecord(name, count * CHUNK_BYTES, digests=sidecar),
+        FileRecord(sidecar, 1, digest="0" * 32),
+    )
+    placed = [[Placed(n, n * CHUNK_BYTES, CHUNK_BYTES) for n in range(count)]]
+    return WrittenPart(files, payload=encode_placed(placed))
 
 
 def ours(sizes: Sizes, watch: Watch) -> bytes:

@@ -11,12 +11,10 @@ is compared and how.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -24,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import goals, telling
+from benchmarks.jobs import torchrun
 from ckptfs.bench.ask import Asked, WorkloadAsked
 from ckptfs.bench.results import Result, Sample, Workload
 from ckptfs.bench.running import measure, target_asked
@@ -105,26 +104,8 @@ def _job(ranks: int, commits: int, directory: Path, timeout_s: float) -> dict[st
     """One torchrun job of commits.py; what it found. On any end no process of it is left."""
     directory.mkdir()
     result = directory / "result.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(HERE / "commits.py")]
-    command += [str(directory), str(result), str(commits)]
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        if process.poll() is None:
-            process.terminate()  # torchrun ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(40)
-            process.kill()
-    if process.returncode:
-        raise RuntimeError(f"the job with {ranks} ranks failed:\n{output[-8000:]}")
+    arguments = [str(HERE / "commits.py"), str(directory), str(result), str(commits)]
+    torchrun(ranks, arguments, timeout_s=timeout_s)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -22,13 +22,14 @@ from typing import Any, Literal
 from ckptfs.commit.artifact import writing_directory
 from ckptfs.commit.beside import list_unlogged, newest
 from ckptfs.commit.catalog import Checkpoint, logged
+from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fetching import fetched
 from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Mode, Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
 from ckptfs.storage.base import Shape

@@ -76,11 +76,15 @@ def test_two_ranks_take_turns_with_their_peers(
 
 @pytest.mark.timeout(200)
 def test_the_row_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides in processes of their own; a world of another size than the floor's is told only."""
-    (found,) = _run("planner", tmp_path, monkeypatch)
-    assert found.where == "2 ranks x 3 tensors, coordinator"
-    assert found.found is not None
-    assert found.verdict is None
+    """Both sides in processes of their own; a world of another size than the floor's is told only, with
+    the coordinator's CPU seconds and memory.
+    """
+    found = _run("planner", tmp_path, monkeypatch, "--worlds", "2,3")
+    told = ["less than DCP", "coordinator's CPU s", "its process, MB"]
+    assert sorted(one.claim.told for one in found) == sorted(told * 2)
+    assert {one.where.partition(" ")[0] for one in found} == {"2", "3"}
+    assert all(one.found is not None and one.found.value > 0 for one in found)
+    assert all(one.verdict is None for one in found)
 
 
 def test_both_coordinators_do_the_work_of_a_whole_save() -> None:

@@ -117,6 +117,11 @@ def cpu_per_gb(ours: str = OURS) -> Quantity:
     return lambda engines: _own(engines, ours, lambda one: one.cpu_s_per_gb)
 
 
+def cpu_seconds(ours: str = OURS) -> Quantity:
+    """CPU seconds of one call."""
+    return lambda engines: _own(engines, ours, lambda one: one.cpu_s)
+
+
 def peak_memory(ours: str = OURS) -> Quantity:
     """The most of any round, in MB: a peak is no median."""
 
@@ -215,6 +220,8 @@ def _planner_claims() -> Iterable[Claim]:
         "planner", "less than DCP", "save", stock, least, None, None, "x",
         where=lambda workload, target: not is_held(workload, target),
     )  # fmt: skip
+    yield Claim("planner", "coordinator's CPU s", "save", cpu_seconds(), Sense.AT_MOST, None, None)
+    yield Claim("planner", "its process, MB", "save", peak_memory(), Sense.AT_MOST, None, None)
 
 
 CLAIMS: tuple[Claim, ...] = tuple(_claims())

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from ckptfs.bench.ask import TargetAsked
 from ckptfs.bench.clock import WireKind
 from ckptfs.bench.machine import filesystem
-from ckptfs.bench.resident import resident_share
+from ckptfs.bench.resident import evict, resident_share
 from ckptfs.bench.results import Target
 from ckptfs.errors import NoSpaceError, StorageError
 from ckptfs.storage.base import Storage
@@ -133,13 +133,7 @@ class Home:
 
         The share of their pages that stayed (a filesystem over tmpfs keeps all), None: nobody can tell.
         """
-        for path in self._files(name):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(fd)  # pages that were not written yet would stay
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+        evict(self._files(name))
         return resident_share(self._files(name))
 
     def fill(self, name: str) -> None:

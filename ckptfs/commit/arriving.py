@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Generation, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, AttemptKeys, staging_key
@@ -30,7 +31,7 @@ from ckptfs.commit.ops import Create, MakeDir, Pause, Program, Read, Refresh, Sy
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import name_taken
 from ckptfs.commit.recovery import encode_record
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.saving import Means, survey
 from ckptfs.commit.sealing import undo_here
 from ckptfs.commit.seat import Seat

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.decisions import may_seal
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
@@ -38,7 +39,6 @@ from ckptfs.commit.manifest import (
 from ckptfs.commit.ops import drive
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
-from ckptfs.commit.protocol import may_seal
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import (
     fenced_rather_than_missing,

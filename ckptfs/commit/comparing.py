@@ -34,19 +34,14 @@ class Check:
 
 
 class BlockCheck(Check):
-    """By the digests of a data file's blocks; what lies between two items belongs to none.
+    """By the digests of a data file's blocks; the padding between two items is zeros.
 
     start: compare from there on only; where a block begins, as ``sure_bytes`` tells.
     """
 
     def __init__(self, digests: FileDigests, damaged: Damaged, start: int = 0) -> None:
         self._damaged = damaged
-        self._blocks = (
-            (item.offset + block.start, item.offset + block.stop, block.digest)
-            for item in digests.items
-            for block in item.blocks_of(0, item.length)
-            if item.offset + block.stop > start
-        )
+        self._blocks = (block for block in digests.blocks() if block[1] > start)
         self._block = next(self._blocks, None)
         self._state = xxhash.xxh3_64()
         self._at = self.sure_bytes = start

@@ -16,19 +16,20 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ckptfs.commit.claim import Takeover, claim
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import GENESIS, Generation, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Refused, catch_up
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import MakeDir, Program, drive
-from ckptfs.commit.protocol import Refusal, Standing, standing
-from ckptfs.commit.reclaim import trash_of
+from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.retire import Erasure, erase, retire
-from ckptfs.commit.run import Takeover, claim
 from ckptfs.commit.saving import Means
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
+from ckptfs.commit.trash import trash_of
 from ckptfs.errors import FencedError, StateError, StorageError
 from ckptfs.storage.base import Capabilities, Shape, Storage
 from ckptfs.topology.control import SoloControl

@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from ckptfs._version import __version__
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Fence, Generation, Kind, PartRef, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, AttemptKeys
@@ -28,7 +29,7 @@ from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import HomeWord, spread, word_of
 from ckptfs.commit.pieces import part_name, promised_here
-from ckptfs.commit.protocol import Refusal, name_taken, next_seq
+from ckptfs.commit.protocol import name_taken, next_seq
 from ckptfs.commit.publishing import list_files
 from ckptfs.commit.reclaim import discard_own_attempt
 from ckptfs.commit.run import Run

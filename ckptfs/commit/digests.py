@@ -9,7 +9,8 @@ An item is one blob of torch's. Its payload is the raw memory of the tensor insi
 can put that range straight into a tensor. Head, payload and tail are cut into blocks each by
 itself: the blocks of the payload begin with the payload, and a range of a tensor is verified
 without reading anything else of its item. Where the payload is not known (pickled objects) both
-numbers are 0 and the whole item is tail.
+numbers are 0 and the whole item is tail. An item with a tensor begins at a multiple of 64; the zeros
+before it belong to no item.
 
 Integers are little endian. A decoder accepts exactly what an encoder writes: anything truncated,
 foreign, damaged or of a newer version is a ManifestError, before any number in it is believed.
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from ckptfs.errors import ManifestError
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "BLOCK_SIZE_BYTES",
     "Block",
     "BlockDigester",
@@ -39,9 +41,11 @@ __all__ = [
     "decode_digests",
     "encode_digests",
     "first_bad_block",
+    "padding_before",
 ]
 
 BLOCK_SIZE_BYTES = 1 << 20
+ALIGNMENT_BYTES = 64  # of items with tensors: as torch aligns payloads inside them
 
 _MAGIC = b"ckptfsX3"
 _VERSION = 1
@@ -49,6 +53,8 @@ _HEADER = struct.Struct("<8sHHIQQ")  # magic, version, 0, block size, items, blo
 _ITEM = struct.Struct("<QQQQ")  # offset, length, payload offset, payload length
 _SEAL = struct.Struct("<Q")  # xxh3_64 of everything before it
 _LARGEST = 1 << 61  # bytes; sums of three do not overflow
+
+_PADDING = tuple(xxhash.xxh3_64_intdigest(bytes(size)) for size in range(ALIGNMENT_BYTES))
 
 _Numbers = NDArray[np.int64]
 
@@ -103,6 +109,16 @@ class FileDigests:
     def items(self) -> tuple[ItemDigests, ...]:
         """All of them."""
         return tuple(self._items)
+
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """Start and stop in the file, and digest, of all blocks; of the padding between items, too."""
+        end = 0
+        for item in self._items:
+            if 0 < (size := item.offset - end) < ALIGNMENT_BYTES:
+                yield end, item.offset, _PADDING[size]
+            for block in item.blocks_of(0, item.length):
+                yield item.offset + block.start, item.offset + block.stop, block.digest
+            end = item.offset + item.length
 
     def by_offset(self) -> Mapping[int, ItemDigests]:
         """Items by their offset in the file. Empty items share one with their successor: the
@@ -226,6 +242,11 @@ class BlockDigester:
         """The digests of all blocks; the digester is spent."""
         self.cut()
         return self._blocks
+
+
+def padding_before(offset: int) -> int:
+    """So many zeros go before a tensor's item where the last item ended at ``offset``."""
+    return -offset % ALIGNMENT_BYTES
 
 
 def encode_digests(digests: FileDigests) -> bytes:

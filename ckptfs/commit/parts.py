@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
 from ckptfs.commit.entries import Body, Fence, Generation, Part, PartRef, Seal, Stamp
 from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.layout import ATTEMPTS
@@ -30,7 +31,7 @@ from ckptfs.commit.log import Refused, append, catch_up, make_log, write_snapsho
 from ckptfs.commit.ops import MakeDir, Program, drive
 from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.planning import SavePlan
-from ckptfs.commit.protocol import Refusal, committed, may_fence, may_seal_part
+from ckptfs.commit.protocol import committed
 from ckptfs.commit.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
 from ckptfs.commit.saving import begin
 from ckptfs.commit.sealing import seal_everywhere

@@ -12,19 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptfs.commit.decisions import Refusal, may_delete, may_publish
 from ckptfs.commit.entries import Delete, Generation, Part, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Appended, Refused, append
 from ckptfs.commit.ops import Program
 from ckptfs.commit.pieces import promised_here
-from ckptfs.commit.protocol import (
-    Refusal,
-    Standing,
-    Views,
-    may_delete,
-    may_publish,
-    standing,
-)
+from ckptfs.commit.protocol import Standing, Views, standing
 
 __all__ = ["is_released", "not_told", "note_deletes", "publish", "unheard"]
 

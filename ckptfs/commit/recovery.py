@@ -18,6 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from ckptfs.commit.decisions import Refusal, may_abort
 from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, AttemptKeys
@@ -26,22 +27,12 @@ from ckptfs.commit.ops import List, Program, Read, Refresh, Sync
 from ckptfs.commit.pieces import part_in
 from ckptfs.commit.project import project_all
 from ckptfs.commit.promises import is_released, note_deletes, publish
-from ckptfs.commit.protocol import (
-    Doomed,
-    Refusal,
-    Standing,
-    committed,
-    doomed,
-    may_abort,
-    seal_of,
-    standing,
-)
+from ckptfs.commit.protocol import Doomed, Standing, committed, doomed, seal_of, standing
 from ckptfs.commit.reclaim import (
     delete_save,
     discard_attempt,
     enter_delete,
     remove_empty_attempt,
-    take_trash,
     wipe_leftovers,
 )
 from ckptfs.commit.recovery_plan import (
@@ -51,6 +42,7 @@ from ckptfs.commit.recovery_plan import (
     encode_record,
     plan_recovery,
 )
+from ckptfs.commit.trash import take_trash
 from ckptfs.errors import AccessError, AlreadyExistsError, FencedError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
 

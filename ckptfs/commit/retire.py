@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Generation, Outcome, Pin, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Appended, Refused, append, catch_up_again
 from ckptfs.commit.ops import List, Program, RemoveTree
-from ckptfs.commit.protocol import Refusal
-from ckptfs.commit.reclaim import enter_delete, finish_delete, trash_of
+from ckptfs.commit.reclaim import enter_delete, finish_delete
 from ckptfs.commit.saving import Means
+from ckptfs.commit.trash import trash_of
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Entry, Shape
 

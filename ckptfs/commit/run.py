@@ -1,14 +1,10 @@
-"""Claiming a run: ``prepare_run`` fences every older writer, then recovers what they left.
+"""A held run: what a claim gives to every rank, and how it is left in peace.
 
-    survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
-    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free
-    fence     every owner appends fence(generation)  -> a newer one came first: higher, again
-    report    what lies in every domain              -> one plan for all
-    settle    abort, record, project, wipe
-    token     every rank reads the new fence through its own path
+    held = claim(seat)          the fence stands, the lease is kept
+    save(..., run=held)         checks that the target lies in it
+    held.release()              chores end, the lease stops, the owners append "released"
 
-From the fence on an older generation cannot append, hence cannot commit or delete. ``overwrite``
-moves nothing: it is a flag in the fence.
+Without the release, after a crash, the next owner waits for the lease to stand still.
 """
 
 from __future__ import annotations
@@ -16,89 +12,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
-import time
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from ckptfs.commit.background import Background
-from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Release, Seal, Stamp
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.entries import Generation, Release, Stamp
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import LOG, log_key
-from ckptfs.commit.lease import Keeper, LeaseTimes, moves
+from ckptfs.commit.lease import Keeper
 from ckptfs.commit.log import Appended, Refused, append
 from ckptfs.commit.ops import Program, drive
-from ckptfs.commit.owners import alive_here, describe, who_am_i
-from ckptfs.commit.protocol import Refusal, catalog, may_fence
-from ckptfs.commit.recovery import Report, plan_recovery, report, settle
-from ckptfs.commit.recovery_plan import Plan, with_equal_seals_once
-from ckptfs.commit.saving import survey
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import (
-    AccessError,
     CkptfsError,
-    CommitConflictError,
-    FencedError,
-    NotFoundError,
-    RunBusyError,
-    StaleError,
     StateError,
     StorageError,
-    UnsupportedError,
 )
-from ckptfs.storage.base import Shape, Storage
-from ckptfs.topology.verdict import apart
 from ckptfs.uri import Uri
 
-__all__ = ["Mode", "Run", "Takeover", "claim"]
+__all__ = ["Run"]
 
 logger = logging.getLogger(__name__)
 
 CHORES_S = 30.0  # how long a release waits for deletes under way
-_LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
-ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
-TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
-
-
-class Mode(Enum):
-    """What to do about the checkpoints that are there."""
-
-    RESUME = "resume"
-    OVERWRITE = "overwrite"  # they leave the catalog now and go after the first commit
-    FAIL = "fail"  # CommitConflictError when there are any
-
-
-class Takeover(Enum):
-    """What to do about an owner that did not release the run."""
-
-    AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still
-    NEVER = "never"
-    FORCE = "force"
-    DEAD = "dead"  # as AUTO, but the same job is no reason: for what is run beside a job
-
-
-class _Holder(Enum):
-    FREE = "free"
-    WATCH = "watch"
-
-
-@dataclass(frozen=True, slots=True)
-class _Survey:
-    holder: _Holder
-    number: int
-    fence: Fence
-    last: Seal | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Round:
-    """One try at the fence: None where every domain took it, else the number that stands."""
-
-    beaten_by: int | None
 
 
 @dataclass
@@ -107,7 +45,8 @@ class Run:
 
     uri: the run. generation: (number, nonce) of the fence. in_doubt: names of saves whose domains
     are out of reach. Every rank holds one; release() is local and only owners write. aside: where its
-    asynchronous saves run; they end before it is released.
+    asynchronous saves run; they end before it is released. plans: what ``ckptfs.dcp`` knows of the last
+    save, so that the next one need not say it again.
     """
 
     uri: Uri
@@ -116,6 +55,7 @@ class Run:
     in_doubt: tuple[str, ...] = ()
     closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
     aside: Any = field(default=None, repr=False)
+    plans: Any = field(default=None, repr=False)
     _keeper: Keeper | None = field(default=None, repr=False)
     _released: bool = field(default=False, repr=False)
     _pid: int = field(default_factory=os.getpid, repr=False)
@@ -140,7 +80,7 @@ class Run:
             return  # in the child of a fork: it is the parent's, who goes on
         if self.aside is not None:
             self.aside.close()
-        self._released = True
+        self._released, self.plans = True, None
         with self.closing:
             if self.seat.background is not None:
                 self.seat.background.close(CHORES_S)
@@ -184,262 +124,3 @@ def _release(
         return Release(generation)
 
     return (yield from append(decide, write_id=next(ids), stamp=stamp, state=known))
-
-
-def claim(
-    seat: Seat,
-    mode: Mode = Mode.RESUME,
-    takeover: Takeover = Takeover.AUTO,
-    times: LeaseTimes = LeaseTimes(),
-    *,
-    defer_deletes: bool = False,
-    keep: Collection[str] = (),
-) -> Run:
-    """Collective. Take the run; returns on every rank with the same generation.
-
-    RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
-    was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
-    After a crash in it the next claim does the same again.
-
-    defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
-    they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
-    before the fence is otherwise aborted.
-    """
-    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
-    return claimant.claim()
-
-
-class _Claimant:
-    def __init__(
-        self,
-        seat: Seat,
-        mode: Mode,
-        takeover: Takeover,
-        times: LeaseTimes,
-        *,
-        defer_deletes: bool,
-        keep: Collection[str],
-    ) -> None:
-        self._keep = frozenset(keep)
-        self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
-        self._spared = seat.spared if defer_deletes else None
-        self._owner = seat.placement.is_owner
-        self._domain = seat.placement.mine.id
-        self._ids = fresh_ids()
-        world = seat.control.world
-        self._stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
-        self._fenced: Appended | None = None
-
-    def claim(self) -> Run:
-        control = self._seat.control
-        for _ in range(TRIES):
-            found = control.step("survey", self._survey, self._judge)
-            if found.holder is _Holder.WATCH:
-                self._watch(found)
-            fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
-            outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
-            if outcome.beaten_by is not None:
-                continue
-            try:
-                return self._recover(fence.generation)
-            except FencedError:
-                # Only a prepare_run that has not returned may fence again, higher.
-                continue
-        raise RunBusyError(
-            f"{TRIES} newcomers took the run one after the other",
-            uri=self._seat.storage.root,
-            hint="several jobs start on one run at once: give each its own, or wait",
-        )
-
-    def _survey(self) -> tuple[str, LogState] | None:
-        if not self._owner:
-            return None
-        state = drive(survey(), self._seat.storage)
-        self._seat.known.learn(state)
-        return self._domain, state
-
-    @property
-    def _known(self) -> LogState | None:
-        return self._seat.known.state if self._seat.caps.exclusive_create else None
-
-    def _judge(self, answers: Sequence[tuple[str, LogState] | None]) -> _Survey:
-        views = dict(a for a in answers if a is not None)
-        lives = catalog(views)
-        last = lives[-1].seal if lives else None
-        if self._mode is Mode.FAIL and last is not None:
-            raise CommitConflictError(
-                f"the run holds {len(lives)} checkpoints, the last is {last.name}",
-                uri=self._seat.storage.root,
-                hint='mode="resume" goes on with them, mode="overwrite" replaces them',
-            )
-        newest = max(views.values(), key=lambda v: v.generation)
-        held = [v for v in views.values() if v.generation == newest.generation]
-        fence = newest.fence
-        survey = _Survey(_Holder.FREE, fence.generation.number, fence, last)
-        free = fence.generation == GENESIS or all(v.released for v in held)
-        me = who_am_i(self._seat.control.world)
-        same_job = fence.job is not None and fence.job == me.job
-        same_job = same_job and self._takeover is not Takeover.DEAD
-        if free or same_job or self._takeover is Takeover.FORCE:
-            return survey
-        if self._takeover is Takeover.NEVER:
-            raise _busy(survey, self._seat.storage.root)
-        # A process of this very node whose pid is gone needs no waiting for its lease.
-        if fence.node == me.node and not alive_here(fence):
-            return survey
-        return _Survey(_Holder.WATCH, survey.number, fence, last)
-
-    def _watch(self, found: _Survey) -> None:
-        """RunBusyError on every rank while any domain's lease moves."""
-
-        def local() -> bool:
-            return self._owner and moves(self._seat.storage, self._times)
-
-        def decide(moved: Sequence[bool]) -> None:
-            if any(moved):
-                raise _busy(found, self._seat.storage.root)
-
-        self._seat.control.step("watch", local, decide)
-
-    def _new_fence(self, number: int) -> Fence:
-        mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
-        me = who_am_i(self._seat.control.world)
-        generation = Generation(number + 1, secrets.token_hex(4))
-        return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
-
-    def _fence(self, fence: Fence) -> int | None:
-        """Append the fence here; the number that stands instead where a newer one came first."""
-        if not self._owner:
-            return None
-        outcome = drive(
-            append(
-                lambda seen: may_fence(seen, fence),
-                write_id=next(self._ids),
-                stamp=self._stamp,
-                state=self._known,
-            ),
-            self._seat.storage,
-        )
-        self._seat.known.learn(outcome.state)
-        if isinstance(outcome, Refused):
-            return outcome.state.generation.number
-        self._fenced = outcome
-        self._seat.touch_log_later()
-        return None
-
-    def _recover(self, generation: Generation) -> Run:
-        seat = self._seat
-        caps = seat.caps
-
-        def local() -> Report | None:
-            if not self._owner:
-                return None
-            found = drive(report(self._domain, generation, caps, self._known), seat.storage)
-            seat.known.learn(found.state)
-            return found
-
-        def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
-            known = {r.domain: r for r in reports if r is not None}
-            plan = plan_recovery(known, generation, self._keep)
-            if any(view.generation > generation for view in plan.views.values()):
-                raise FencedError("a newer owner came while this one took the run")
-            names = tuple(seal.name for seal in plan.in_doubt)
-            # Every log is in it: for those who carry it out, and with each seal once.
-            plan = replace(plan, views=with_equal_seals_once(plan.views))
-            owners = {domain.owner for domain in seat.placement.domains}
-            return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
-
-        in_doubt, plan = seat.control.step("report", local, decide)
-
-        def carry_out() -> None:
-            if plan is not None:
-                program = settle(
-                    plan,
-                    self._domain,
-                    generation,
-                    caps,
-                    ids=self._ids,
-                    stamp=self._stamp,
-                    spared=self._spared,
-                )
-                seat.known.learn(drive(program, seat.storage))
-
-        seat.control.step("settle", carry_out)
-        self._read_token(generation)
-        for name in in_doubt:
-            logger.warning("%s is in doubt: a domain of it is out of reach", name)
-        keeper = Keeper(seat.storage, generation, self._times) if self._owner else None
-        if keeper is not None:
-            keeper.start()
-        if self._owner and caps.shape is Shape.OBJECT:
-            _sweep(seat.storage)
-            seat = replace(seat, background=Background())
-        return Run(seat.storage.root, generation, seat, in_doubt, _keeper=keeper)
-
-    def _read_token(self, generation: Generation) -> None:
-        """Every rank reads this fence through its own path: existence alone is not identity."""
-        seat = self._seat
-        mine = (self._domain, self._fenced.number) if self._fenced is not None else None
-        numbers = seat.control.step("numbers", lambda: mine, _by_domain)
-
-        def read() -> None:
-            key = log_key(numbers[self._domain])
-            if seat.placement.is_node_lead:
-                seat.storage.refresh(LOG)
-            data = _read_fresh(seat.storage, key)
-            if generation.nonce.encode() not in data:
-                raise NotFoundError(
-                    "this rank sees another run log than the owner of its domain",
-                    uri=seat.storage.uri(key),
-                    hint="two file servers behind one path? pass scope='node'",
-                )
-
-        seat.control.step("token", read)
-
-
-def _read_fresh(storage: Storage, key: str) -> bytes:
-    """Read an entry that is there. Whoever asked for the end of the log a moment ago has its absence in
-    this node's NFS cache, and its neighbours read while the node's lead still refreshes.
-    """
-    for _ in range(_LOOKS):
-        try:
-            return storage.read(key)
-        except (NotFoundError, StaleError):
-            storage.refresh(LOG)
-            time.sleep(0.05)
-    return storage.read(key)
-
-
-def _sweep(storage: Storage) -> None:
-    """Abort uploads in parts that a dead process left: only their age on the server's clock counts.
-
-    Before this owner's first own: some servers tell any date for all of them.
-    """
-    try:
-        swept = storage.sweep_uploads(ORPHAN_S)
-    except (AccessError, UnsupportedError) as error:
-        # Most policies leave this right out; a lifecycle rule of the bucket does the same.
-        logger.info("unfinished uploads are not swept: %s", error)
-        return
-    except StorageError as error:
-        logger.warning("unfinished uploads are not swept: %s", error)
-        return
-    if swept:
-        logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)
-
-
-def _by_domain(answers: Sequence[tuple[str, int] | None]) -> dict[str, int]:
-    return dict(pair for pair in answers if pair is not None)
-
-
-def _beaten(answers: Sequence[int | None]) -> _Round:
-    return _Round(max((a for a in answers if a is not None), default=None))
-
-
-def _busy(found: _Survey, root: Uri) -> RunBusyError:
-    last = "nothing committed yet" if found.last is None else f"last commit {found.last.name}"
-    return RunBusyError(
-        f"the run is held by {describe(found.fence)}, {last}",
-        uri=root,
-        hint='wait for it to end, give this job another run, or takeover="force"',
-    )

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptfs.commit.decisions import Refusal, may_abort, may_seal
 from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
 from ckptfs.commit.ops import MakeDir, Pause, Program, Sync, Write
 from ckptfs.commit.project import project
-from ckptfs.commit.protocol import Refusal, Views, doomed, may_abort, may_seal
+from ckptfs.commit.protocol import Views, doomed
 from ckptfs.commit.reclaim import delete_save, discard_own_attempt
 from ckptfs.commit.recovery import encode_record
 from ckptfs.errors import NotFoundError, StaleError, StorageError

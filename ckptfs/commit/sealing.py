@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Body, Fence, Generation, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Appended, Refused, catch_up
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Refusal
 from ckptfs.commit.saving import Means, record_abort, seal_here, undo
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import (

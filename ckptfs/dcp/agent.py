@@ -31,8 +31,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
-from ckptfs.commit.run import claim
 from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.errors import DeadlineError, StateError
 from ckptfs.topology.client import StoreClient, wait_for

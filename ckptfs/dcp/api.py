@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.locate import following, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import SealedPart, TicketPart
@@ -28,7 +29,7 @@ from ckptfs.dcp.engine import WriteEngineName
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.parts import save_part
 from ckptfs.dcp.reuse import Unchanged
-from ckptfs.dcp.saving import WriteOptions, save_at
+from ckptfs.dcp.saving import WriteOptions, plans_of, save_at
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
 from ckptfs.topology.control import Control
@@ -154,6 +155,7 @@ def save(
             require_space,
             unchanged=Unchanged(unchanged),
             engine=WriteEngineName(engine),
+            plans=plans_of(run),
         )
         return save_at(state_dict, seat, target, spec, options, started=started)
 

@@ -33,7 +33,7 @@ from ckptfs.dcp.engine import WriteEngineName
 from ckptfs.dcp.exchange import PlanMemory
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.reuse import Memory, Unchanged
-from ckptfs.dcp.saving import Tell, WriteOptions, save_at, tell_nobody
+from ckptfs.dcp.saving import Tell, WriteOptions, plans_of, save_at, tell_nobody
 from ckptfs.dcp.staging import Staged, failed, stage
 from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import StateError, UriError
@@ -301,7 +301,7 @@ def _aside_of(run: Run) -> Aside:
     if run.aside is None:
         seat = replace(run.seat, control=run.seat.control.clone())
         buffers = HostBuffers(local_ranks=seat.control.world.local_size)
-        run.aside = Aside(SaveWorker(), buffers, seat)
+        run.aside = Aside(SaveWorker(), buffers, seat, plans=plans_of(run))
     aside: Aside = run.aside
     return aside
 

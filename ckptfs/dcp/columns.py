@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from ckptfs.dcp.packed import Ints, Packer, Unpacker
+from ckptfs.dcp.packed import MOST, Ints, Packer, Unpacker
 from ckptfs.dcp.per_rank import LocalFacts, Path
 from ckptfs.errors import StateError
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
 _UNPLACED = 4  # an item whose index has no offset, though it is a tensor
-_MOST_DIMS = 64  # torch has no tensors of more
+_MOST_DIMS = 64  # a damaged number of them would make tables without end
 
 _Properties = tuple[torch.dtype, torch.layout, bool, torch.memory_format, bool]
 
@@ -148,9 +148,9 @@ def structure_of(plan: SavePlan) -> bytes:
         kinds.append(kind)
         places.append(place + 1)
     rows = Packer()
-    rows.ints(np.array(kinds, np.int64))
-    rows.ints(np.fromiter(map(ids.__getitem__, keys), np.int64, len(keys)))
-    rows.ints(np.array(places, np.int64))
+    rows.ints(np.array(kinds, np.int64), "items")
+    rows.ints(np.fromiter(map(ids.__getitem__, keys), np.int64, len(keys)), "items")
+    rows.ints(np.array(places, np.int64), "items")
     whole = Packer()
     for section in (_pack_names(ids, mappings), table.shapes(), rows.bytes(), table.places()):
         whole.part(section)
@@ -162,7 +162,7 @@ def prints_of(plan: SavePlan) -> bytes:
     facts = plan.planner_data
     prints = facts.fingerprints if isinstance(facts, LocalFacts) else {}
     packer = Packer()
-    packer.ints(np.array([bool(prints)], np.int64))
+    packer.ints(np.array([bool(prints)], np.int64), "flags")
     first: dict[str, WriteItemType] = {}
     if prints:
         for item in plan.items:
@@ -173,7 +173,7 @@ def prints_of(plan: SavePlan) -> bytes:
         for n, key in enumerate(names)
         if key in prints and first.get(key) is not WriteItemType.SHARD
     ]
-    packer.ints(np.array([n for n, _ in told], np.int64))
+    packer.ints(np.array([n for n, _ in told], np.int64), "fingerprints")
     packer.part(np.array([value for _, value in told], "<u8").tobytes())
     return packer.bytes()
 
@@ -199,6 +199,11 @@ class _PlaceTable:
         p, chunk = data.properties, data.chunk
         if not len(chunk.offsets) == len(chunk.sizes) == len(data.size):
             raise StateError(f"{key!r}: {chunk} is no piece of a tensor of {data.size}")
+        if len(data.size) > _MOST_DIMS:
+            raise StateError(
+                f"{key!r} has {len(data.size)} dimensions, and {_MOST_DIMS} can be saved",
+                hint="reshape it: dimensions of size 1 can go, others can be joined",
+            )
         kind = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
         shape = self._shapes.setdefault((kind, data.size), len(self._shapes))
         self._places.append((shape, chunk.offsets, chunk.sizes))
@@ -208,19 +213,20 @@ class _PlaceTable:
         """The section."""
         kinds = {kind: n for n, kind in enumerate(dict.fromkeys(k for k, _ in self._shapes))}
         packer = Packer()
-        packer.texts([str(part) for kind in kinds for part in (kind[0], kind[1], kind[3])])
-        packer.ints(np.array([bool(k[2]) + 2 * bool(k[4]) for k in kinds], np.int64))
-        packer.ints(np.array([kinds[kind] for kind, _ in self._shapes], np.int64))
-        packer.ints(np.array([len(size) for _, size in self._shapes], np.int64))
-        packer.ints(_flat([size for _, size in self._shapes]))
+        names = [str(part) for kind in kinds for part in (kind[0], kind[1], kind[3])]
+        packer.texts(names, "properties")
+        packer.ints(np.array([bool(k[2]) + 2 * bool(k[4]) for k in kinds], np.int64), "properties")
+        packer.ints(np.array([kinds[kind] for kind, _ in self._shapes], np.int64), "shapes")
+        packer.ints(np.array([len(size) for _, size in self._shapes], np.int64), "shapes")
+        packer.ints(_flat([size for _, size in self._shapes]), "sizes of tensors")
         return packer.bytes()
 
     def places(self) -> bytes:
         """The section."""
         packer = Packer()
-        packer.ints(np.array([shape for shape, _, _ in self._places], np.int64))
-        packer.ints(_flat([offsets for _, offsets, _ in self._places]))
-        packer.ints(_flat([sizes for _, _, sizes in self._places]))
+        packer.ints(np.array([shape for shape, _, _ in self._places], np.int64), "pieces")
+        packer.ints(_flat([offsets for _, offsets, _ in self._places]), "offsets of pieces")
+        packer.ints(_flat([sizes for _, _, sizes in self._places]), "sizes of pieces")
         return packer.bytes()
 
 
@@ -241,15 +247,17 @@ def _pack_names(keys: Mapping[str, int], mappings: Mapping[str, Path]) -> bytes:
     components = list(itertools.chain.from_iterable(paths))
     table = {component: n for n, component in enumerate(dict.fromkeys(components))}
     packer = Packer()
-    packer.texts([str(component) for component in table])
-    packer.ints(np.array([isinstance(component, int) for component in table], np.int64))
-    packer.ints(np.fromiter(map(len, paths), np.int64, len(paths)))
-    packer.ints(np.fromiter(map(table.__getitem__, components), np.int64, len(components)))
+    packer.texts([str(component) for component in table], "components of keys")
+    is_int = [isinstance(component, int) for component in table]
+    packer.ints(np.array(is_int, np.int64), "components of keys")
+    packer.ints(np.fromiter(map(len, paths), np.int64, len(paths)), "keys")
+    numbers = np.fromiter(map(table.__getitem__, components), np.int64, len(components))
+    packer.ints(numbers, "components of keys")
     own = [
         not path or key != ".".join(map(str, path)) for key, path in zip(keys, paths, strict=True)
     ]
-    packer.ints(np.array(own, np.int64))
-    packer.texts([key for key, is_own in zip(keys, own, strict=True) if is_own])
+    packer.ints(np.array(own, np.int64), "keys")
+    packer.texts([key for key, is_own in zip(keys, own, strict=True) if is_own], "keys")
     return packer.bytes()
 
 
@@ -277,7 +285,7 @@ def decode_prints(data: bytes) -> Prints:
     """What ``prints_of`` wrote; ValueError for anything else. Keys may be too large: see ``Names``."""
     packed = Unpacker(data)
     compared = bool(packed.ints(count=1, below=2)[0])
-    keys = packed.ints(below=1 << 24)
+    keys = packed.ints(below=MOST)
     values = np.frombuffer(packed.part(), "<u8")
     packed.end()
     if len(keys) != len(values) or np.any(keys[1:] <= keys[:-1]):
@@ -290,7 +298,7 @@ def _decode_names(data: bytes) -> Names:
     texts = packed.texts()
     numbers = packed.ints(count=len(texts), below=2).tolist()
     table = [int(t) if is_int else t for t, is_int in zip(texts, numbers, strict=True)]
-    ends = np.cumsum(packed.ints(below=1 << 24)).tolist()
+    ends = np.cumsum(packed.ints(below=MOST)).tolist()
     flat = packed.ints(count=ends[-1] if ends else 0, below=len(table)).tolist()
     own = packed.ints(count=len(ends), below=2).tolist()
     given = iter(packed.texts())
@@ -327,7 +335,9 @@ def _decode_shapes(data: bytes) -> Shapes:
         for n, flag in enumerate(flags)
     ]
     kind_of = packed.ints(below=len(kinds)).tolist()
-    dims = packed.ints(count=len(kind_of), below=_MOST_DIMS + 1)
+    dims = packed.ints(count=len(kind_of))
+    if dims.max(initial=0) > _MOST_DIMS or dims.min(initial=0) < 0:
+        raise ValueError(f"a tensor of {dims.max()} dimensions, not of up to {_MOST_DIMS}")
     flat = packed.ints(count=int(dims.sum())).tolist()
     packed.end()
     ends = np.cumsum(dims).tolist()
@@ -338,8 +348,8 @@ def _decode_shapes(data: bytes) -> Shapes:
 def _decode_rows(data: bytes) -> Rows:
     packed = Unpacker(data)
     codes = packed.ints(below=_UNPLACED + SHARD + 1)
-    keys = packed.ints(count=len(codes), below=1 << 24)
-    places = packed.ints(count=len(codes), below=1 << 24) - 1
+    keys = packed.ints(count=len(codes), below=MOST)
+    places = packed.ints(count=len(codes), below=MOST) - 1
     packed.end()
     kinds = codes & ~_UNPLACED
     if np.any(kinds > SHARD) or np.any((kinds == OBJECT) != (places < 0)):
@@ -351,7 +361,7 @@ def _decode_rows(data: bytes) -> Rows:
 
 def _named(name: str, kind: type[T]) -> T:
     """torch's dtype, layout or memory format of that name, and nothing else."""
-    value = getattr(torch, name.removeprefix("torch."), None)
+    value = vars(torch).get(name.removeprefix("torch."))  # getattr would import what it names
     if not isinstance(value, kind):
         raise ValueError(f"{name!r} is no {kind.__name__}")  # noqa: TRY004 - a value, not a type
     return value

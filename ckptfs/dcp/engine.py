@@ -5,7 +5,7 @@
 
 Both write the same bytes: what torch writes around a tensor comes from ``frames``, and in between lies
 the tensor's memory, so nothing is copied to be framed and no CRC is computed. What frames do not know,
-torch.save writes into the stream itself.
+torch.save writes into the stream itself. Where items begin, ``digests.padding_before`` tells both.
 
 ``engine_for`` is the caller's word. By default the storage says: windows past the page cache on a disk
 that takes them, through it on other mounts, a stream to object stores, memory and HDFS.
@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from ckptfs import _torch
-from ckptfs.commit.digests import FileDigests, ItemDigests
+from ckptfs.commit.digests import ALIGNMENT_BYTES, FileDigests, ItemDigests, padding_before
 from ckptfs.dcp.blobsink import save_blob
 from ckptfs.dcp.crew import Cancelled
 from ckptfs.dcp.filestream import FileStream, Pump
@@ -175,6 +175,8 @@ def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
 
 
 def _append(stream: FileStream, data: torch.Tensor | io.BytesIO, *, stays: bool) -> ItemDigests:
+    if isinstance(data, torch.Tensor):
+        stream.pad(padding_before(stream.position))
     stream.begin_item(stays=stays)
     if isinstance(data, io.BytesIO):
         stream.append(data.getbuffer())
@@ -225,5 +227,5 @@ def _size_bound(items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, Lo
         elif item.tensor_data is not None:
             chunk = item.tensor_data.chunk
             total += math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-            total += _FRAME_BYTES + _DIMENSION_BYTES * len(chunk.sizes)
+            total += _FRAME_BYTES + _DIMENSION_BYTES * len(chunk.sizes) + ALIGNMENT_BYTES
     return total

@@ -27,11 +27,11 @@ from operator import attrgetter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
+from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.filling import Work
 from ckptfs.dcp.lanes import Lanes
 from ckptfs.dcp.planned import AsTorch, Taker, Told, reads_of, refuse_extensions
-from ckptfs.dcp.planner import gc_paused
 from ckptfs.dcp.readers import Readers, opened
 from ckptfs.dcp.reads import Read
 from ckptfs.errors import CkptfsError
@@ -91,7 +91,7 @@ def _fetch(source: Source, reads: Iterable[Read], taker: Taker, meter: Meter) ->
         raise
     spent = time.perf_counter() - started
     # Several threads verify side by side; the counters are of this one rank's time.
-    verify_s = work.verify_s / lanes.count
+    verify_s = work.verify_s / lanes.used
     return Counters(
         size_bytes=work.read_bytes,
         payload_bytes=work.payload_bytes,

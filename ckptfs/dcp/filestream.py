@@ -154,6 +154,11 @@ class FileStream:
             raise
         self.pump.finish()
 
+    def pad(self, size_bytes: int) -> None:
+        """So many zeros between two items: of neither, and not digested."""
+        self._gathered += bytes(size_bytes)
+        self.position += size_bytes
+
     def begin_item(self, *, stays: bool = True) -> None:
         """stays: whether its memory stays as it is until the file is closed."""
         self._item_offset = self.position

@@ -3,7 +3,7 @@
     read(file, reads)    wants and requests of one file; what the lanes have brought is committed
     finish()             waits for the rest
 
-    small, whole, known   one want, no owner where nobody waits for it      20,000 of them cost little
+    whole, known          wants of a window each, no owner where nobody waits      20,000 cost little
     any boxes, known      a want per window of the saved tensor, for all who ask for a part of it
     unknown               all of the item, for torch's unpickler
 
@@ -37,9 +37,9 @@ from ckptfs.dcp.wants import (
     head_want,
     is_plain,
     payload_wants,
-    small_want,
     unpickle,
     usual_want,
+    whole_wants,
 )
 from ckptfs.progress import Meter
 from ckptfs.storage.base import Reach
@@ -99,7 +99,7 @@ class Work:
             if group[0].dtype is None:
                 for read in group:
                     self._read_object(reading, read)
-            elif len(group) > 1 or not self._read_small(reading, group[0]):
+            elif len(group) > 1 or not self._read_whole(reading, group[0]):
                 self._read_tensor(reading, [(read, self._taker.target(read)) for read in group])
             if self._items:
                 self._commit()
@@ -115,19 +115,21 @@ class Work:
 
     # -- one item ----------------------------------------------------------------------
 
-    def _read_small(self, reading: _Reading, read: Read) -> bool:
-        """A small tensor that is asked for as it was saved: most items of most checkpoints.
+    def _read_whole(self, reading: _Reading, read: Read) -> bool:
+        """A tensor that is asked for as it was saved: most items of most checkpoints.
 
         False: nothing was done, it is not one.
         """
         if read.box_lengths != read.sizes or read.dtype is None:
             return False
         size = math.prod(read.sizes) * read.dtype.itemsize
-        if not 0 < size <= min(reading.cutting.small, BLOCK_SIZE_BYTES):
+        if not size:
             return False
         file = reading.file
         digests = file.item(read.offset, read.length, read.key)
-        payload = None if digests is not None else Payload.of(read, None, size)
+        payload = None
+        if digests is None and size <= min(reading.cutting.small, BLOCK_SIZE_BYTES):
+            payload = Payload.of(read, None, size)
         if payload is None and (digests is None or digests.payload_length != size):
             return False
         target = self._taker.target(read)
@@ -138,15 +140,17 @@ class Work:
         if payload is not None or self._taker.commits:
             owner = _Item(parts=[(read, target)], is_planned=True)
             self._items.append(owner)
-        owner.missing += 1
         out = memory_of(target)
         if digests is not None:
-            want = small_want(file, digests, read, owner, out)
+            window_bytes = reading.cutting.window
+            wants = whole_wants(file, digests, read, owner, out, window_bytes=window_bytes)
         elif payload is not None:
-            want = usual_want(payload, read, owner, out)
-        complete = reading.gatherer.add(want)
-        if complete:
-            self._submit(reading, complete)
+            wants = [usual_want(payload, read, owner, out)]
+        for want in wants:
+            owner.missing += 1
+            complete = reading.gatherer.add(want)
+            if complete:
+                self._submit(reading, complete)
         return True
 
     def _read_tensor(self, reading: _Reading, parts: list[Part]) -> None:
@@ -227,6 +231,7 @@ class Work:
             )
 
     def _arrived(self, reading: _Reading, request: Request, ran: Ran) -> None:
+        self._lanes.widen(reading.file.reader.threads)
         self.read_bytes += ran.size_bytes
         self.verify_s += ran.verify_s
         wanted = 0

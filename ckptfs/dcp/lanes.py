@@ -41,12 +41,18 @@ class Helping(Enum):
 
 
 class Lanes:
-    """``count`` jobs at once, and as many again that wait. Used from one thread."""
+    """``count`` jobs at once, and as many again that wait. Used from one thread.
 
-    def __init__(self, count: int, helping: Helping = Helping.NO) -> None:
+    busy: so many of them, the asking thread among them where it helps, until ``widen`` says more.
+    """
+
+    def __init__(
+        self, count: int, helping: Helping = Helping.NO, *, busy: int | None = None
+    ) -> None:
         self.count = max(1, count)
         self._helps = helping is Helping.YES
-        self._most = self.count - 1 if self._helps else self.count  # threads
+        self._busy = self.count if busy is None else busy
+        self._can_start = True
         self._started = 0
         self._threads = Threads(self.count, "ckptfs-read")
         self._waiting: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -58,7 +64,7 @@ class Lanes:
     def of(reader: DataReader) -> Lanes:
         """Those that pay for this reader and its like."""
         helping = Helping.YES if reader.reach is Reach.LOCAL else Helping.NO
-        return Lanes(reader.concurrency, helping)
+        return Lanes(reader.concurrency, helping, busy=reader.threads)
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +82,17 @@ class Lanes:
         # another load has filled by then.
         uninterrupted(partial(self._threads.shutdown, wait=True, cancel_futures=True))
 
+    @property
+    def used(self) -> int:
+        """Threads that have had a part in it, this one among them where it helps."""
+        return max(1, self._started + self._helps)
+
+    def widen(self, busy: int) -> None:
+        """From now on so many jobs are worth a thread, if they are more than before."""
+        if busy > self._busy:
+            self._busy = min(busy, self.count)
+            self._start_threads()
+
     def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
         """Run ``job`` soon. Blocks, running one or handling results, while enough of them wait."""
         if self.count == 1:
@@ -85,9 +102,7 @@ class Lanes:
             self._go_on()
         self._under_way += 1
         self._waiting.put((job, done))
-        # A helper finds its first job itself: a load of one request starts no thread.
-        if self._started < min(self._most, self._under_way - self._helps):
-            self._start()
+        self._start_threads()
         self._handle_all()
 
     def wait(self) -> bool:
@@ -97,15 +112,17 @@ class Lanes:
         self._go_on()
         return True
 
-    def _start(self) -> None:
-        try:
-            self._threads.submit(self._work)
-        except RuntimeError:
-            if not self._started and not self._helps:
-                raise
-            self._most = self._started  # no more threads on this machine: those that run will do
-        else:
-            self._started += 1
+    def _start_threads(self) -> None:
+        # A helper finds its first job itself: a load of one request starts no thread.
+        while self._can_start and self._started < min(self._busy, self._under_way) - self._helps:
+            try:
+                self._threads.submit(self._work)
+            except RuntimeError:
+                if not self._started and not self._helps:
+                    raise
+                self._can_start = False  # no more threads on this machine: those that run will do
+            else:
+                self._started += 1
 
     def _work(self) -> None:
         while not self._stopped.is_set():

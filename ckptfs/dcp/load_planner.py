@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.default_planner import create_default_local_lo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.flattening import flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
 from ckptfs.dcp.leaves import load_leaf
 from ckptfs.dcp.per_rank import listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
-from ckptfs.dcp.planner import gc_paused
 from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box
 from ckptfs.dcp.reads import Read
 from ckptfs.errors import CkptfsError, StateError

@@ -21,7 +21,6 @@ from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.inventory import Inventory, Whole
 from ckptfs.dcp.opened import inventory_of, source_of, who_holds
 from ckptfs.dcp.pipeline import PlannedLoad, plan_load, read, restore_stateful, unwrap_stateful
-from ckptfs.dcp.planner import gc_paused
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.progress import progress
@@ -56,13 +55,11 @@ def load_at(
     """
     started = time.perf_counter() if started is None else started
     held: list[Inventory] = []
-    # Until all that a load makes is gone again: a collection in between would walk all of it.
-    with gc_paused():
-        seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
-        flat = unwrap_stateful(state_dict)
-        been_read = _plan_and_read(
-            flat, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
-        )
+    seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
+    flat = unwrap_stateful(state_dict)
+    been_read = _plan_and_read(
+        flat, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
+    )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
     return _hand_over(loadable, been_read, seat, target, found, started)
 
@@ -83,16 +80,15 @@ def load_into(
     Nobody's ``hand_over`` runs before every rank has read all of its part. Errors are as for
     ``ckptfs.load``.
     """
-    with gc_paused():
-        been_read = _plan_and_read(
-            loadable.state_dict,
-            Whole(metadata),
-            seat,
-            target,
-            found,
-            strict=strict,
-            verify=Verify(verify),
-        )
+    been_read = _plan_and_read(
+        loadable.state_dict,
+        Whole(metadata),
+        seat,
+        target,
+        found,
+        strict=strict,
+        verify=Verify(verify),
+    )
     return _hand_over(loadable, been_read, seat, target, found, started)
 
 

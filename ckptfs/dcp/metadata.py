@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptfs import _torch
+from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.decoding import decode_metadata
-from ckptfs.dcp.planner import gc_paused
 
 __all__ = ["DCP_VERSION", "MetadataPickler", "decode_metadata", "describe", "encode_metadata"]
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import SmallFile, WrittenPart
+from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.copies import Place, places_for
 from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.emit import Described, is_known_layout
@@ -45,7 +46,7 @@ from ckptfs.dcp.metadata import describe, encode_metadata
 from ckptfs.dcp.per_rank import listed, original_item, own_keys
 from ckptfs.dcp.placing import PLACED, placed_in
 from ckptfs.dcp.placing import places_for as places_in
-from ckptfs.dcp.planner import SavePlanner, gc_paused
+from ckptfs.dcp.planner import SavePlanner
 from ckptfs.dcp.reads import Read
 from ckptfs.dcp.resolve import Loan
 from ckptfs.dcp.share import LiveShare, Share, local_plan, unwrap_stateful
@@ -146,8 +147,8 @@ def plan_save(
     known: list[Described] = []
 
     def local() -> bytes:
+        plan = share.plan(control.rank, per_rank)  # the state dict's owner may be asked for it
         with gc_paused():
-            plan = share.plan(control.rank, per_rank)
             saying = Saying.of(plan)
         held.append((plan, saying))
         return saying.short if saying.digest == memory.agreed else saying.whole

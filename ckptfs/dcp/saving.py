@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.engine import WriteEngineName, engine_for
@@ -35,7 +36,7 @@ from ckptfs.progress import SILENT, Meter, progress
 from ckptfs.topology.control import hearing
 from ckptfs.uri import Uri
 
-__all__ = ["Tell", "WriteOptions", "followed", "save_at", "tell_nobody"]
+__all__ = ["Tell", "WriteOptions", "followed", "plans_of", "save_at", "tell_nobody"]
 
 Tell = Callable[[Event], None]
 
@@ -63,6 +64,19 @@ class WriteOptions:
 
 def tell_nobody(event: Event) -> None:
     """Nobody listens."""
+
+
+def plans_of(run: Run | None) -> PlanMemory:
+    """What is known of the plans of a held run's saves, until it is released; without a run nothing is.
+
+    Saves of one run share it, on whatever thread: it is a hint, and what it says wrongly costs a step.
+    """
+    if run is None:
+        return PlanMemory()
+    if run.plans is None:
+        run.plans = PlanMemory()
+    plans: PlanMemory = run.plans
+    return plans
 
 
 def save_at(

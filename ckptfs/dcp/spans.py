@@ -76,10 +76,10 @@ class Owner:
 class Want:
     """Bytes ``start`` to ``stop`` of a file, for ``owner``, which errors call ``key``.
 
-    out: where they belong, if that is plain memory. digest: what they must be as one block, if there
-    is one. check: compares whole blocks of them, from an offset on; returns the seconds it took.
-    is_blocks: they begin where a block of the full size does. take: is given the bytes (in ``out`` where
-    there is one) when they are right, and keeps no reference. All on any thread.
+    out: where they belong, if that is plain memory. blocks: what they must be, block by block from
+    ``start`` on; each but the last is of the full size. check: compares all of them where blocks are of
+    any size; returns the seconds it took. take: is given the bytes (in ``out`` where there is one) when
+    they are right, and keeps no reference. All on any thread.
     """
 
     start: int
@@ -87,9 +87,8 @@ class Want:
     owner: Owner
     key: str
     out: memoryview | None = None
-    digest: int | None = None
-    check: Callable[[int, memoryview], float] | None = None
-    is_blocks: bool = False
+    blocks: Sequence[int] = ()
+    check: Callable[[memoryview], float] | None = None
     take: Callable[[memoryview], None] | None = None
 
 

@@ -25,10 +25,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from ckptfs.dcp.buffers import HostBuffers, Lease
+from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.packing import ALIGN_BYTES, Packing, copy_into, pack, packed_bytes
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.per_rank import LocalFacts, rename_plan
-from ckptfs.dcp.planner import SavePlanner, fingerprints, gc_paused
+from ckptfs.dcp.planner import SavePlanner, fingerprints
 from ckptfs.dcp.resolve import Loan
 from ckptfs.dcp.share import unwrap_stateful
 from ckptfs.errors import StateError
@@ -62,7 +63,7 @@ def stage(
     earlier saves hold the buffers. Then submit the save, and call ``Staged.wait``.
     """
     try:
-        with gc_paused(), torch.no_grad():
+        with torch.no_grad():
             taken = _take(state_dict, compare_ranks=compare_ranks)
             return _copied(taken, buffers, pending, compare_ranks=compare_ranks)
     except Exception as error:  # noqa: BLE001 - raised on every rank, in the step "plan the save"
@@ -77,19 +78,20 @@ def failed(error: BaseException, pending: PendingSave) -> Staged:
 def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _Taken:
     planner = SavePlanner(compare_ranks=False)
     planner.set_up_planner(unwrap_stateful(state_dict))
-    taken = _Taken(planner.create_local_plan())
-    values = planner.state_dict
-    for item in taken.plan.items:
-        if item.type is WriteItemType.BYTE_IO:
-            data = planner.resolve_data(item)
-            assert isinstance(data, io.BytesIO)  # noqa: S101 - the type of the item says so
-            taken.leaves[item.index] = data
-        else:
-            taken.tensors[item.index] = planner.lookup_object(item.index)
-    if compare_ranks:
-        # Of objects now: the caller may change them. Of tensors later, from the copy.
-        early = [item for item in taken.plan.items if item.type is not WriteItemType.TENSOR]
-        taken.prints = fingerprints(early, lambda item: values[item.index.fqn])
+    with gc_paused():
+        taken = _Taken(planner.create_local_plan())
+        values = planner.state_dict
+        for item in taken.plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                data = planner.resolve_data(item)
+                assert isinstance(data, io.BytesIO)  # noqa: S101 - the type of the item says so
+                taken.leaves[item.index] = data
+            else:
+                taken.tensors[item.index] = planner.lookup_object(item.index)
+        if compare_ranks:
+            # Of objects now: the caller may change them. Of tensors later, from the copy.
+            early = [item for item in taken.plan.items if item.type is not WriteItemType.TENSOR]
+            taken.prints = fingerprints(early, lambda item: values[item.index.fqn])
     return taken
 
 
@@ -97,7 +99,8 @@ def _copied(
     taken: _Taken, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
 ) -> Staged:
     """All of it copied where it fits the bound; else live."""
-    packing = pack(taken.tensors)
+    with gc_paused():
+        packing = pack(taken.tensors)
     leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in taken.leaves.values())
     room = max(0, buffers.bound_bytes - leaves_bytes)
     fits = packing.size_bytes <= room

@@ -8,12 +8,11 @@ torch's classes cost a Python call for each object that is unpickled; a checkpoi
 a million of them and a rank reads a thousand. A stand-in is a list that keeps the state of its object
 and runs no Python. The stand-ins are believed only where everything has exactly the form that torch
 writes today; whatever else there is goes the long way, which also tells what is wrong. Nothing more
-is trusted than there: the same few names, and none of them does anything.
+is trusted than there: the same few names, and none of them does anything or can be changed.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import itemgetter, methodcaller
@@ -23,9 +22,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.layout import SHARED
-from ckptfs.dcp.decoding import DCP, OLD_DCP, Unpickler, decode_metadata, stays_inside
+from ckptfs.dcp.collector import gc_paused
+from ckptfs.dcp.decoding import decode_metadata, stays_inside
 from ckptfs.dcp.inventory import Box, Inventory, Place, SavedTensor, Whole, nowhere
-from ckptfs.dcp.planner import gc_paused
+from ckptfs.dcp.unpickler import DCP, FILESYSTEM, OLD_DCP, SavedProperties, Sealed, Unpickler
 
 __all__ = ["Columns", "read_inventory"]
 
@@ -101,8 +101,14 @@ def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> 
             return Whole(decode_metadata(data, where, shared))
 
 
-class _State(list[Any]):
-    """Keeps the state of an object of torch's; equal to nothing else, so that no comparison runs."""
+_KINDS = 1000  # of tensors in one checkpoint: dtypes, layouts, and whether they want gradients
+
+
+class _State(list[Any], metaclass=Sealed):
+    """Keeps the state of an object of torch's; equal to nothing else, so that no comparison runs.
+
+    The classes outlive the decoding: they are sealed, and ``list.append`` without a list fails.
+    """
 
     __slots__ = ()
     __setstate__ = list.append
@@ -139,7 +145,7 @@ class _Properties(_State):
     __slots__ = ()
 
 
-_STAND_INS: Mapping[tuple[str, str], type] = {
+_STAND_INS: Mapping[tuple[str, str], Callable[..., Any]] = {
     (DCP, "Metadata"): _Metadata,
     (DCP, "TensorStorageMetadata"): _Tensor,
     (DCP, "BytesStorageMetadata"): _Object,
@@ -147,8 +153,9 @@ _STAND_INS: Mapping[tuple[str, str], type] = {
     (DCP, "MetadataIndex"): _Index,
     (DCP, "TensorProperties"): _Properties,
     (OLD_DCP, "TensorProperties"): _Properties,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-    ("torch", "Size"): tuple,
+    (FILESYSTEM, "_StorageInfo"): _Place,
+    # A tuple as it is, and of nothing else one: ``tuple`` copies a list as often as it is told.
+    ("torch", "Size"): ().__add__,
 }
 
 
@@ -161,7 +168,7 @@ class _StandIns(Unpickler):
 
 def _columns(data: bytes, where: object, shared: Collection[str]) -> Columns:
     """Anything is raised where the metadata has not the usual form."""
-    whole = _StandIns(io.BytesIO(data), where).load()
+    whole = _StandIns(data, where).load()
     state = whole[0]
     entries, items = state["state_dict_metadata"], state["storage_data"]
     _need({type(whole)} == {_Metadata} and {type(entries), type(items)} == {dict})
@@ -201,6 +208,10 @@ def _check_entries(entries: Mapping[Any, Any]) -> None:
     )
     inner = [*map(_FIRST, properties)]
     _need(_types(inner) <= {tuple} and _types(map(_FIRST, inner)) <= {torch.dtype})
+    kinds = {*inner}
+    _need(len(kinds) <= _KINDS)
+    for state in kinds:  # what torch does not take is not believed here either
+        SavedProperties.__new__(SavedProperties).__setstate__(state)
 
 
 def _check_items(items: Mapping[Any, Any]) -> set[str]:

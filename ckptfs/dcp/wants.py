@@ -1,6 +1,7 @@
 """Pieces of a load as ranges of their file, each with what is done with its bytes.
 
-    payload known    payload_wants   all parts of one saved tensor: into place, or through scratch
+    payload known    whole_wants     all of it, into place: most items of most checkpoints
+                     payload_wants   any parts of one saved tensor: into place, or through scratch
                      head_want       first, where only torch's own head says that it is known
     payload unknown  blob_wants      the whole item, for an unpickler
 
@@ -32,9 +33,9 @@ __all__ = [
     "head_want",
     "is_plain",
     "payload_wants",
-    "small_want",
     "unpickle",
     "usual_want",
+    "whole_wants",
 ]
 
 
@@ -48,11 +49,18 @@ class Asked:
     owner: Owner
     cutting: Cutting
 
-    def check(self, low: int) -> Callable[[int, memoryview], float] | None:
+    def check(self, low: int) -> Callable[[memoryview], float] | None:
         """What compares whole blocks, from ``low`` of the item on; None: nothing to compare with."""
         if self.digests is None or not self.file.verifies:
             return None
         return partial(self.file.compare, self.digests, low, self.key)
+
+    def blocks(self, low: int, high: int) -> Sequence[int]:
+        """Digests of the payload's bytes from ``low`` to ``high``; none: nothing to compare with."""
+        if self.digests is None or not self.file.verifies:
+            return ()
+        first = _blocks_in(self.digests.payload_offset) + low // BLOCK_SIZE_BYTES
+        return self.digests.blocks[first : first + _blocks_in(high - low)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +88,35 @@ class Payload:
         return Payload(read.offset, len(usual.head), size_bytes, is_sure=False)
 
 
-def small_want(
-    file: DataFile, digests: ItemDigests, read: Read, owner: Owner, out: memoryview
-) -> Want:
-    """All of a payload of at most one block: most items of most checkpoints."""
-    inside = digests.payload_offset
-    start = read.offset + inside
-    digest = digests.blocks[-(-inside // BLOCK_SIZE_BYTES)] if file.verifies else None
-    return Want(start, start + digests.payload_length, owner, read.key, out, digest)
+def whole_wants(
+    file: DataFile,
+    digests: ItemDigests,
+    read: Read,
+    owner: Owner,
+    out: memoryview,
+    *,
+    window_bytes: int,
+) -> Sequence[Want]:
+    """All of a payload into ``out``, a window each."""
+    base, length, key = read.offset + digests.payload_offset, len(out), read.key
+    blocks: Sequence[int] = ()
+    if file.verifies:
+        first = -(-digests.payload_offset // BLOCK_SIZE_BYTES)
+        blocks = digests.blocks[first : first + -(-length // BLOCK_SIZE_BYTES)]
+    if length <= window_bytes:
+        return [Want(base, base + length, owner, key, out, blocks)]
+    each = window_bytes // BLOCK_SIZE_BYTES
+    return [
+        Want(
+            base + low,
+            base + min(low + window_bytes, length),
+            owner,
+            key,
+            out[low : low + window_bytes],
+            blocks[number * each : (number + 1) * each],
+        )
+        for number, low in enumerate(range(0, length, window_bytes))
+    ]
 
 
 def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> Want:
@@ -138,8 +167,7 @@ def payload_wants(
             asked.owner,
             asked.key,
             out,
-            check=asked.check(payload.inside + low),
-            is_blocks=True,
+            asked.blocks(low, high),
             take=partial(_deliver, low, others) if others else None,
         )
 
@@ -236,6 +264,10 @@ class _Place:
         for piece in pieces_within(read.sizes, read.box_offsets, read.box_lengths, begin, end):
             values = flat.as_strided(piece.lengths, strides, piece.start - begin)
             _fill(narrowed(self.target, piece.offsets, piece.lengths), values)
+
+
+def _blocks_in(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_SIZE_BYTES)
 
 
 def _size_of(read: Read) -> int:

@@ -158,15 +158,18 @@ class Windows:
             begin, around = one.offset, one.framed
             if one.data is not None:
                 yield one.data[max(start - begin, 0) : stop - begin]
+                if one.padding:
+                    yield _zeros(one, start, stop)
             elif around is not None:
                 length = around.frame.payload_length
-                if start <= begin and begin + one.length <= stop and length <= BLOCK_SIZE_BYTES:
+                end = begin + one.length + one.padding
+                if start <= begin and end <= stop and length <= BLOCK_SIZE_BYTES:
                     loan = self._loan(one)
                     payload = self._view(self._payload(loan, around), 0, length)
                     digests[index] = _of_tensor(one, around, _digest_of(payload))
                     yield around.head
                     yield payload
-                    yield around.tail
+                    yield around.padded if one.padding else around.tail
                     written.append(self._then(loan))
                 else:
                     yield from self._part(index, one, around, (start, stop))
@@ -211,7 +214,7 @@ class Windows:
     def _part(
         self, index: int, one: Laid, around: Framed, window: tuple[int, int]
     ) -> Iterator[memoryview]:
-        """What of an item lies in a window."""
+        """What of an item, and of the padding behind it, lies in a window."""
         shared = self._share(index, one, around)
         begin = one.offset + len(around.head)
         end = begin + around.frame.payload_length
@@ -222,7 +225,8 @@ class Windows:
         if first < last:
             yield from self._digested(shared, end - begin, first - begin, last - begin)
         if window[1] > end:
-            yield around.tail[max(window[0] - end, 0) : window[1] - end]
+            last = min(window[1] - end, len(around.tail) + one.padding)
+            yield around.padded[max(window[0] - end, 0) : last]
 
     def _share(self, index: int, one: Laid, around: Framed) -> _Shared:
         with self._resolving:
@@ -231,7 +235,8 @@ class Windows:
                 data = self._resolved(one.item)
                 loan = data if isinstance(data, Loan) else Loan(data)
                 window = self._writer.window_bytes
-                windows = (one.offset + one.length - 1) // window - one.offset // window + 1
+                last = one.offset + one.length + one.padding - 1
+                windows = last // window - one.offset // window + 1
                 count = -(-around.frame.payload_length // BLOCK_SIZE_BYTES)
                 blocks = array("Q", bytes(8 * count))
                 shared = _Shared(self._payload(loan, around), loan, windows, blocks)
@@ -275,6 +280,12 @@ def _fits(tensor: torch.Tensor, around: Framed) -> bool:
         and not tensor.is_quantized
         and not _torch.is_wrapper_subclass(tensor)  # it says that it has memory, and has none
     )
+
+
+def _zeros(one: Laid, start: int, stop: int) -> memoryview:
+    """What of the padding behind an object lies in a window."""
+    begin = one.offset + one.length
+    return memoryview(bytes(max(0, min(stop, begin + one.padding) - max(start, begin))))
 
 
 def _digest_of(payload: memoryview) -> Sequence[int]:

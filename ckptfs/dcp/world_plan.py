@@ -101,15 +101,13 @@ def world_of(
     groups, firsts = _groups(table)
     kept = _chosen(table, groups, firsts, to_lowest_rank=to_lowest_rank)
     rows = np.flatnonzero(kept)
-    keys = table.keys[rows]
-    _, first_of_key, number = np.unique(keys, return_index=True, return_inverse=True)
-    appears = np.argsort(np.argsort(first_of_key))[number]
-    order = np.argsort(appears, kind="stable")
-    keyed, appears = rows[order], appears[order]
-    heads = np.flatnonzero(np.diff(appears, prepend=-1))
-    bounds = np.append(heads, len(keyed))
+    appears = _order_of_appearance(table.keys[rows], len(table.names))
+    keyed = rows[_sorted_numbers(appears)]
+    counts = np.bincount(appears)
+    bounds = np.append(0, np.cumsum(counts))
+    heads = bounds[:-1]
     hints = np.full(len(firsts), -1, np.int64)
-    place = np.arange(len(keyed)) - np.repeat(heads, np.diff(bounds))
+    place = np.arange(len(keyed)) - np.repeat(heads, counts)
     is_tensor = table.kinds[keyed] != OBJECT
     hints[groups[keyed[is_tensor]]] = place[is_tensor]
     _refuse_broken(table, kept, keyed, bounds)
@@ -117,30 +115,71 @@ def world_of(
     return World(table, groups, kept, writes, keyed, bounds, table.keys[keyed[heads]], hints)
 
 
+def _order_of_appearance(keys: Ints, count: int) -> Ints:
+    """Of each row the place of its key among keys as they appear. keys: below ``count``."""
+    first = np.full(count, len(keys))
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    order = np.empty_like(first)
+    order[np.argsort(first)] = np.arange(count)
+    return order[keys]
+
+
 def _groups(table: Table) -> tuple[Ints, Ints]:
-    """The group of each row, and each group's first row; numbered as they appear."""
-    count = len(table.keys)
-    rows = np.arange(count)
+    """The group of each row, and each group's first row; numbered as they appear: stock gives items
+    away in that order.
+    """
+    rows = np.arange(len(table.keys))
     offsets = table.boxes(table.offsets, rows)
     named = np.where(table.placed, table.dims + 1, 0)
     offsets[named == 0] = 0
+    columns = [named, *offsets.T]
+    first, unsorted = _first_of_neighbours(table.keys, columns)
+    if len(unsorted):
+        some = [column[unsorted] for column in (table.keys, *columns)]
+        first[unsorted] = unsorted[_first_of_equals(some)]
+    is_first = first == rows
+    return (np.cumsum(is_first) - 1)[first], np.flatnonzero(is_first)
+
+
+def _first_of_neighbours(keys: Ints, columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Of each row the first one that equals it; and the rows of keys for which that is not known.
+
+    Where ranks have pieces in the order of their numbers, a key's rows rise, and equal ones are
+    neighbours: there is nothing to sort but keys.
+    """
+    by_key = _sorted_numbers(keys)
+    head = np.diff(keys[by_key], prepend=-1) != 0
+    falls = np.zeros(len(keys), np.bool_)
+    alike = ~head
+    for column in columns:
+        step = np.diff(column[by_key], prepend=0)
+        falls |= alike & (step < 0)
+        alike &= step == 0
+    leader = by_key[~alike]
+    first = np.empty_like(by_key)
+    first[by_key] = leader[np.cumsum(~alike) - 1]
+    is_odd = np.zeros(int(keys.max(initial=-1)) + 1, np.bool_)
+    is_odd[keys[by_key[falls]]] = True
+    return first, np.flatnonzero(is_odd[keys])
+
+
+def _first_of_equals(columns: Sequence[Ints]) -> Ints:
+    """Of each row of these columns the first row that equals it, in whatever order they stand."""
     for salt in range(8):
-        mixed = _mixed(table.keys, salt)
-        for column in (named, *offsets.T):
+        mixed = np.zeros(len(columns[0]), np.uint64)
+        for column in columns:
             mixed = _mixed(column ^ mixed.view(np.int64), salt)
         _, firsts, groups = np.unique(mixed, return_index=True, return_inverse=True)
-        first = firsts[groups]
-        again = np.flatnonzero(first != rows)
-        same = (table.keys[again] == table.keys[first[again]]) & (
-            named[again] == named[first[again]]
-        )
-        if same.all() and np.array_equal(offsets[again], offsets[first[again]]):
-            # Numbered by where they appear: stock gives items away in that order.
-            order = np.argsort(firsts)
-            number = np.empty_like(order)
-            number[order] = np.arange(len(order))
-            return number[groups], firsts[order]
+        first: Ints = firsts[groups]
+        if all(np.array_equal(column, column[first]) for column in columns):
+            return first
     raise StateError("items of the save cannot be told apart")
+
+
+def _sorted_numbers(numbers: Ints) -> Ints:
+    """A stable argsort of small numbers: those of 16 bits are sorted without comparing them."""
+    small = int(numbers.max(initial=0)) < 1 << 16
+    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
 
 
 def _mixed(column: Ints, salt: int) -> NDArray[np.uint64]:
@@ -157,9 +196,9 @@ def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -
     several = np.flatnonzero(counts > 1)
     if not len(several):
         return np.ones(len(groups), np.bool_)
-    rows = np.argsort(groups, kind="stable")
-    ends = np.cumsum(counts)
-    planned = _planned_bytes(table, rows[ends - 1])  # stock takes the size that it saw last
+    last = np.empty_like(firsts)
+    last[groups] = np.arange(len(groups))
+    planned = _planned_bytes(table, last)  # stock takes the size that it saw last
     single_bytes = np.where(counts == 1, planned, 0)
     # Bytes of what only one rank has, of all groups that appear before: they come in order of rank.
     before = np.append(0, np.cumsum(single_bytes))
@@ -168,11 +207,14 @@ def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -
     total = before[begins]
     chosen = owner.copy()
     if not to_lowest_rank:
+        shared = np.flatnonzero((counts > 1)[groups])
+        number = np.cumsum(counts > 1) - 1
+        ranks = table.ranks[shared[_sorted_numbers(number[groups[shared]])]]
+        ends = np.cumsum(counts[several]).tolist()
         load = [0] * (len(table.starts) - 1)
         seen: dict[bytes, list[int]] = {}
-        for group in several.tolist():
-            a, b = int(ends[group]) - int(counts[group]), int(ends[group])
-            raw = table.ranks[rows[a:b]].tobytes()
+        for group, (a, b) in zip(several.tolist(), itertools.pairwise([0, *ends]), strict=True):
+            raw = ranks[a:b].tobytes()
             members = seen.get(raw)
             if members is None:
                 # As stock's set of them is walked: its order decides between equal ranks.

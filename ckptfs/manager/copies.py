@@ -22,13 +22,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.opening import Place, agree_uri, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog
-from ckptfs.commit.run import Run, Takeover
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Known, Seat
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, StateError
 from ckptfs.events import SaveResult

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.artifact import leaving_together, writing_directory
 from ckptfs.commit.catalog import Found
+from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fetching import Wanted, fetched
 from ckptfs.commit.opening import Place
-from ckptfs.commit.run import Takeover
 from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed, SaveSpec

@@ -22,12 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.opening import Place, agree_uri, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog
-from ckptfs.commit.run import Mode, Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.copying import copy_checkpoint
 from ckptfs.errors import (

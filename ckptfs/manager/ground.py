@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, sit_down
-from ckptfs.commit.run import Mode, Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError
 from ckptfs.manager.rally import Rally

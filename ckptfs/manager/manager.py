@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ckptfs.commit.catalog import Checkpoint
+from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.opening import Place
-from ckptfs.commit.run import Takeover
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import Ticket
+from ckptfs.dcp.engine import WriteEngineName
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions
@@ -74,7 +75,7 @@ class CheckpointManager(RunManager):
     copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
     background; what waits for a copy is not deleted.
 
-    threads, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
+    threads, engine, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
     ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
     on the coordinator, on_commit the URI of every commit. ground: what it stands on instead of
     opening it, for wrappers.
@@ -102,6 +103,7 @@ class CheckpointManager(RunManager):
         if_slow: Literal["delay", "skip"] = "delay",
         host_memory_bytes: int | None = None,
         threads: int = 1,
+        engine: Literal["auto", "direct", "buffered"] = "auto",
         writers_per_node: int | None = None,
         unchanged: Literal["write", "reference"] = "write",
         delete_grace_s: float = 0.0,
@@ -128,7 +130,10 @@ class CheckpointManager(RunManager):
             host_memory_bytes=host_memory_bytes,
             delete_grace_s=delete_grace_s,
             write=WriteOptions(
-                threads=threads, writers_per_node=writers_per_node, unchanged=Unchanged(unchanged)
+                threads=threads,
+                writers_per_node=writers_per_node,
+                unchanged=Unchanged(unchanged),
+                engine=WriteEngineName(engine),
             ),
             per_rank=tuple(per_rank),
             listeners=tuple(listeners),

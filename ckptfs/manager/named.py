@@ -20,9 +20,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+from ckptfs.commit.claim import Takeover
 from ckptfs.commit.opening import Place
 from ckptfs.commit.protocol import catalog
-from ckptfs.commit.run import Run, Takeover
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.api import save
 from ckptfs.dcp.async_api import async_save

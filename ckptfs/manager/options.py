@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.run import Takeover
 from ckptfs.dcp.saving import WriteOptions
 from ckptfs.errors import StateError
 from ckptfs.manager.copies import Copy

@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Appended, Refused, catch_up_again
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Refusal, Standing, Views, catalog, seal_of, standing
+from ckptfs.commit.protocol import Standing, Views, catalog, seal_of, standing
 from ckptfs.commit.retire import pin, retire, waiting
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat

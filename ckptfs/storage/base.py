@@ -303,7 +303,7 @@ class Storage(ABC):
     def remove_tree(self, key: str) -> None:
         """Remove everything below and the directory itself. Absent is success, also half-way.
 
-        Not atomic. The caller must own the name (see commit/reclaim.py). Never follows links.
+        Not atomic. The caller must own the name (see commit/erase.py). Never follows links.
         """
 
     # -- certainty ---------------------------------------------------------------------

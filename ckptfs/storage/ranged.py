@@ -35,6 +35,13 @@ class DataReader(ABC):
     window_bytes: int = 4 << 20
     reach: Reach = Reach.REMOTE
 
+    @property
+    def threads(self) -> int:
+        """How many of ``concurrency`` reads are worth a thread each, as far as is known now: no more
+        than there are cores, where nothing is waited for. May rise, never falls.
+        """
+        return self.concurrency
+
     @abstractmethod
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill all of ``buffer`` from ``offset``. A short file is an EOF error: IntegrityError."""

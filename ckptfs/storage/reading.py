@@ -77,6 +77,8 @@ class LocalReader(DataReader):
         self._closed = False
         self._way = _Way.ASK if _DIRECT else _Way.BUFFERED
         self._direct_fd: int | None = None
+        self._waits = self._way is _Way.BUFFERED
+        self._cores = _cores()
         self.direct_bytes = 0
         # Handles that went stale stay open until close: another thread may be reading through one.
         self._fds: list[int] = [posix.open(path, _LOOK)]
@@ -86,6 +88,10 @@ class LocalReader(DataReader):
             self.close()
             raise
 
+    @property
+    def threads(self) -> int:
+        return _LANES if self._waits else min(_LANES, self._cores)
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.read_views(offset, [buffer.cast("B")])
 
@@ -94,8 +100,11 @@ class LocalReader(DataReader):
         while done < len(view):
             # A disk is asked for all at once, the page cache for as little as makes sense.
             end = len(view) if self._way is _Way.ASK else min(done + step_bytes, len(view))
-            self.read_views(offset + done, [view[done:end]])
-            done = end
+            if self._way is _Way.CACHED:
+                done += self._read_cached(offset + done, [view[done:end]])
+            if done < end:
+                self.read_views(offset + done, [view[done:end]])
+                done = end
             yield done
 
     def read_views(self, offset: int, views: Sequence[memoryview]) -> None:
@@ -109,7 +118,7 @@ class LocalReader(DataReader):
             self._read_buffered(offset + done, _behind(views, done), offset + size)
 
     def keep_cached(self) -> None:
-        self._way = _Way.BUFFERED
+        self._way, self._waits = _Way.BUFFERED, True
 
     def close(self) -> None:
         with self._lock:
@@ -124,21 +133,21 @@ class LocalReader(DataReader):
 
     def _read_cached(self, offset: int, views: Sequence[memoryview]) -> int:
         """What of it the page cache has, from its start on: bytes."""
-        fd = self._current()
+        fd, views = self._current(), views[:_VIEWS]
         try:
             if self._way is _Way.ASK:
                 # All of a range would be read ahead, although nobody waits for it.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
-            done = self._posix.preadv_cached(fd, views[:_VIEWS], offset)
+            done = self._posix.preadv_cached(fd, views, offset)
         except OSError as error:
             if error.errno == errno.EAGAIN:
                 self._ask(fd)
             else:
                 # Not told here; what else is wrong is met again, and typed, by the buffered read.
-                self._way = _Way.BUFFERED
+                self._way, self._waits = _Way.BUFFERED, True
             return 0
-        if done < sum(map(len, views[:_VIEWS])):
+        if done < sum(map(len, views)):
             self._ask(fd)
         else:
             self._way = _Way.CACHED
@@ -153,6 +162,7 @@ class LocalReader(DataReader):
                 except OSError as error:
                     log.debug("%s is read through the page cache: %s", self._uri, error)
             self._way = _Way.BUFFERED if self._direct_fd is None else _Way.ASK
+            self._waits = True
 
     def _opened_direct(self, fd: int) -> int | None:
         """A descriptor past the page cache of the file that ``fd`` is; None: not here."""
@@ -253,6 +263,13 @@ class LocalReader(DataReader):
                 self._posix.close(fd)  # no other thread may read what stands there now
                 raise
             self._fds.append(fd)
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,11 +40,12 @@ from torch.distributed.checkpoint.planner import (
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.beside import newest
 from ckptfs.commit.catalog import read_view
+from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Kind as Artifact
 from ckptfs.commit.lease import LeaseTimes
 from ckptfs.commit.opening import Place, agree_uri, sit_down
 from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.per_rank import LocalFacts
@@ -245,8 +246,7 @@ class Shard:
         """This rank's items."""
         del per_rank
         keys = [f"layers.{n}.weight" for n in range(self._sizes.tensors)]
-        items = [_item(key, rank, self._sizes.ranks) for key in keys]
-        items.append(_item("scale", 0, 1))
+        items = [*_items(keys, rank, self._sizes.ranks), *_items(["scale"], 0, 1)]
         paths = {key: tuple(key.split(".")) for key in [*keys, "scale"]}
         return SavePlan(items, planner_data=LocalFacts(paths, {"scale": 1}))
 
@@ -259,11 +259,13 @@ class Shard:
         return torch.zeros(_ROWS)
 
 
-def _item(key: str, place: int, places: int) -> WriteItem:
+def _items(keys: Sequence[str], place: int, places: int) -> Iterator[WriteItem]:
+    """A piece of each tensor, one of ``places``, as a planner makes it: each with its own data."""
     chunk = ChunkStorageMetadata(torch.Size([_ROWS * place]), torch.Size([_ROWS]))
     properties = TensorProperties(dtype=torch.float32)
-    data = TensorWriteData(chunk, properties, torch.Size([_ROWS * places]))
-    sharded = key != "scale"
-    index = MetadataIndex(key, chunk.offsets if sharded else None)
-    kind = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
-    return WriteItem(index, kind, tensor_data=data)
+    size = torch.Size([_ROWS * places])
+    for key in keys:
+        sharded = key != "scale"
+        index = MetadataIndex(key, chunk.offsets if sharded else None)
+        kind = WriteItemType.SHARD if sharded else WriteItemType.TENSOR
+        yield WriteItem(index, kind, tensor_data=TensorWriteData(chunk, properties, size))

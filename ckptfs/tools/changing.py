@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.catalog import Origin, find
+from ckptfs.commit.claim import Takeover
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.deleting import delete_checkpoint
 from ckptfs.commit.entries import Pin, Seal, Stamp
 from ckptfs.commit.fold import LogState, SaveState
@@ -30,9 +32,8 @@ from ckptfs.commit.log import Refused, append
 from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Refusal, catalog
+from ckptfs.commit.protocol import catalog
 from ckptfs.commit.retire import may_pin
-from ckptfs.commit.run import Takeover
 from ckptfs.commit.seat import TOUCH_AFTER_S
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, UriError

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfs.commit.claim import ORPHAN_S, Takeover, claim
 from ckptfs.commit.entries import FenceMode
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, TMP, staging_key
 from ckptfs.commit.log import catch_up
@@ -41,9 +42,9 @@ from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
 from ckptfs.commit.protocol import commits
-from ckptfs.commit.reclaim import move_to_trash, trash_of
-from ckptfs.commit.run import ORPHAN_S, Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.spec import fresh_ids
+from ckptfs.commit.trash import move_to_trash, trash_of
 from ckptfs.errors import (
     AccessError,
     NotFoundError,

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.catalog import read_view, unlogged
+from ckptfs.commit.claim import claim
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, catalog, name_taken, standing
 from ckptfs.commit.resuming import AGAIN, KeptAttempt, next_id, origin_of
-from ckptfs.commit.run import claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed
 from ckptfs.dcp.copy_source import find_held

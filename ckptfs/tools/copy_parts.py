@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptfs.commit.catalog import find
+from ckptfs.commit.claim import claim
 from ckptfs.commit.copying import CopyTask, Readable, Writable, copy_share
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.manifest import FileRecord
@@ -25,7 +26,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import PartAttempt
 from ckptfs.commit.pieces import part_name, piece
 from ckptfs.commit.resuming import AGAIN
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed, IfExists
 from ckptfs.commit.tickets import SealedPart, Ticket, begin_parts

@@ -178,16 +178,14 @@ def _jobs_of(file: DeepFile, segment_bytes: int) -> Iterator[_Job]:
         return
     blocks: list[_Block] = []
     number = held = 0
-    for item in file.digests.items:
-        for block in item.blocks_of(0, item.length):
-            start, stop = item.offset + block.start, item.offset + block.stop
-            if stop > file.size_bytes:
-                continue  # that it is cut short is told already
-            if blocks and held + stop - start > segment_bytes:
-                yield _Job(file, number, 0, held, tuple(blocks))
-                blocks, number, held = [], number + 1, 0
-            blocks.append((start, stop, block.digest))
-            held += stop - start
+    for start, stop, digest in file.digests.blocks():
+        if stop > file.size_bytes:
+            continue  # that it is cut short is told already
+        if blocks and held + stop - start > segment_bytes:
+            yield _Job(file, number, 0, held, tuple(blocks))
+            blocks, number, held = [], number + 1, 0
+        blocks.append((start, stop, digest))
+        held += stop - start
     if blocks:
         yield _Job(file, number, 0, held, tuple(blocks))
 

@@ -71,7 +71,7 @@ class SavedContents(Contents):
             reader.read_into(leaf.start, memoryview(data))
             item = file.item(leaf.start, leaf.length, leaf.key)
             if item is not None and file.verifies:
-                file.compare(item, 0, leaf.key, 0, memoryview(data))
+                file.compare(item, 0, leaf.key, memoryview(data))
         return bytes(data)
 
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from ckptfs.commit.claim import ORPHAN_S
 from ckptfs.commit.entries import Generation, Seal
+from ckptfs.commit.erase import listed_files
 from ckptfs.commit.layout import (
     CONTROL,
     PARTIAL_PREFIX,
@@ -30,9 +32,7 @@ from ckptfs.commit.looking import Look
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import pieces
 from ckptfs.commit.protocol import Standing, doomed, standing
-from ckptfs.commit.reclaim import listed_files
 from ckptfs.commit.recovery import AttemptRecord, Report, attempts_here, plan_recovery
-from ckptfs.commit.run import ORPHAN_S
 from ckptfs.commit.shared_data import needed, not_needed
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload

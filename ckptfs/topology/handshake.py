@@ -186,8 +186,10 @@ def _finish(store: Any, place: _Place, nonce: str) -> None:
     """Tidy, then let everybody go: after "go" a rank may open the next control on this base."""
     for rank in range(1, place.size):
         store.delete_key(place.hello(rank))
-        store.delete_key(_ack(place, nonce, rank))
     offer(store, _go(place, nonce), encode_verdict(Verdict(value="go")))
+    # Not before: by its answer a rank is not blamed where this one dies meanwhile.
+    for rank in range(1, place.size):
+        store.delete_key(_ack(place, nonce, rank))
 
 
 def _refuse(

@@ -18,25 +18,23 @@ deletes the rest. After an alarm some keys may stay, those of late values.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import hashlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ckptfs._version import __version__
-from ckptfs.errors import CkptfsError, ControlPlaneLostError, StateError
-from ckptfs.topology.client import StoreClient, answer
+from ckptfs.errors import CkptfsError, StateError
+from ckptfs.topology.client import StoreClient
 from ckptfs.topology.handshake import meet
-from ckptfs.topology.heartbeat import Alarm, Monitor, first_beat
+from ckptfs.topology.heartbeat import Monitor, first_beat
 from ckptfs.topology.leaving import bury, leave, linger
 from ckptfs.topology.pulse import Tempo
 from ckptfs.topology.stepkeys import StepKeys
@@ -56,14 +54,13 @@ from ckptfs.topology.verdict import (
     settle,
     split,
 )
+from ckptfs.topology.waits import LEAVE_S, Ground, Waits
 from ckptfs.topology.world import World
 
 __all__ = ["StoreControl"]
 
 T = TypeVar("T")
 
-_SLICE_S = 0.2  # how often a waiting caller looks at the monitor
-_LEAVE_S = 10.0  # closing never takes longer than this over a store that does not answer
 
 log = logging.getLogger(__name__)
 
@@ -78,19 +75,6 @@ def _made(pieces: Iterator[bytes]) -> Iterator[bytes]:
         yield from pieces
     except Exception as error:
         raise _UnmadeError from error
-
-
-@dataclass(frozen=True)
-class _Ground:
-    """What all clones of one control share."""
-
-    source: Any  # keeps the group's store alive: this process may be its host
-    pulse: StoreClient  # the heartbeat's client; also raises alarms, and never waits
-    monitor: Monitor
-    worlds: tuple[World, ...]
-    timeout_s: float
-    pid: int
-    closes_at_exit: bool
 
 
 class StoreControl:
@@ -136,12 +120,13 @@ class StoreControl:
             tempo=Tempo.within(timeout_s),
         )
         monitor.start()
-        ground = _Ground(store, pulse, monitor, met.worlds, timeout_s, os.getpid(), closes_at_exit)
+        ground = Ground(store, pulse, monitor, met.worlds, timeout_s, os.getpid(), closes_at_exit)
         self._setup(ground, met.worlds[world.rank], prefix)
 
-    def _setup(self, ground: _Ground, world: World, prefix: str) -> None:
+    def _setup(self, ground: Ground, world: World, prefix: str) -> None:
         self.world = world
         self._ground = ground
+        self._waits = Waits(ground, world.rank)
         self._prefix = prefix
         self._is_root = True
         self._index = 0
@@ -330,95 +315,22 @@ class StoreControl:
             failed = collective_error(said.label, {0: said.failure}, self.worlds)
             data = encode_verdict(Verdict(error=failed))
             self._ground.pulse.submit(lambda store: keys.end(store, data))
-        self._ground.pulse.flush(_LEAVE_S)
+        self._ground.pulse.flush(LEAVE_S)
 
     # -- waiting, and what ends it ---------------------------------------------------------
 
     def _await(self, future: Future[T], keys: StepKeys, label: str) -> T:
         """Wait for an operation that waits for other ranks, as long as they are alive."""
         try:
-            return self._await_alive(future, keys, label)
+            return self._waits.result(future, keys, label)
         except BaseException:
             self._given_up = future
             raise
 
-    def _await_alive(self, future: Future[T], keys: StepKeys, label: str) -> T:
-        monitor = self._ground.monitor
-        begun, ended = time.monotonic(), False
-        while True:
-            try:
-                return future.result(_SLICE_S)
-            except (RuntimeError, OSError) as error:
-                if future.done():
-                    return self._finished(future, keys)
-                if not isinstance(error, TimeoutError):
-                    raise
-            if monitor.lost is not None:
-                raise monitor.with_gone(monitor.lost)
-            alarm = None if ended else monitor.alarm(keys, time.monotonic() - begun)
-            if alarm is not None:
-                ended = self._raise_alarm(alarm, keys, label)
-
-    def _finished(self, future: Future[T], keys: StepKeys) -> T:
-        """The result, or: this rank's client broke. Tell the others if the store still answers."""
-        try:
-            return answer(future, 0.0)
-        except ControlPlaneLostError as error:
-            shown = self._ground.monitor.with_gone(error)
-            data = encode_verdict(Verdict(error=shown))
-            try:
-                self._ground.pulse.call(lambda store: keys.end(store, data), _LEAVE_S)
-            except CkptfsError:
-                log.debug("nobody could be told: %s", error)  # the store is gone for all of us
-            raise shown from error
-
-    def _raise_alarm(self, alarm: Alarm, keys: StepKeys, label: str) -> bool:
-        """Offer the alarm as the step's verdict; False where it has to be looked at again."""
-        error = alarm.error(label, self.worlds, self._ground.timeout_s)
-        data = encode_verdict(Verdict(error=error, final=bool(alarm.dead)))
-
-        def end(store: Any) -> bool:
-            # Everybody has called and the coordinator is at work: its answer counts, not the fate
-            # of a rank that has already said what it had to say.
-            if not keys.claim(store, "alarm") and not alarm.names(0):
-                return False
-            keys.end(store, data)
-            return True
-
-        try:
-            return self._ground.pulse.call(end, self._ground.timeout_s)
-        except ControlPlaneLostError as lost:
-            raise self._ground.monitor.with_gone(lost) from lost
-
     def _working(self, keys: StepKeys, label: str) -> AbstractContextManager[None]:
         """This thread does its part of the step; whoever is to hear of a hang of it is bound now."""
-        tell = partial(self._hangs, keys, label, self.hears)
+        tell = partial(self._waits.hangs, keys, label, self.hears)
         return self._ground.monitor.hanging.working(keys, tell)
-
-    def _hangs(
-        self,
-        keys: StepKeys,
-        label: str,
-        hears: Callable[[CkptfsError], None] | None,
-        why: str,
-        goes_on: Callable[[], bool],
-    ) -> None:
-        """This rank's part of the step hangs in its storage: end it for all, and tell ``hears``.
-
-        On a thread of its own: the one that hangs can be told nothing. What it is told is what the
-        step ends with; a part that has returned in the meantime hears it there.
-        """
-        if not goes_on():
-            return
-        try:
-            self._raise_alarm(Alarm(stuck={self.rank: why}), keys, label)
-            with contextlib.closing(StoreClient(self._ground.source, "ckptfs-hangs")) as client:
-                data = client.call(keys.read_verdict, self._ground.timeout_s)
-            error = decode_verdict(data).error
-        except CkptfsError as lost:
-            error = lost
-        if error is not None and hears is not None and goes_on():
-            hears(error)
 
     # -- leaving ---------------------------------------------------------------------------
 
@@ -439,7 +351,7 @@ class StoreControl:
             monitor.stop()
         keys, rank = self._keys(), self.rank
         try:
-            ground.pulse.call(lambda s: leave(s, keys, rank, ground.worlds, monitor), _LEAVE_S)
+            ground.pulse.call(lambda s: leave(s, keys, rank, ground.worlds, monitor), LEAVE_S)
         except CkptfsError as error:
             log.debug("left without a word: %s", error)  # the store went first: nobody listens
         self._io.close()

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.claim import Mode, claim
 from ckptfs.commit.deleting import delete_checkpoint
 from ckptfs.commit.entries import Delete
 from ckptfs.commit.layout import CONTROL, SHARED, TRASH
@@ -27,7 +28,6 @@ from ckptfs.commit.log import append, catch_up
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import committed
-from ckptfs.commit.run import Mode, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import CommitConflictError, RunBusyError

@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 
-from ckptfs.commit.run import claim
+from ckptfs.commit.claim import claim
 from ckptfs.commit.seat import Seat
 from ckptfs.manager.retention import Keep
 from ckptfs.manager.retiring import Retirer

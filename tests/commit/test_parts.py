@@ -14,6 +14,8 @@ import pytest
 
 from ckptfs.commit.beside import list_unlogged
 from ckptfs.commit.catalog import find
+from ckptfs.commit.claim import claim
+from ckptfs.commit.decisions import may_abort, may_seal, may_seal_part
 from ckptfs.commit.entries import Abort, Decided, Delete, Outcome, Part, PartRef
 from ckptfs.commit.layout import ATTEMPTS
 from ckptfs.commit.locate import locate
@@ -21,9 +23,9 @@ from ckptfs.commit.log import catch_up
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import stand_in, word_of
-from ckptfs.commit.protocol import Standing, may_abort, may_seal, may_seal_part, standing
+from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.recovery import encode_record
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.spec import IfExists
 from ckptfs.commit.tickets import Ticket, TicketPart, begin_parts
 from ckptfs.errors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckptfs.commit.decisions import Refusal, may_abort, may_delete, may_fence, may_forget, may_seal
 from ckptfs.commit.entries import (
     Abort,
     Body,
@@ -18,21 +19,7 @@ from ckptfs.commit.entries import (
     Seal,
 )
 from ckptfs.commit.log import Refused
-from ckptfs.commit.protocol import (
-    Refusal,
-    Standing,
-    catalog,
-    doomed,
-    latest,
-    may_abort,
-    may_delete,
-    may_fence,
-    may_forget,
-    may_seal,
-    name_taken,
-    next_seq,
-    standing,
-)
+from ckptfs.commit.protocol import Standing, catalog, doomed, latest, name_taken, next_seq, standing
 from tests.commit.logs import G1, G2, G3, fence, folded, seal
 
 AB = ("A", "B")

@@ -14,9 +14,10 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, TRASH, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
-from ckptfs.commit.reclaim import delete_save, trash_of
+from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.recovery import plan_recovery, report, settle
 from ckptfs.commit.saving import begin
+from ckptfs.commit.trash import trash_of
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Body, Decided, Delete, Outcome, Pin
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Refused, catch_up
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Refusal
-from ckptfs.commit.reclaim import trash_of
 from ckptfs.commit.retire import Erasure, erase, may_pin, may_retire, pin, retire, waiting
 from ckptfs.commit.saving import Means, clear, finish
+from ckptfs.commit.trash import trash_of
 from ckptfs.commit.turns import take_turns
 from ckptfs.errors import AlreadyExistsError, FencedError, StorageError
 from ckptfs.storage.base import Shape, Storage

@@ -6,8 +6,8 @@ import errno
 import os
 from pathlib import Path
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.run import claim
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.world import simulate

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptfs.commit.catalog import list_live, read_view
+from ckptfs.commit.claim import claim
 from ckptfs.commit.layout import ATTEMPTS, TRASH
 from ckptfs.commit.locate import locate
 from ckptfs.commit.manifest import FileRecord
@@ -26,7 +27,7 @@ from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import PartAttempt, spread
 from ckptfs.commit.pieces import part_name
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, WrittenPart
 from ckptfs.commit.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts

@@ -20,13 +20,14 @@ from ckptfs.commit.artifact import collected_files
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.beside import list_unlogged
 from ckptfs.commit.catalog import Found, list_live, read_view
+from ckptfs.commit.claim import Mode, claim
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.locate import locate
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.publishing import Publication, list_files, share_files
-from ckptfs.commit.run import Mode, Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
 from ckptfs.errors import CollectiveError, CommitInDoubtError, NoSpaceError, NotFoundError

@@ -91,8 +91,8 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
     """ckptfs.save(if_exists="replace") by two simulated ranks whose operations one plan counts."""
     import torch
 
+    from ckptfs.commit.claim import Takeover, claim
     from ckptfs.commit.opening import Place, sit_down
-    from ckptfs.commit.run import Takeover, claim
     from ckptfs.commit.spec import IfExists, SaveSpec
     from ckptfs.dcp.saving import save_at
     from ckptfs.storage.registry import open_storage

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.run import claim
 from ckptfs.errors import FencedError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Plan

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.posix import Posix
 from ckptfs.testing.disk import SimulatedDisk

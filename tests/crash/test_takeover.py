@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 
 from ckptfs.commit.catalog import list_live, read_view
+from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.layout import ATTEMPTS, LOG, TRASH
 from ckptfs.commit.lease import LeaseTimes
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Mode, Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import CkptfsError, FencedError, RunBusyError
 from ckptfs.storage.local import LocalStorage

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckptfs.commit.catalog import list_live
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.entries import Kind, Seal, Stamp
 from ckptfs.commit.layout import SHARED
 from ckptfs.commit.locate import locate
@@ -26,7 +27,6 @@ from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.run import Run as HeldRun
-from ckptfs.commit.run import Takeover, claim
 from ckptfs.commit.spec import IfExists, SaveSpec, fresh_ids
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.reuse import Cut, Memory, Unchanged

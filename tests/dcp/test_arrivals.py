@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 import ckptfs
 from ckptfs import _torch
 from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.decisions import may_fence
 from ckptfs.commit.deleting import delete_checkpoint
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Stamp
 from ckptfs.commit.log import append
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import may_fence
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,

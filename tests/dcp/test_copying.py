@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptfs
 from ckptfs.commit.catalog import read_view
+from ckptfs.commit.claim import claim
 from ckptfs.commit.copying import (
     CopyTask,
     Readable,
@@ -29,7 +30,6 @@ from ckptfs.commit.manifest import FileRecord, decode_manifest
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import catalog
-from ckptfs.commit.run import claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.copying import copy_checkpoint

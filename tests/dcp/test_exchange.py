@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -320,6 +321,43 @@ def test_the_coordinators_work_does_not_grow_with_calls_per_item() -> None:
 
     calls(4)  # what is made once in a process
     assert calls(40) - calls(4) < 36 * 100
+
+
+def test_sharded_rows_are_never_sorted_by_comparing_them() -> None:
+    """A world whose ranks have their pieces in order: what is compared to be sorted is keys, not rows."""
+    ranks, tensors = 64, 100
+    said = [Saying.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
+    sorted_rows = []
+
+    def watch(frame: Any, event: str, function: Any) -> None:
+        del frame
+        column: Any = getattr(function, "__self__", None)
+        if event == "c_call" and function.__name__ in ("argsort", "sort"):
+            # Numbers of 16 bits are sorted by their digits.
+            sorted_rows.append(0 if column.itemsize <= 2 else len(column))
+
+    sys.setprofile(watch)
+    try:
+        decide(said, PlanMemory())
+    finally:
+        sys.setprofile(None)
+    assert sorted_rows
+    assert sum(sorted_rows) <= 2 * (tensors + 1)
+
+
+def test_what_the_coordinator_holds_is_a_few_numbers_per_item() -> None:
+    """At most 300 bytes per item at any moment, and 150 kept for the next save: there is no object."""
+    ranks, tensors = 64, 1000
+    said = [Saying.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
+    memory = PlanMemory()
+    tracemalloc.start()
+    try:
+        decide(said, memory)
+        kept, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 300 * ranks * tensors
+    assert kept < 150 * ranks * tensors
 
 
 def test_a_plan_is_small_on_the_wire() -> None:

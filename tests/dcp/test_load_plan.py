@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import gc
-import io
 import itertools
 import math
 import pickle
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -178,16 +177,43 @@ DESCRIBED = encode_metadata(
 )
 
 
+def read_of(inventory: Inventory) -> list[Any]:
+    """All that a load asks an inventory for."""
+    found: list[Any] = []
+    for key in inventory.keys:
+        saved = inventory.tensor(key)
+        begins: list[Any] = [None]
+        if saved is not None:
+            begins = [saved.box_of(chunk)[0] for chunk in saved.chunks]
+            found.append((key, tuple(saved.sizes), saved.dtype, begins))
+        found += [inventory.place(key, begin) for begin in begins]
+    return found
+
+
+def test_properties_that_torch_does_not_take_are_refused_in_columns_too() -> None:
+    """A memory format that is none: no load reads it, and stock torch would refuse the file."""
+    raw = DESCRIBED[:283] + bytes([136]) + DESCRIBED[284:]
+    for read in (decode_metadata, read_inventory):
+        with pytest.raises(ManifestError):
+            read(raw, "here")
+
+
 @settings(max_examples=300, deadline=None)
+@example(283, 136)  # a memory format that is none
+@example(439, 41)  # an object among the keys of what no load reads
+@example(322, 97)  # a state that is appended, not given
 @given(st.integers(0, len(DESCRIBED) - 1), st.integers(0, 255))
 def test_damage_is_read_in_columns_as_it_is_read_whole(at: int, byte: int) -> None:
-    """Any byte changed: both refuse it, or both read the same."""
+    """Any byte changed: both refuse it, or both read the same; or it changed nothing that a load reads."""
     raw = DESCRIBED[:at] + bytes([byte]) + DESCRIBED[at + 1 :]
     try:
         whole = decode_metadata(raw, "here")
     except ManifestError:
-        with pytest.raises(ManifestError):
-            read_inventory(raw, "here")
+        try:
+            unread = read_of(read_inventory(raw, "here"))
+        except ManifestError:
+            return
+        assert unread == read_of(read_inventory(DESCRIBED, "here"))
         return
     inventory = read_inventory(raw, "here")
     assert list(inventory.keys) == list(whole.state_dict_metadata)
@@ -479,12 +505,8 @@ def test_metadata_of_a_big_world_makes_nothing_of_torchs() -> None:
         reads: list[Read] = []
         seen = calls_of(lambda: reads.extend(planner.create_reads(read_inventory(raw, "here"))))
     assert len(reads) == 20
-    for name in (
-        "MetadataIndex.__hash__",
-        "TensorProperties.__setstate__",
-        "MetadataIndex.__init__",
-    ):
-        assert seen[name] == 0
+    assert seen["MetadataIndex.__hash__"] == seen["MetadataIndex.__init__"] == 0
+    assert seen["TensorProperties.__setstate__"] == 1  # once for all tensors of one kind
     # 5120 chunks. Paths are looked at once for each of the 256 files.
     assert max(seen.values()) <= 4 * 256, seen.most_common(5)
 
@@ -511,16 +533,15 @@ def test_a_small_tensor_costs_few_calls_to_plan() -> None:
     assert sum(calls_of(plan).values()) < 12 * count
 
 
-def test_no_collection_walks_what_a_load_makes(tmp_path: Path) -> None:
-    """When the garbage collector may run again, the load's thousands of objects are gone."""
+def test_a_load_wakes_the_collector_a_few_times(tmp_path: Path) -> None:
+    """Between its parts, however many tensors there are; not once for each 700 objects that they make."""
     state = {f"t{n}": torch.zeros(4) for n in range(2000)}
     ckptfs.save(state, tmp_path / "step_1")
     ckptfs.load(state, tmp_path / "step_1")  # what is imported is
-    waiting: list[int] = []
+    seen: list[str] = []
 
     def note(phase: str, _: object) -> None:
-        if phase == "start":
-            waiting.append(gc.get_count()[0])
+        seen.append(phase)
 
     gc.collect()
     gc.callbacks.append(note)
@@ -528,7 +549,7 @@ def test_no_collection_walks_what_a_load_makes(tmp_path: Path) -> None:
         ckptfs.load(state, tmp_path / "step_1")
     finally:
         gc.callbacks.remove(note)
-    assert max(waiting, default=0) < 4 * 2000  # with its metadata alone there were 14 for each
+    assert seen.count("start") <= 4  # the metadata of 2000 tensors alone is some 28,000 objects
 
 
 def test_a_tensor_that_no_chunk_fills_is_an_error() -> None:
@@ -552,6 +573,6 @@ def test_a_state_that_is_given_twice_is_refused_and_not_doubled() -> None:
 
     name = word("torch.distributed.checkpoint.metadata") + word("TensorProperties") + b"\x93"
     data = b"\x80\x04" + name + b")\x81q\x00(K\x01tb" + b"h\x00b" * 20 + b"."
-    assert len(standins._StandIns(io.BytesIO(data), "here").load()) == 21
+    assert len(standins._StandIns(data, "here").load()) == 21
     with pytest.raises(ManifestError):
         read_inventory(data, "here")

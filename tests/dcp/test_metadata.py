@@ -55,16 +55,22 @@ def dtensor(rank: int, value: torch.Tensor, mesh: DeviceMesh, placements: list[A
 
 
 def same_but_paths(ours: Metadata, stock: Metadata) -> None:
-    """Fail unless they are equal field by field; only relative_path and the ids may differ."""
+    """Fail unless they are equal field by field; only relative_path and the ids may differ, and
+    tensors begin at multiples of 64.
+    """
     assert ours.state_dict_metadata == stock.state_dict_metadata
     assert list(ours.state_dict_metadata) == list(stock.state_dict_metadata)
     assert ours.planner_data == stock.planner_data
     assert ours.version == stock.version
     assert type(ours.storage_meta) is type(stock.storage_meta)
-    moved = {
-        index: dataclasses.replace(info, relative_path=f"{SAVE_ID}/{info.relative_path}")
-        for index, info in stock.storage_data.items()
-    }
+    moved, ends = {}, dict[str, int]()
+    for index, info in sorted(stock.storage_data.items(), key=lambda pair: pair[1].offset):
+        begin = ends.get(info.relative_path, 0)
+        if isinstance(stock.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            begin = -(-begin // 64) * 64
+        ends[info.relative_path] = begin + info.length
+        path = f"{SAVE_ID}/{info.relative_path}"
+        moved[index] = dataclasses.replace(info, relative_path=path, offset=begin)
     assert ours.storage_data == moved
     assert {i: i.index for i in ours.storage_data} == {i: i.index for i in moved}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import datetime as dt
-import gc
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.tensor import Shard
 from ckptfs.dcp.leaves import check_leaf, fingerprint_of, load_leaf, serialise_leaf
 from ckptfs.dcp.per_rank import marked_key, unmarked_key
 from ckptfs.dcp.pipeline import finish_save, plan_load, plan_save, read, write
-from ckptfs.dcp.planner import SavePlanner, gc_paused
+from ckptfs.dcp.planner import SavePlanner
 from ckptfs.errors import CollectiveError, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
@@ -328,26 +327,3 @@ def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
     ends = save_on(storage, 4, lambda _: {f"w{n}": torch.ones(1000) for n in range(8)})
     written = [len(end.get().items) for end in ends]
     assert written == [2, 2, 2, 2]
-
-
-# -- the collector -------------------------------------------------------------------------------
-
-
-def test_the_collector_rests_and_comes_back() -> None:
-    """Off inside, and afterwards as it was, after an error too."""
-    assert gc.isenabled()
-    with gc_paused():
-        assert not gc.isenabled()
-        with gc_paused():
-            pass
-        assert not gc.isenabled()
-    with pytest.raises(KeyError), gc_paused():
-        raise KeyError
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with gc_paused():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

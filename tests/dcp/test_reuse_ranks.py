@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.locate import locate
-from ckptfs.commit.run import Takeover, claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.loading import load_at

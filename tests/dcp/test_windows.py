@@ -196,6 +196,16 @@ def test_blocks_across_windows_have_the_digest_of_the_whole_block(
         assert torch.equal(torch.load(file, weights_only=True), torch.as_tensor(tensor))
 
 
+def test_padding_may_lie_across_windows_and_in_one_of_its_own() -> None:
+    """Wherever a window ends between two tensors: nothing is written twice, no digest is lost."""
+    state = {"a": torch.ones(5), "b": torch.ones(7)}
+    _, written = both(state, MIB, 1)
+    first, second = written.placed
+    assert first.offset + first.length < second.offset
+    for window_bytes in range(first.length - 1, second.offset + 2):
+        both(state, window_bytes, 1)
+
+
 @pytest.mark.parametrize("name", list(WriteEngineName))
 def test_every_engine_writes_the_same_file(tmp_path: Path, name: WriteEngineName) -> None:
     """On a disk: direct, buffered and by choice, in several windows, all as the stream engine does."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.run import claim
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.dcp.saving import save_at

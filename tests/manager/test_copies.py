@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.run import Run, Takeover, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.dcp.saving import save_at
 from ckptfs.errors import AccessError, NoSpaceError, StateError

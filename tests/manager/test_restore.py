@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ckptfs.commit.catalog import list_live, read_view
+from ckptfs.commit.decisions import may_delete
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.log import append
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import may_delete
 from ckptfs.errors import (
     AccessError,
     CkptfsError,

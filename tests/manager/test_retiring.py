@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import NoSpaceError, NotFoundError
 from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained

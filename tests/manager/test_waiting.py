@@ -14,11 +14,11 @@ import torch
 
 import ckptfs
 from ckptfs.commit.catalog import Checkpoint
+from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Delete, Fence, Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, fold_entry
 from ckptfs.commit.log import READ_AHEAD
 from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.run import claim
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.saving import save_at
 from ckptfs.errors import AccessError, DeadlineError, TransientError

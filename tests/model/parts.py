@@ -15,13 +15,14 @@ from typing import Any
 from ckptfs.commit import parts as real
 from ckptfs.commit import saving
 from ckptfs.commit.catalog import find
+from ckptfs.commit.decisions import may_seal_part
 from ckptfs.commit.entries import Generation, Kind, Part, PartRef, Seal
 from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Refused, catch_up
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.ops import Read
 from ckptfs.commit.pieces import part_name, piece, promised_here
-from ckptfs.commit.protocol import catalog, may_seal_part, next_seq
+from ckptfs.commit.protocol import catalog, next_seq
 from ckptfs.commit.reclaim import discard_own_attempt
 from ckptfs.commit.recovery import encode_record
 from ckptfs.commit.saving import Means

@@ -14,6 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 from ckptfs.commit import (
+    decisions,
+    erase,
     fold,
     layout,
     log,
@@ -23,12 +25,13 @@ from ckptfs.commit import (
     reclaim,
     recovery,
     saving,
+    trash,
 )
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.layout import AttemptKeys, log_key
 from ckptfs.commit.log import Appended, Refused
 from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace, Write
-from ckptfs.commit.protocol import Refusal
 from ckptfs.errors import NotFoundError
 from tests.model import programs
 
@@ -95,7 +98,7 @@ def _deleting_a_step_by_name() -> list[Patch]:
     def unproject(keys: AttemptKeys, seal: Any, trash: str) -> Steps:
         yield RemoveTree(keys.name)
 
-    return [(reclaim, "_unproject", unproject)]
+    return [(erase, "_unproject", unproject)]
 
 
 def _deleting_without_looking_who_it_is() -> list[Patch]:
@@ -103,7 +106,7 @@ def _deleting_without_looking_who_it_is() -> list[Patch]:
         return True
         yield
 
-    return [(reclaim, "_names_it", names_it)]
+    return [(erase, "_names_it", names_it)]
 
 
 def _aborting_the_rest() -> list[Patch]:
@@ -166,13 +169,13 @@ def _old_fold_trusted() -> list[Patch]:
 
 
 def _name_free_at_the_delete_entry() -> list[Patch]:
-    real = protocol._conflicts
+    real = decisions._conflicts
 
     def conflicts(state: Any, seal: Any, *, replace: bool) -> bool:
         gone = {k: _gone(s) for k, s in state.saves.items()}
         return real(_with(state, gone), seal, replace=replace)
 
-    return [(protocol, "_conflicts", conflicts)]
+    return [(decisions, "_conflicts", conflicts)]
 
 
 def _gone(save: Any) -> Any:
@@ -184,14 +187,14 @@ def _with(state: Any, saves: Any) -> Any:
 
 
 def _dead_on_arrival() -> list[Patch]:
-    return [(protocol, "_rank", lambda seal: (0,))]
+    return [(decisions, "_rank", lambda seal: (0,))]
 
 
 def _newer_trash_taken() -> list[Patch]:
     def take(generation: Generation, caps: Any) -> Steps:
         from ckptfs.commit.ops import List
 
-        mine = reclaim.trash_of(generation)
+        mine = trash.trash_of(generation)
         yield MakeDir(mine)
         for entry in (yield List(layout.TRASH)):
             if f"{layout.TRASH}/{entry.name}" != mine:
@@ -205,7 +208,7 @@ def _older_trash_left() -> list[Patch]:
         return
         yield
 
-    return [(reclaim, "_take_away", take_away)]
+    return [(trash, "_take_away", take_away)]
 
 
 def _replaced_save_comes_back() -> list[Patch]:
@@ -225,7 +228,7 @@ def _bytes_before_the_entry() -> list[Patch]:
     real = reclaim.delete_save
 
     def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
-        yield from reclaim._erase(seal, views, domain, holder, caps)
+        yield from erase.erase(seal, views, domain, holder, caps)
         return (yield from real(seal, views, domain, holder, caps, **more))
 
     from tests.model import programs
@@ -270,7 +273,7 @@ def _decided_once() -> list[Patch]:
 
 
 def _plain_saves_ignore_fences() -> list[Patch]:
-    real = protocol.may_seal
+    real = decisions.may_seal
 
     def may_seal(state: Any, seal: Any, *, replace: bool) -> Any:
         found = real(state, seal, replace=replace)

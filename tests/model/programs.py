@@ -16,6 +16,7 @@ from typing import Any
 
 from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
+from ckptfs.commit.decisions import may_fence
 from ckptfs.commit.deleting import make_trash, remove_save
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal
 from ckptfs.commit.fold import LogState
@@ -24,7 +25,7 @@ from ckptfs.commit.log import Appended, Refused, append, catch_up
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
 from ckptfs.commit.parts import word_of
-from ckptfs.commit.protocol import catalog, may_fence, name_taken, next_seq
+from ckptfs.commit.protocol import catalog, name_taken, next_seq
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.saving import Means
 from ckptfs.commit.turns import is_long

@@ -102,7 +102,7 @@ def seat_at(uri: str, *, write: bool) -> Iterator[Any]:
 
 def save_state(uri: str, step: int, state: Any) -> None:
     """One save of a claimed run."""
-    from ckptfs.commit.run import claim
+    from ckptfs.commit.claim import claim
     from ckptfs.commit.spec import SaveSpec
     from ckptfs.dcp.saving import save_at
     from ckptfs.manager.state import saveable

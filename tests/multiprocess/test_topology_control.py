@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptfs.topology.control import Control, open_control
+from ckptfs.topology.control import open_control
 from tests.multiprocess.harness import Rank, Ranks, StoreHost, launch, torchrun
+from tests.multiprocess.store_keys import keys_of
 
 TIMEOUT_S = 60.0  # far above what a death may cost: only silence may need it
 
@@ -575,7 +571,7 @@ def test_controls_one_after_another_leave_nothing_in_the_store() -> None:
     with launch(many_controls, 3) as ranks:
         for value in ranks.values():
             assert value["sums"] == [0, 3, 6, 9, 12, 30, 60]
-        left = _keys(ranks.store)
+        left = keys_of(ranks.store)
     assert [key for key in left if "ckptfs" in key] == []
 
 
@@ -588,182 +584,3 @@ def test_interrupt_on_one_rank_frees_all(who: int) -> None:
         ranks.release("end", rank=who)
         assert ranks.values()[who] == "KeyboardInterrupt"
     assert {result.value for result in others} == {f"CollectiveError [{who}]"}
-
-
-# -- stale keys: ranks as threads of this process, over a real store ---------------------------
-
-
-def _open(store: Any, rank: int, size: int, timeout_s: float) -> Control:
-    from dataclasses import replace
-
-    from ckptfs.topology.store import StoreControl
-    from ckptfs.topology.world import World
-
-    return StoreControl(replace(World.solo(), rank=rank, size=size), store, timeout_s=timeout_s)
-
-
-def _store() -> Any:
-    from torch.distributed import TCPStore
-
-    return TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
-
-
-class _Keeps:
-    """A store that never deletes: what a run that was killed at any moment may leave behind."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def clone(self) -> _Keeps:
-        return _Keeps(self._inner.clone())
-
-    def delete_key(self, _key: str) -> bool:
-        return True
-
-
-def _meet(store: Any, ranks: list[int], size: int, timeout_s: float) -> dict[int, object]:
-    """Open a control on these ranks at once; what each got: the sum, or who was silent."""
-    from ckptfs.errors import DeadlineError
-
-    ends: dict[int, object] = {}
-
-    def body(rank: int) -> None:
-        try:
-            with _open(store, rank, size, timeout_s) as control:
-                ends[rank] = control.step("sum", lambda: rank, total)
-        except DeadlineError as error:
-            ends[rank] = error.silent
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends
-
-
-def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
-    """Every key of a whole earlier run is still there; with one rank missing nobody passes, and
-    with all of them everybody does.
-    """
-    store = _store()
-    assert _meet(_Keeps(store), [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
-    assert any("/hello/" in key for key in _keys(store))
-    assert _meet(store, [0, 1], 3, timeout_s=1.5) == {0: (2,), 1: (2,)}
-    assert _meet(store, [1, 2], 3, timeout_s=1.5) == {1: (0,), 2: (0,)}
-    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
-
-
-@pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
-def test_every_kind_of_store_carries_a_control(kind: str, tmp_path: Path) -> None:
-    """What init_process_group may have made: HashStore, FileStore, a PrefixStore over TCP."""
-    from torch.distributed import FileStore, HashStore, PrefixStore
-
-    makers: dict[str, Callable[[], Any]] = {
-        "hash": HashStore,
-        "file": lambda: FileStore(str(tmp_path / "store"), -1),
-        "prefix": lambda: PrefixStore("group/", _store()),
-    }
-    store = makers[kind]()
-    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
-
-
-@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "prefix"])
-def test_stores_are_reopened_where_torch_has_no_clone(kind: str, tmp_path: Path) -> None:
-    """torch 2.6 and 2.7: another client of the same store, prefixes dropped."""
-    from torch.distributed import FileStore, HashStore, PrefixStore
-
-    from ckptfs import _torch
-
-    makers: dict[str, Callable[[], Any]] = {
-        "hash": HashStore,
-        "file": lambda: FileStore(str(tmp_path / "store"), -1),
-    }
-    base = makers.get(kind, _store)()
-    again = _torch.reconnect_store(PrefixStore("x/", base) if kind == "prefix" else base)
-    base.set("key", "value")
-    assert again.get("key") == b"value"
-    assert kind == "hash" or again is not base
-
-
-def take_part_as(rank: Rank) -> list[int]:
-    """Be the rank that the test says, when it says so."""
-    who = rank.args["ranks"][rank.number]
-    rank.hold("open")
-    control = _open(rank.store(), who, 3, timeout_s=20.0)
-    numbers: list[int] = control.step("who", lambda: rank.number)
-    control.close()
-    return numbers
-
-
-def test_hello_of_a_dead_process_is_replaced_by_the_living_one() -> None:
-    """Rank 1 dies after its hello: rank 0 offers, is not answered, and waits for the successor."""
-    with launch(take_part_as, 4, args={"ranks": [0, 2, 1, 1]}) as ranks:
-        ranks.release("open", rank=2)  # the first rank 1
-        _until_key(ranks.store, "/hello/1")
-        ranks.kill(2)
-        for number in (0, 1):
-            ranks.release("open", rank=number)
-        _until_key(ranks.store, "/welcome/")  # the offer to the dead
-        ranks.release("open", rank=3)  # the second rank 1
-        results = ranks.results(ranks=[0, 1, 3])
-    assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
-
-
-class _DiesBetweenWelcomes:
-    """The store of a rank 0 that is killed when it has welcomed one of the others."""
-
-    def __init__(self, inner: Any, welcomed: list[str]) -> None:
-        self._inner = inner
-        self._welcomed = welcomed
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def clone(self) -> _DiesBetweenWelcomes:
-        return _DiesBetweenWelcomes(self._inner.clone(), self._welcomed)
-
-    def set(self, key: str, value: Any) -> None:
-        if "/welcome/" in key:
-            if self._welcomed:
-                os.kill(os.getpid(), signal.SIGKILL)
-            self._welcomed.append(key)
-        self._inner.set(key, value)
-
-
-def lose_rank_0_between_welcomes(rank: Rank) -> tuple[int, ...]:
-    """Who was silent."""
-    from ckptfs.errors import DeadlineError
-
-    store = rank.store() if rank.number else _DiesBetweenWelcomes(rank.store(), [])
-    try:
-        _open(store, rank.number, rank.size, timeout_s=3.0).close()
-    except DeadlineError as error:
-        return error.silent
-    return ()
-
-
-def test_rank_0_that_dies_between_two_welcomes_is_the_one_that_is_blamed() -> None:
-    """The rank that it has welcomed names it too, and not those that wait for their own welcome."""
-    with launch(lose_rank_0_between_welcomes, 4) as ranks:
-        first, *others = ranks.results()
-    assert first.died
-    assert [other.value for other in others] == [[0]] * 3, others[0].log
-
-
-def _keys(store: Any) -> list[str]:
-    if not hasattr(store, "list_keys"):
-        pytest.skip("this torch cannot list the keys of a store")
-    return list(store.list_keys())
-
-
-def _until_key(store: Any, part: str) -> None:
-    deadline = time.monotonic() + 20
-    while not any(part in key for key in _keys(store)):
-        assert time.monotonic() < deadline, f"no key with {part}"
-        time.sleep(0.01)

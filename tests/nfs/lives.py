@@ -68,14 +68,21 @@ def told(error: CkptfsError) -> dict[str, Any]:
 def live(args: dict[str, Any]) -> dict[str, Any]:
     """Claim, restore, save the next steps. kill_after_s: this rank's SIGKILL, from when all are there.
 
-    Returns what was restored and whether each bit was right, the steps that were committed, how long
-    it lived, and the error that ended it with the seconds after which the failing call raised it.
+    Returns what was restored and whether each bit was right, the steps that were committed, whether it
+    came to a save, how long it lived, and the error that ended it with the seconds after which the
+    failing call raised it.
     """
     rank, size = join()
     if rank == args.get("victim") and "kill_after_s" in args:
         _die_after(args["kill_after_s"])
     born = begun = time.monotonic()
-    seen: dict[str, Any] = {"restored": 0, "wrong": "", "committed": [], "error": None}
+    seen: dict[str, Any] = {
+        "restored": 0,
+        "wrong": "",
+        "committed": [],
+        "saving": False,
+        "error": None,
+    }
     try:
         with ckptfs.prepare_run(args["run"]) as held:
             found = ckptfs.latest(args["run"])
@@ -85,7 +92,7 @@ def live(args: dict[str, Any]) -> dict[str, Any]:
                 ckptfs.load(state, found.uri)
                 seen["restored"], seen["wrong"] = step, differs(state, state_of(rank, size, step))
             for step in range(seen["restored"] + 1, seen["restored"] + 1 + args["saves"]):
-                begun = time.monotonic()
+                seen["saving"], begun = True, time.monotonic()
                 ckptfs.save(state_of(rank, size, step), f"{args['run']}/step_{step}", run=held)
                 seen["committed"].append(step)
     except CkptfsError as error:

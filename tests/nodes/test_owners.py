@@ -28,7 +28,7 @@ def own(rank: Rank) -> None:
     """Hold the run until the end, or a SIGKILL."""
     import os
 
-    from ckptfs.commit.run import claim
+    from ckptfs.commit.claim import claim
 
     os.umask(0)
     run = claim(_seat(), times=_times(1.0))
@@ -43,8 +43,8 @@ def come(rank: Rank) -> dict[str, Any]:
     import socket
 
     from ckptfs.commit.catalog import read_view
+    from ckptfs.commit.claim import claim
     from ckptfs.commit.ops import drive
-    from ckptfs.commit.run import claim
     from ckptfs.errors import RunBusyError
     from ckptfs.storage import registry  # noqa: F401 - another user may not read our interpreter
     from ckptfs.tools.holding import holding_of

@@ -119,7 +119,7 @@ def judge(
     whole = {len_of for key, len_of in keys_below(server, uri).items() if key.endswith(".distcp")}
     assert len(whole) == 1, f"a truncated object under a final key: sizes {whole}"
 
-    with mock.patch("ckptfs.commit.run.ORPHAN_S", 0.0):  # a day, else
+    with mock.patch("ckptfs.commit.claim.ORPHAN_S", 0.0):  # a day, else
         ckptfs.prepare_run(uri, storage_options=options).release()
     with ckptfs.prepare_run(uri, storage_options=options) as run:
         ckptfs.save(state(9), f"{uri}/next", run=run, storage_options=options)

@@ -10,9 +10,9 @@ import torch
 
 import ckptfs
 from ckptfs.commit.catalog import read_view
+from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.log import Refused
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Refusal
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.run import Run
 from ckptfs.commit.spec import fresh_ids

@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
+from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.run import Run, claim
+from ckptfs.commit.run import Run
 from ckptfs.events import CopyCommitted, Event
 from ckptfs.manager.copies import Copier, Copy, copies_of
 from ckptfs.manager.retention import Keep

@@ -278,3 +278,36 @@ def test_a_name_that_another_file_took_is_not_read_past_the_cache(tmp_path: Path
         os.replace(tmp_path / "g", place)
         assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
         assert open_.direct_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("cached", "least"),
+    [(lambda _: True, 1), (lambda _: False, 4), (lambda page: page < 256, 4)],
+    ids=["cached", "not cached", "in part"],
+)
+def test_only_a_reader_that_waits_is_worth_more_threads_than_cores(
+    path: str, cached: Cached, least: int
+) -> None:
+    """One core: one thread before anything was read, and while all is in the page cache; then four."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with reader(path, Kernel(cached)) as open_:
+            assert open_.threads == 1
+            assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
+            assert open_.threads == least
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_a_filesystem_that_does_not_tell_what_is_cached_is_read_by_all_threads(path: str) -> None:
+    """EOPNOTSUPP: whether it waits nobody knows, so it is read as if it did."""
+
+    def script(name: str, _count: int) -> int | None:
+        if name == "preadv_cached":
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return None
+
+    with reader(path, Kernel(script=script)) as open_:
+        assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
+        assert open_.threads == open_.concurrency

@@ -1,0 +1,208 @@
+"""How the ranks of a control meet: stale keys, every kind of store, deaths in the middle of it.
+
+Ranks are threads of this process over a real store; where one dies they are processes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptfs.topology.control import Control
+from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.store_keys import keys_of, until_key
+
+
+def total(values: list[int]) -> int:
+    """Of all ranks' numbers."""
+    return sum(values)
+
+
+def _open(store: Any, rank: int, size: int, timeout_s: float) -> Control:
+    from dataclasses import replace
+
+    from ckptfs.topology.store import StoreControl
+    from ckptfs.topology.world import World
+
+    return StoreControl(replace(World.solo(), rank=rank, size=size), store, timeout_s=timeout_s)
+
+
+def _store() -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
+
+
+class _Keeps:
+    """A store that never deletes: what a run that was killed at any moment may leave behind."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _Keeps:
+        return _Keeps(self._inner.clone())
+
+    def delete_key(self, _key: str) -> bool:
+        return True
+
+
+def _meet(store: Any, ranks: list[int], size: int, timeout_s: float) -> dict[int, object]:
+    """Open a control on these ranks at once; what each got: the sum, or who was silent."""
+    from ckptfs.errors import DeadlineError
+
+    ends: dict[int, object] = {}
+
+    def body(rank: int) -> None:
+        try:
+            with _open(store, rank, size, timeout_s) as control:
+                ends[rank] = control.step("sum", lambda: rank, total)
+        except DeadlineError as error:
+            ends[rank] = error.silent
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
+    """Every key of a whole earlier run is still there; with one rank missing nobody passes, and
+    with all of them everybody does.
+    """
+    store = _store()
+    assert _meet(_Keeps(store), [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+    assert any("/hello/" in key for key in keys_of(store))
+    assert _meet(store, [0, 1], 3, timeout_s=1.5) == {0: (2,), 1: (2,)}
+    assert _meet(store, [1, 2], 3, timeout_s=1.5) == {1: (0,), 2: (0,)}
+    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
+def test_every_kind_of_store_carries_a_control(kind: str, tmp_path: Path) -> None:
+    """What init_process_group may have made: HashStore, FileStore, a PrefixStore over TCP."""
+    from torch.distributed import FileStore, HashStore, PrefixStore
+
+    makers: dict[str, Callable[[], Any]] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), -1),
+        "prefix": lambda: PrefixStore("group/", _store()),
+    }
+    store = makers[kind]()
+    assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
+
+
+@pytest.mark.parametrize("kind", ["tcp", "hash", "file", "prefix"])
+def test_stores_are_reopened_where_torch_has_no_clone(kind: str, tmp_path: Path) -> None:
+    """torch 2.6 and 2.7: another client of the same store, prefixes dropped."""
+    from torch.distributed import FileStore, HashStore, PrefixStore
+
+    from ckptfs import _torch
+
+    makers: dict[str, Callable[[], Any]] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store"), -1),
+    }
+    base = makers.get(kind, _store)()
+    again = _torch.reconnect_store(PrefixStore("x/", base) if kind == "prefix" else base)
+    base.set("key", "value")
+    assert again.get("key") == b"value"
+    assert kind == "hash" or again is not base
+
+
+def take_part_as(rank: Rank) -> list[int]:
+    """Be the rank that the test says, when it says so."""
+    who = rank.args["ranks"][rank.number]
+    rank.hold("open")
+    control = _open(rank.store(), who, 3, timeout_s=20.0)
+    numbers: list[int] = control.step("who", lambda: rank.number)
+    control.close()
+    return numbers
+
+
+def test_hello_of_a_dead_process_is_replaced_by_the_living_one() -> None:
+    """Rank 1 dies after its hello: rank 0 offers, is not answered, and waits for the successor."""
+    with launch(take_part_as, 4, args={"ranks": [0, 2, 1, 1]}) as ranks:
+        ranks.release("open", rank=2)  # the first rank 1
+        until_key(ranks.store, "/hello/1")
+        ranks.kill(2)
+        for number in (0, 1):
+            ranks.release("open", rank=number)
+        until_key(ranks.store, "/welcome/")  # the offer to the dead
+        ranks.release("open", rank=3)  # the second rank 1
+        results = ranks.results(ranks=[0, 1, 3])
+    assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
+
+
+class _DiesBetween:
+    """The store of a rank 0 that is killed between its first and its second operation of a kind."""
+
+    def __init__(self, inner: Any, operation: str, part: str, done: list[str]) -> None:
+        self._inner, self._done = inner, done
+        self._operation, self._part = operation, part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _DiesBetween:
+        return _DiesBetween(self._inner.clone(), self._operation, self._part, self._done)
+
+    def set(self, key: str, value: Any) -> None:
+        self._meet("set", key)
+        self._inner.set(key, value)
+
+    def delete_key(self, key: str) -> Any:
+        self._meet("delete_key", key)
+        return self._inner.delete_key(key)
+
+    def _meet(self, operation: str, key: str) -> None:
+        if operation == self._operation and self._part in key:
+            if self._done:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self._done.append(key)
+
+
+def lose_rank_0_between(rank: Rank) -> tuple[int, ...]:
+    """Who was silent; nobody, where this rank met the others."""
+    from ckptfs.errors import DeadlineError
+
+    store = rank.store()
+    if rank.number == 0:
+        store = _DiesBetween(store, rank.args["operation"], rank.args["part"], [])
+    try:
+        _open(store, rank.number, rank.size, timeout_s=8.0).close()
+    except DeadlineError as error:
+        return error.silent
+    return ()
+
+
+@pytest.mark.parametrize(
+    ("operation", "part", "blamed"),
+    [
+        pytest.param("set", "/welcome/", [0], id="welcomes"),
+        pytest.param("delete_key", "/hello/", [0], id="tidying"),
+        pytest.param("delete_key", "/ack/", [], id="after-go"),
+    ],
+)
+def test_rank_0_that_dies_in_the_handshake_is_the_one_that_is_blamed(
+    operation: str, part: str, blamed: list[int]
+) -> None:
+    """By all, and not those whose answer it has taken, or who wait for their own welcome."""
+    args = {"operation": operation, "part": part}
+    with launch(lose_rank_0_between, 4, args=args) as ranks:
+        first, *others = ranks.results()
+    assert first.died
+    assert [other.value for other in others] == [blamed] * 3, others[0].log
