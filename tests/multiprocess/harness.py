@@ -287,7 +287,7 @@ class Ranks:
                 raise AssertionError(f"{what}: not within {timeout_s:g} s\n{self.logs()}")
 
     def _dump_stacks(self) -> None:
-        """Every rank's threads into its log: what a hang is made of."""
+        """Every rank's threads into its log: what a hang is made of. It may crash them: the end."""
         for process in self._processes:
             process.signal(signal.SIGUSR1)
         time.sleep(0.5)
@@ -305,6 +305,19 @@ class Ranks:
         found = [p.find(event) for p in chosen]
         assert all(f is not None for f in found), f"a rank ended first\n{self.logs()}"
         return found[-1] or {}
+
+    def stay_without(self, event: str, *, rank: int | None = None, for_s: float) -> None:
+        """Assert that one rank (None: every rank) neither says ``event`` nor ends for so long.
+
+        Nobody's stacks are dumped, as an expected ``wait`` that fails would: the dump reads the
+        frames of threads that run, and a rank that is to live on may crash of it.
+        """
+        chosen = self._processes if rank is None else [self._processes[rank]]
+        with self._news:
+            came = self._news.wait_for(
+                lambda: any(p.find(event) is not None or p.ended for p in chosen), for_s
+            )
+        assert not came, f"event {event!r} of rank {rank}, or its end, came\n{self.logs()}"
 
     def told(self, event: str, rank: int) -> list[dict[str, Any]]:
         """The data of every such event of one rank so far, also of one that is dead."""
