@@ -21,7 +21,7 @@ import copyreg
 import io
 import itertools
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -46,6 +46,8 @@ from ckptfs.dcp.records import Record, fill, number_width, text
 from ckptfs.dcp.world_plan import World
 
 __all__ = ["Described", "Places", "is_known_layout"]
+
+Piece = bytes | memoryview
 
 _Kinds = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
 _NAMES = [
@@ -94,23 +96,23 @@ class Described:
         base = keys + len(self.world.table.names)
         paths = b"".join(text(p) + _put(base + n) + b"0" for n, p in enumerate(places.paths))
         table = self._storage_records(places, base)
-        body = b"".join(
-            [
-                constants,
-                paths,
-                memo[Metadata],
-                b")\x81}(",
-                self._head,
-                memo["storage_data"],
-                b"}" if not len(places.rows) else b"}(" + table + b"u",
-                memo["storage_meta"],
-                _fragment(storage_meta),
-                memo["version"],
-                _fragment(DCP_VERSION),
-                b"ub.",
-            ]
-        )
-        return b"\x80\x04\x95" + struct.pack("<Q", len(body)) + body
+        # Joined once: of a large world these are hundreds of MB.
+        body = [
+            constants,
+            paths,
+            memo[Metadata],
+            b")\x81}(",
+            self._head,
+            memo["storage_data"],
+            *_dict_of([table] if len(places.rows) else []),
+            memo["storage_meta"],
+            _fragment(storage_meta),
+            memo["version"],
+            _fragment(DCP_VERSION),
+            b"ub.",
+        ]
+        frame = b"\x80\x04\x95" + struct.pack("<Q", sum(map(len, body)))
+        return b"".join([frame, *body])
 
     @cached_property
     def _memo(self) -> dict[object, bytes]:
@@ -151,9 +153,9 @@ class Described:
         return b"".join(
             [
                 memo["state_dict_metadata"],
-                _dict_of(self._tensors()),
+                *_dict_of(self._tensors()),
                 memo["planner_data"],
-                _dict_of(self._paths()),
+                *_dict_of(self._paths()),
             ]
         )
 
@@ -190,7 +192,7 @@ class Described:
             ]
         )
 
-    def _chunk_records(self) -> tuple[bytes, Ints]:
+    def _chunk_records(self) -> tuple[memoryview, Ints]:
         """The chunks of all tensors behind each other, and where each row's begins."""
         memo, world, table = self._memo, self.world, self.world.table
         width = number_width(table.offsets, table.lengths)
@@ -231,7 +233,7 @@ class Described:
                 pieces.append(piece)
             yield name + _tuple_of(pieces)
 
-    def _storage_records(self, places: Places, paths: int) -> bytes:
+    def _storage_records(self, places: Places, paths: int) -> memoryview:
         world, table = self.world, self.world.table
         rows = places.rows
         hints = world.hints[world.groups[rows]]
@@ -293,9 +295,16 @@ def _classes() -> tuple[type, ...]:
     return (*_Kinds, MetadataIndex, TensorProperties, torch.Size, _torch.storage_info_type())
 
 
-def _dict_of(items: Iterable[bytes]) -> bytes:
-    inside = b"".join(items)
-    return b"}(" + inside + b"u" if inside else b"}"
+def _dict_of(items: Iterable[Piece]) -> Iterator[Piece]:
+    """A dict of items, each of which pushes keys and their values."""
+    yield b"}"
+    last = b""
+    for item in items:
+        if not last:
+            yield b"("
+            last = b"u"
+        yield item
+    yield last
 
 
 def _tuple_of(pieces: Sequence[bytes]) -> bytes:

@@ -73,7 +73,7 @@ class Record:
 
 def fill(
     records: Sequence[Record], kinds: Ints, columns: Mapping[str, Callable[[Ints], Ints]]
-) -> tuple[bytes, Ints]:
+) -> tuple[memoryview, Ints]:
     """One record for each row, and where each begins; one more number tells the end.
 
     kinds: which record each row is. columns: the values of some rows, by the holes' names.
@@ -99,4 +99,4 @@ def fill(
                 whole[first:last] = block.reshape(-1)
             else:
                 whole[ends[rows][:, None] + np.arange(size)] = block
-    return whole.tobytes(), ends
+    return whole.data, ends
