@@ -19,8 +19,9 @@ from ckptfs.commit.opening import step_of
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.inventory import Inventory, Whole
+from ckptfs.dcp.load_pipeline import PlannedLoad, plan_load, read, restore_stateful
 from ckptfs.dcp.opened import inventory_of, source_of, who_holds
-from ckptfs.dcp.pipeline import PlannedLoad, plan_load, read, restore_stateful, unwrap_stateful
+from ckptfs.dcp.share import unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.progress import progress

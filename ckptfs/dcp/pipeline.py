@@ -1,7 +1,6 @@
-"""Save and load as a handful of functions, each local or one collective step.
+"""A save as a handful of functions, each local or one collective step.
 
-    save   plan_save (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
-    load   plan_load (step)  ->  read (local)
+    plan_save (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
 
 All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
 rank sends its plan as columns, or a hash where the coordinator knows it from the save before. Downwards
@@ -27,52 +26,38 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import SmallFile, WrittenPart
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.copies import Place, places_for
-from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.emit import Described, is_known_layout
 from ckptfs.dcp.engine import auto_engine
 from ckptfs.dcp.exchange import PlanMemory, Saying, decide
-from ckptfs.dcp.fetch import fetch_reads
-from ckptfs.dcp.inventory import Inventory, Renamed, Whole
 from ckptfs.dcp.layout import Placed, WriteEngine, Written, sidecar_name, write_files
-from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
 from ckptfs.dcp.metadata import describe, encode_metadata
-from ckptfs.dcp.per_rank import listed, original_item, own_keys
+from ckptfs.dcp.per_rank import original_item
 from ckptfs.dcp.placing import PLACED, placed_in
 from ckptfs.dcp.placing import places_for as places_in
 from ckptfs.dcp.planner import SavePlanner
-from ckptfs.dcp.reads import Read
 from ckptfs.dcp.resolve import Loan
-from ckptfs.dcp.share import LiveShare, Share, local_plan, unwrap_stateful
-from ckptfs.errors import IncompleteCheckpointError, IntegrityError, StateError
-from ckptfs.events import Counters
-from ckptfs.progress import SILENT, Meter
+from ckptfs.dcp.share import LiveShare, Share
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.verdict import apart
 from ckptfs.uri import Uri
 
 __all__ = [
-    "PlannedLoad",
     "PlannedSave",
     "decode_placed",
     "encode_placed",
     "finish_save",
     "item_bytes",
-    "local_plan",
     "metadata_files",
-    "plan_load",
     "plan_save",
-    "read",
-    "restore_stateful",
     "storage_data_of",
-    "unwrap_stateful",
     "write",
     "written_part",
     "written_places",
@@ -104,20 +89,6 @@ class PlannedSave:
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
         """The data of one of ``items``. Any thread."""
         return self.share.resolve(original_item(item, self.rank))
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedLoad:
-    """A load that all ranks agreed on; nothing was read but metadata. reads: what this rank reads."""
-
-    reads: tuple[Read, ...]
-    planner: LoadPlanner
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
-    plan_s: float
-
-
-# -- save ------------------------------------------------------------------------------------
 
 
 def plan_save(
@@ -349,81 +320,6 @@ def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
     """What ``encode_placed`` wrote."""
     told: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
     return told
-
-
-# -- load ------------------------------------------------------------------------------------
-
-
-def plan_load(
-    state_dict: dict[str, Any],
-    metadata: Metadata | Inventory,
-    control: Control,
-    *,
-    strict: bool = True,
-    saved_world: int | None = None,
-    weights_only: bool = True,
-) -> PlannedLoad:
-    """Collective. Who reads what, with every check that needs no data. No tensor is changed
-    (but those on the meta device get memory).
-
-    state_dict: already ``unwrap_stateful``. saved_world: ranks that saved it (the manifest's
-    world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
-    nobody asks for (strict).
-    """
-    started = time.perf_counter()
-    inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
-    planner = LoadPlanner(strict=strict, weights_only=weights_only)
-    held: list[list[Read]] = []
-
-    def local() -> Asked:
-        planner.set_up_planner(state_dict, is_coordinator=control.rank == 0)
-        with gc_paused():
-            mine = own_keys(
-                inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
-            )
-            held.append(planner.create_reads(Renamed(inventory, mine) if mine else inventory))
-            return Asked.of(inventory.keys, planner.state_dict.keys())
-
-    def decide(asked: list[Asked]) -> tuple[str, ...]:
-        unexpected = unexpected_keys(inventory.keys, asked)
-        if unexpected and strict:
-            raise StateError(
-                f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
-                hint="strict=False skips them",
-            )
-        return unexpected
-
-    unexpected = control.step("plan the load", local, decide)
-    return PlannedLoad(
-        tuple(held[0]), planner, planner.missing, unexpected, time.perf_counter() - started
-    )
-
-
-def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counters:
-    """Local. Read this rank's part into its tensors, verified as ``source.verify`` says.
-
-    IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
-    undefined.
-    """
-    planner = planned.planner
-    counters = fetch_reads(
-        source, planned.reads, lambda read, stream: planner.load_object(read.key, stream), meter
-    )
-    return dataclasses.replace(counters, plan_s=planned.plan_s)
-
-
-# -- Stateful --------------------------------------------------------------------------------
-
-
-def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local."""
-    for key in list(state_dict):  # and no tuples of items: 20,000 of them wake the collector
-        value = state_dict[key]
-        # Asking whether something is Stateful takes longer than loading a small tensor.
-        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):
-            value.load_state_dict(loaded[key])
-        else:
-            state_dict[key] = loaded[key]
 
 
 def item_bytes(item: WriteItem) -> int:

@@ -33,8 +33,8 @@ from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.api import need_group
 from ckptfs.dcp.datafile import Verify
+from ckptfs.dcp.load_pipeline import plan_load, read
 from ckptfs.dcp.opened import source_of
-from ckptfs.dcp.pipeline import plan_load, read
 from ckptfs.dcp.safetensors_layout import Layout, read_layout, with_aliases
 from ckptfs.dcp.safetensors_plan import parse_size
 from ckptfs.dcp.safetensors_save import Export, plan_export

@@ -25,8 +25,9 @@ from ckptfs.dcp.layout import sidecar_name, write_files
 from ckptfs.dcp.load_planner import LoadPlanner
 from ckptfs.dcp.metadata import decode_metadata, describe, encode_metadata
 from ckptfs.dcp.per_rank import original_item, view_for
-from ckptfs.dcp.pipeline import local_plan, storage_data_of, unwrap_stateful, written_part
+from ckptfs.dcp.pipeline import storage_data_of, written_part
 from ckptfs.dcp.planner import SavePlanner
+from ckptfs.dcp.share import local_plan, unwrap_stateful
 from ckptfs.storage.base import Storage
 
 Build = Callable[[int], dict[str, Any]]

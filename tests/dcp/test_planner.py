@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ckptfs.dcp.leaves import check_leaf, fingerprint_of, load_leaf, serialise_leaf
+from ckptfs.dcp.load_pipeline import plan_load, read
 from ckptfs.dcp.per_rank import marked_key, unmarked_key
-from ckptfs.dcp.pipeline import finish_save, plan_load, plan_save, read, write
+from ckptfs.dcp.pipeline import finish_save, plan_save, write
 from ckptfs.dcp.planner import SavePlanner
 from ckptfs.errors import CollectiveError, StateError
 from ckptfs.storage.base import Storage
