@@ -68,6 +68,10 @@ class Run:
                 uri=target,
                 hint=f"the run is {self.uri}",
             )
+        self.check_held()
+
+    def check_held(self) -> None:
+        """StateError once the run was released: nobody talks through its control plane any more."""
         if self._released:
             raise StateError("the run was released", uri=self.uri, hint="prepare it again")
 

@@ -166,6 +166,7 @@ def load(
     *,
     strict: bool = True,
     verify: Literal["read", "off"] = "read",
+    run: Run | None = None,
     process_group: Any = None,
     timeout_s: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -177,7 +178,10 @@ def load(
     Tensors are filled where they are, whatever sharding they have now; objects with
     load_state_dict() at the top level get theirs. strict: missing and unexpected keys and dtypes
     that differ are StateErrors before a byte is read; otherwise they are skipped, named in the
-    result, or converted. verify: "read" compares every block that is read with its digest.
+    result, or converted. verify: "read" compares every block that is read with its digest. run: a
+    held Run, of this checkpoint or of another: the ranks talk as they do for it, so that a rank which
+    dies before it has come here is named in seconds and not after timeout_s, and nothing has to be
+    opened; process_group and timeout_s are then the run's. It need not be the newest owner.
     Checkpoints written by stock torch load too, unverified. Reads only; repairs nothing.
 
     NotFoundError, IncompleteCheckpointError: no such checkpoint, or not all of it. What single ranks
@@ -186,7 +190,7 @@ def load(
     """
     started = time.perf_counter()
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-    with _control(process_group, timeout_s) as control:
+    with _control_of(run, process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with reading_seat(target, control, place) as (seat, name):
             load = partial(
@@ -200,6 +204,18 @@ def _control(process_group: Any, timeout_s: float | None) -> Iterator[Control]:
     with control_for(process_group, timeout_s) as control:
         need_group(control.world)
         yield control
+
+
+@contextlib.contextmanager
+def _control_of(run: Run | None, process_group: Any, timeout_s: float | None) -> Iterator[Control]:
+    """The held run's control, or a new one for this call."""
+    if run is None:
+        with _control(process_group, timeout_s) as control:
+            yield control
+        return
+    run.check_held()
+    need_group(run.seat.control.world)
+    yield run.seat.control
 
 
 def need_group(world: World) -> None:

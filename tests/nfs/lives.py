@@ -89,7 +89,8 @@ def live(args: dict[str, Any]) -> dict[str, Any]:
             if found is not None:
                 step = int(found.step or 0)
                 state = state_of(rank, size, 0, salt=-1)
-                ckptfs.load(state, found.uri)
+                # Every second life as a job that passes its run on, every second as one that does not.
+                ckptfs.load(state, found.uri, run=held if step % 2 else None)
                 seen["restored"], seen["wrong"] = step, differs(state, state_of(rank, size, step))
             for step in range(seen["restored"] + 1, seen["restored"] + 1 + args["saves"]):
                 seen["saving"], begun = True, time.monotonic()
