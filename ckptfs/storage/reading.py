@@ -6,7 +6,8 @@
 
 A buffered read of a cold file has the kernel take fresh pages and copy out of them; a direct one into
 memory that was used before does neither, and leaves the page cache to those who need it. What is
-cached is asked at every window, one page first, so a file may be cached in part. Reads that are not
+cached is asked at every window, one page first, so a file may be cached in part. A page that is said to
+be missing in the middle is waited for: the kernel says so of one that it has, too. Reads that are not
 answered so (network filesystems) go through the page cache and its readahead.
 
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
@@ -43,6 +44,7 @@ _WINDOW_BYTES = 8 << 20
 _LANES = 4  # a disk answers several at once faster than one after the other
 _DIRECT_FROM_BYTES = 1 << 20  # a smaller read waits for the disk and for nothing else
 _VIEWS = 1024  # IOV_MAX
+_MARKS = 4  # pages of one range that are waited for before it counts as not cached
 _COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
 _PAGE = mmap.PAGESIZE
 _LOOK = os.O_RDONLY | os.O_CLOEXEC
@@ -134,24 +136,46 @@ class LocalReader(DataReader):
     def _read_cached(self, offset: int, views: Sequence[memoryview]) -> int:
         """What of it the page cache has, from its start on: bytes."""
         fd, views = self._current(), views[:_VIEWS]
+        size, done = sum(map(len, views)), 0
         try:
             if self._way is _Way.ASK:
                 # All of a range would be read ahead, although nobody waits for it.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
-            done = self._posix.preadv_cached(fd, views, offset)
+            for marks in range(_MARKS + 1):
+                got = self._has(fd, _behind(views, done), offset + done)
+                done += got
+                if done == size:
+                    self._way = _Way.CACHED
+                    return done
+                if marks == _MARKS or (marks and not got):
+                    break  # the page after the one that was waited for is not there either
+                done += self._read_page(fd, _behind(views, done), offset + done)
         except OSError as error:
-            if error.errno == errno.EAGAIN:
-                self._ask(fd)
-            else:
+            if error.errno != errno.EAGAIN:
                 # Not told here; what else is wrong is met again, and typed, by the buffered read.
                 self._way, self._waits = _Way.BUFFERED, True
-            return 0
-        if done < sum(map(len, views)):
-            self._ask(fd)
-        else:
-            self._way = _Way.CACHED
+                return done
+        self._ask(fd)
         return done
+
+    def _has(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Read what is there without a wait; 0: nothing."""
+        try:
+            return self._posix.preadv_cached(fd, views, offset)
+        except OSError as error:
+            if error.errno != errno.EAGAIN:
+                raise
+            return 0
+
+    def _read_page(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Read to the end of the page, whatever it takes; how many bytes.
+
+        Where the kernel would begin to read ahead it answers nothing without a wait, although it has
+        the page and all behind it: a mark that an earlier reader left, and that this takes away. Taken
+        for the end of what is cached, a mark had the rest of the range read from the disk.
+        """
+        return self._posix.preadv(fd, _first(views, _PAGE - offset % _PAGE), offset)
 
     def _ask(self, fd: int) -> None:
         """The file is not all in the page cache: from here on each window is asked for."""
@@ -286,6 +310,17 @@ def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
             return [view[count:], *views[index + 1 :]] if count else list(views[index:])
         count -= len(view)
     return []
+
+
+def _first(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Their first ``count`` bytes."""
+    first = []
+    for view in views:
+        if count <= 0:
+            break
+        first.append(view[:count])
+        count -= len(view)
+    return first
 
 
 def _scatter(data: memoryview, views: Sequence[memoryview]) -> list[memoryview]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,15 +26,18 @@ Cached = Callable[[int], bool]  # page number -> whether the page cache has it
 class Kernel(Posix):
     """The real one, but for what is said to be cached, and for what a script does to a call.
 
-    Direct reads are taken everywhere; they are aligned, or EINVAL.
+    marks: pages at which the kernel would begin to read ahead, cached or not: no answer without a wait
+    until somebody read them with one. Direct reads are taken everywhere; they are aligned, or EINVAL.
     """
 
     def __init__(
         self,
         cached: Cached = lambda _: False,
         script: Callable[[str, int], int | None] = lambda _name, _count: None,
+        marks: Iterable[int] = (),
     ) -> None:
         self.cached = cached
+        self.marks = set(marks)
         self.script = script
         self.names: list[str] = []
         self.direct_fds: set[int] = set()
@@ -70,12 +73,19 @@ class Kernel(Posix):
         size = sum(map(len, buffers))
         if is_direct and (offset % 512 or (size % 512 and offset + size < os.fstat(fd).st_size)):
             raise OSError(errno.EINVAL, "not aligned")
-        return super().preadv(fd, buffers, offset)
+        done = super().preadv(fd, buffers, offset)
+        if not is_direct:
+            self.marks -= set(range(offset // PAGE, -(-(offset + done) // PAGE)))
+        return done
 
     def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         buffers = self._told("preadv_cached", buffers)
         end = offset
-        while self.cached(end // PAGE) and end < offset + sum(map(len, buffers)):
+        while (
+            self.cached(page := end // PAGE)
+            and page not in self.marks
+            and end < offset + sum(map(len, buffers))
+        ):
             end += PAGE - end % PAGE
         if end == offset:
             raise OSError(errno.EAGAIN, "not there")
@@ -127,6 +137,7 @@ def open_fds() -> int:
     st.booleans(),
     st.lists(st.one_of(st.none(), st.integers(1, 3 * MIB)), max_size=12),
     st.lists(st.integers(0, 300 * KIB), max_size=5),
+    st.sets(st.integers(0, len(DATA) // PAGE), max_size=8),
 )
 def test_any_range_is_read_right_from_cache_and_disk(
     path: str,
@@ -135,6 +146,7 @@ def test_any_range_is_read_right_from_cache_and_disk(
     inverted: bool,
     limits: list[int | None],
     splits: list[int],
+    marks: set[int],
 ) -> None:
     """Whatever is cached, however short the answers and wherever a range begins: its bytes."""
     left = iter(limits)
@@ -142,7 +154,7 @@ def test_any_range_is_read_right_from_cache_and_disk(
     def short(name: str, _: int) -> int | None:
         return next(left, None) if name.startswith("preadv") else None
 
-    kernel = Kernel(lambda page: (page in pages) != inverted, short)
+    kernel = Kernel(lambda page: (page in pages) != inverted, short, marks)
     with reader(path, kernel) as open_:
         for offset, most in ranges:
             size = min(most, len(DATA) - offset)
@@ -251,6 +263,43 @@ def test_what_is_cached_is_never_read_from_the_disk(path: str) -> None:
         kernel.names.clear()
         assert [*open_.read_steps(0, memory, MIB)] == [MIB, 2 * MIB, 3 * MIB]
     assert kernel.names == ["preadv_cached"] * 3
+
+
+@pytest.mark.parametrize("marks", [[300], [300, 302, 500], [256, 511]], ids=str)
+def test_a_mark_of_readahead_is_not_taken_for_the_end_of_the_cache(
+    path: str, marks: list[int]
+) -> None:
+    """Where the kernel wants to read ahead it is let wait for one page, and the rest is a copy again."""
+    kernel = Kernel(lambda _: True, marks=marks)
+    with reader(path, kernel) as open_:
+        read(open_, 0, [MIB])
+        kernel.names.clear()
+        memory = memoryview(bytearray(MIB))
+        assert [*open_.read_steps(MIB, memory, MIB)] == [MIB]
+        assert memory == DATA[MIB : 2 * MIB]
+        assert open_.direct_bytes == 0
+        assert open_.threads <= len(os.sched_getaffinity(0))
+    assert kernel.names.count("preadv") == len(marks)
+    assert set(kernel.names) == {"preadv", "preadv_cached"}
+    assert not kernel.marks
+
+
+def test_a_range_with_holes_is_read_past_the_cache_before_long(path: str) -> None:
+    """Every second page is missing: a few are waited for, the rest is one direct read."""
+    kernel = Kernel(lambda page: page % 2 == 0)
+    with reader(path, kernel) as open_:
+        assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
+        assert open_.direct_bytes > 2 * MIB - 10 * PAGE
+    assert kernel.names.count("preadv") <= 4
+
+
+def test_where_the_cached_part_ends_one_page_is_waited_for(path: str) -> None:
+    """The first MiB is cached, nothing behind it: a page tells that, the rest is one direct read."""
+    kernel = Kernel(lambda page: page < MIB // PAGE)
+    with reader(path, kernel) as open_:
+        assert read(open_, 0, [2 * MIB]) == DATA[: 2 * MIB]
+        assert open_.direct_bytes == MIB - PAGE
+    assert kernel.names.count("preadv") == 1
 
 
 def test_what_is_not_cached_is_read_past_the_cache(path: str) -> None:
