@@ -45,6 +45,7 @@ _LANES = 4  # a disk answers several at once faster than one after the other
 _DIRECT_FROM_BYTES = 1 << 20  # a smaller read waits for the disk and for nothing else
 _VIEWS = 1024  # IOV_MAX
 _MARKS = 4  # pages of one range that are waited for before it counts as not cached
+_FAR_BYTES = (64 << 20, 80 << 20)  # beyond what is read ahead; two, as there may be a mark at one
 _COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
 _PAGE = mmap.PAGESIZE
 _LOOK = os.O_RDONLY | os.O_CLOEXEC
@@ -148,8 +149,8 @@ class LocalReader(DataReader):
                 if done == size:
                     self._way = _Way.CACHED
                     return done
-                if marks == _MARKS or (marks and not got):
-                    break  # the page after the one that was waited for is not there either
+                if marks == _MARKS or not self._goes_on(fd, offset + done):
+                    break
                 done += self._read_page(fd, _behind(views, done), offset + done)
         except OSError as error:
             if error.errno != errno.EAGAIN:
@@ -167,6 +168,16 @@ class LocalReader(DataReader):
             if error.errno != errno.EAGAIN:
                 raise
             return 0
+
+    def _goes_on(self, fd: int, offset: int) -> bool:
+        """Whether the page cache has the file farther on, too.
+
+        If not, what it has here was perhaps only read ahead, and to wait for a page would have still more
+        read ahead: a cold file would go through the page cache whole.
+        """
+        byte = memoryview(bytearray(1))
+        far = (min(offset + ahead, self.size_bytes - 1) for ahead in _FAR_BYTES)
+        return any(self._has(fd, [byte], at) for at in far)
 
     def _read_page(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
         """Read to the end of the page, whatever it takes; how many bytes.
