@@ -136,28 +136,45 @@ class LocalReader(DataReader):
 
     def _read_cached(self, offset: int, views: Sequence[memoryview]) -> int:
         """What of it the page cache has, from its start on: bytes."""
-        fd, views = self._current(), views[:_VIEWS]
-        size, done = sum(map(len, views)), 0
+        fd, views, done = self._current(), views[:_VIEWS], 0
+        is_known = self._way is _Way.CACHED
         try:
-            if self._way is _Way.ASK:
+            if not is_known:
                 # All of a range would be read ahead, although nobody waits for it.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
-            for marks in range(_MARKS + 1):
-                got = self._has(fd, _behind(views, done), offset + done)
-                done += got
-                if done == size:
-                    self._way = _Way.CACHED
-                    return done
-                if marks == _MARKS or not self._goes_on(fd, offset + done):
-                    break
-                done += self._read_page(fd, _behind(views, done), offset + done)
+            done = self._posix.preadv_cached(fd, views, offset)
         except OSError as error:
             if error.errno != errno.EAGAIN:
                 # Not told here; what else is wrong is met again, and typed, by the buffered read.
                 self._way, self._waits = _Way.BUFFERED, True
-                return done
-        self._ask(fd)
+                return 0
+            if not is_known:
+                self._ask(fd)
+                return 0
+        size = sum(map(len, views))
+        if done < size:
+            done = self._read_past_marks(fd, offset, views, done, size)
+        if done < size:
+            self._ask(fd)
+        else:
+            self._way = _Way.CACHED
+        return done
+
+    def _read_past_marks(
+        self, fd: int, offset: int, views: Sequence[memoryview], done: int, size: int
+    ) -> int:
+        """Go on behind the first ``done`` bytes while it was a mark that stopped them; how many are
+        there then. What fails is left to the other ways, which type it.
+        """
+        try:
+            for _ in range(_MARKS):
+                if done == size or not self._goes_on(fd, offset + done):
+                    break
+                done += self._read_page(fd, _behind(views, done), offset + done)
+                done += self._has(fd, _behind(views, done), offset + done)
+        except OSError as error:
+            log.debug("%s: not read through a mark: %s", self._uri, error)
         return done
 
     def _has(self, fd: int, views: Sequence[memoryview], offset: int) -> int:

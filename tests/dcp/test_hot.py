@@ -41,7 +41,8 @@ def told_of_a_load(place: Path, blocks: int) -> list[tuple[int, str]]:
     storage = open_storage(place)
     metadata = our_save(storage, 1, lambda _: {"w": saved})
     for path in place.rglob("*.distcp"):
-        path.read_bytes()  # it is in the page cache now
+        path.read_bytes()  # it is in the page cache now, perhaps with marks of readahead,
+        path.read_bytes()  # which another reader takes away
     blank = torch.zeros_like(saved)
     reads = [
         Read("w", at.relative_path, at.offset, at.length, saved.shape, saved.dtype,
