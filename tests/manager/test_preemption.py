@@ -242,7 +242,7 @@ def test_names_and_numbers_mean_the_same_once() -> None:
 # -- data loader workers ---------------------------------------------------------------------------
 
 SHIELDED = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 from torch.utils.data import DataLoader
 from ckptfs.manager.preemption import PreemptSignals, WorkerShield
 
@@ -256,6 +256,9 @@ loader = iter(DataLoader(Numbers(), batch_size=1, num_workers=1, prefetch_factor
                          multiprocessing_context=sys.argv[2], worker_init_fn=shield))
 worker = int(next(loader)[0])
 subprocess.run(["kill", "-TERM", str(worker), str(os.getpid())], check=True)
+deadline = time.monotonic() + 30  # another thread than this one may have been given the signal
+while signals.received is None and time.monotonic() < deadline:
+    time.sleep(0.001)
 assert signals.received == "SIGTERM"
 print("batches", 1 + sum(int(batch[0]) == worker for batch in loader), flush=True)
 signals.close()
