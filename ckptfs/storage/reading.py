@@ -6,16 +6,16 @@
 
 A buffered read of a cold file has the kernel take fresh pages and copy out of them; a direct one into
 memory that was used before does neither, and leaves the page cache to those who need it. What is
-cached is asked at every window, one page first, so a file may be cached in part. A page that is said to
-be missing in the middle is waited for: the kernel says so of one that it has, too. Reads that are not
-answered so (network filesystems) go through the page cache and its readahead.
+cached is asked at every window, one page first, so a file may be cached in part. Where a window stops in
+the middle, and the file is cached farther on, that page is waited for: of one at which it would read
+ahead the kernel says that it is missing, too. Reads that are not answered so (network filesystems) go
+through the page cache and its readahead.
 
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import mmap
@@ -29,6 +29,7 @@ from ckptfs.storage.base import DataReader, Reach
 from ckptfs.storage.direct import takes_direct
 from ckptfs.storage.failures import translated, typed
 from ckptfs.storage.posix import Posix
+from ckptfs.storage.slices import behind, first, scatter
 from ckptfs.storage.staging import staging
 from ckptfs.uri import Uri
 
@@ -46,7 +47,6 @@ _DIRECT_FROM_BYTES = 1 << 20  # a smaller read waits for the disk and for nothin
 _VIEWS = 1024  # IOV_MAX
 _MARKS = 4  # pages of one range that are waited for before it counts as not cached
 _FAR_BYTES = (64 << 20, 80 << 20)  # beyond what is read ahead; two, as there may be a mark at one
-_COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
 _PAGE = mmap.PAGESIZE
 _LOOK = os.O_RDONLY | os.O_CLOEXEC
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -116,9 +116,9 @@ class LocalReader(DataReader):
         if size >= _DIRECT_FROM_BYTES and self._way is not _Way.BUFFERED:
             done = self._read_cached(offset, views)
             if done < size and self._way is _Way.ASK:
-                done += self._read_direct(offset + done, _behind(views, done), size - done)
+                done += self._read_direct(offset + done, behind(views, done), size - done)
         if done < size:
-            self._read_buffered(offset + done, _behind(views, done), offset + size)
+            self._read_buffered(offset + done, behind(views, done), offset + size)
 
     def keep_cached(self) -> None:
         self._way, self._waits = _Way.BUFFERED, True
@@ -171,8 +171,8 @@ class LocalReader(DataReader):
             for _ in range(_MARKS):
                 if done == size or not self._goes_on(fd, offset + done):
                     break
-                done += self._read_page(fd, _behind(views, done), offset + done)
-                done += self._has(fd, _behind(views, done), offset + done)
+                done += self._read_page(fd, behind(views, done), offset + done)
+                done += self._has(fd, behind(views, done), offset + done)
         except OSError as error:
             log.debug("%s: not read through a mark: %s", self._uri, error)
         return done
@@ -203,7 +203,7 @@ class LocalReader(DataReader):
         the page and all behind it: a mark that an earlier reader left, and that this takes away. Taken
         for the end of what is cached, a mark had the rest of the range read from the disk.
         """
-        return self._posix.preadv(fd, _first(views, _PAGE - offset % _PAGE), offset)
+        return self._posix.preadv(fd, first(views, _PAGE - offset % _PAGE), offset)
 
     def _ask(self, fd: int) -> None:
         """The file is not all in the page cache: from here on each window is asked for."""
@@ -248,7 +248,7 @@ class LocalReader(DataReader):
                 if got <= 0:
                     break
                 got = min(got, want)
-                views = _scatter(memory[skip : skip + got], views)
+                views = scatter(memory[skip : skip + got], views)
                 done += got
                 if got < want:
                     break  # the file's end, or refused: the buffered read tells which
@@ -295,7 +295,7 @@ class LocalReader(DataReader):
                     hint="it was truncated, or replaced by a shorter one",
                 )
             offset += count
-            left = _behind(left, count)
+            left = behind(left, count)
 
     def _current(self) -> int:
         with self._lock:
@@ -329,48 +329,3 @@ def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:
     if len(views) == 1 and len(views[0]) > CALL_BYTES:
         return [views[0][:CALL_BYTES]]
     return views[:_VIEWS]
-
-
-def _behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of them behind their first ``count`` bytes."""
-    for index, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[index + 1 :]] if count else list(views[index:])
-        count -= len(view)
-    return []
-
-
-def _first(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Their first ``count`` bytes."""
-    first = []
-    for view in views:
-        if count <= 0:
-            break
-        first.append(view[:count])
-        count -= len(view)
-    return first
-
-
-def _scatter(data: memoryview, views: Sequence[memoryview]) -> list[memoryview]:
-    """Copy ``data`` into them, one after the other; what is left of them."""
-    at = 0
-    for view in views:
-        if at == len(data):
-            break
-        size = min(len(view), len(data) - at)
-        if size <= _COPIED_HERE_BYTES:
-            view[:size] = data[at : at + size]
-        else:
-            _copy(view[:size], data[at : at + size])
-        at += size
-    return _behind(views, at)
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the interpreter's lock, so that threads copy side by side."""
-    byte = ctypes.c_char
-    ctypes.memmove(
-        ctypes.addressof(byte.from_buffer(target)),
-        ctypes.addressof(byte.from_buffer(source)),
-        len(source),
-    )
