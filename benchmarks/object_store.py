@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks import goals, telling
 from ckptfs.bench.ask import Asked, WorkloadAsked
@@ -81,8 +82,15 @@ def _measured(name: str, options: argparse.Namespace) -> Result:
     return at_server(name, sizes, tuple(options.engines), options.rounds)
 
 
-def at_server(name: str, sizes: Mapping[str, int], engines: Sequence[str], rounds: int) -> Result:
-    """At a server that is started for it. sizes: bytes of each workload; 0 leaves it out.
+def at_server(
+    name: str,
+    sizes: Mapping[str, int],
+    engines: Sequence[str],
+    rounds: int,
+    options: Mapping[str, Any] | None = None,
+) -> Result:
+    """At a server that is started for it. sizes: bytes of each workload; 0 leaves it out. options: of
+    the storage, for everybody who takes any.
 
     Engines that are not installed, or are known to fail there, are left out.
     """
@@ -96,7 +104,8 @@ def at_server(name: str, sizes: Mapping[str, int], engines: Sequence[str], round
     # It fails on radosgw 16.2, and can be told of no authority.
     engines = [e for e in engines if e != "s3torchconnector" or name in ("moto", "sink")]
     with starting[name]() as server, _checksums(name):
-        place = target_asked(server.uri(name), server.storage_options(concurrency=AT_ONCE))
+        told = server.storage_options(**(options or {}), concurrency=AT_ONCE)
+        place = target_asked(server.uri(name), told)
         asked = Asked(
             (place,),
             tuple(WorkloadAsked(kind, size_bytes=n) for kind, n in sizes.items() if n),

@@ -208,9 +208,15 @@ def test_the_floors_are_those_that_were_set() -> None:
             line
             for phase in both
             for line in (
-                ("s3", "faster than s3torchconnector", phase, 3.0, 5.0),
-                ("s3", "faster than FsspecWriter", phase, 8.0, 14.0),
-                ("s3", "CPU s/GB", phase, 0.35, 0.25),
+                *(
+                    line
+                    for row in ("s3", "s3-unsigned")
+                    for line in (
+                        (row, "faster than s3torchconnector", phase, 3.0, 5.0),
+                        (row, "faster than FsspecWriter", phase, 8.0, 14.0),
+                        (row, "CPU s/GB", phase, 0.35, 0.25),
+                    )
+                ),
                 ("memory", "MB beyond the state", phase, 128.0, 64.0),
             )
         ),

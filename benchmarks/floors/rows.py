@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from benchmarks import telling
 from benchmarks.floors.claims import DCP, OURS, PEERS
@@ -22,6 +23,13 @@ from ckptfs.bench.running import measure, target_asked
 
 MOST_ON_S3, MOST_ON_NFS = 536_870_912, 200_000_000
 NFS_TIMEOUT_S = 3600.0
+# Storage options of ckptfs and of s3fs. The sum over a body, and the checksum that s3fs adds to it.
+UNSIGNED: Mapping[str, Any] = {
+    "config_kwargs": {
+        "s3": {"payload_signing_enabled": False},
+        "request_checksum_calculation": "when_required",
+    }
+}
 SMALL_BYTES = 20 << 10  # of one small tensor, on average: see ckptfs.bench.workloads
 
 
@@ -135,19 +143,24 @@ def s3(sizes: Sizes) -> Result:
     return _at_sink("sink", sizes)
 
 
+def s3_unsigned(sizes: Sizes) -> Result:
+    """The same, and nobody hashes what is sent: as s3torchconnector always does."""
+    return _at_sink("sink", sizes, UNSIGNED)
+
+
 def tls(sizes: Sizes) -> Result:
     """The same with TLS."""
     return _at_sink("sink-tls", sizes)
 
 
-def _at_sink(name: str, sizes: Sizes) -> Result:
+def _at_sink(name: str, sizes: Sizes, options: Mapping[str, Any] | None = None) -> Result:
     from benchmarks.object_store import at_server
 
     wanted = (OURS, "dcp", "s3torchconnector", "raw")
     engines = [one for one in wanted if not sizes.only or one in sizes.only]
     size_bytes = min(sizes.size_bytes, MOST_ON_S3)  # the sink keeps it in memory, on the same cores
     with _threads_of_a_plain_process():
-        return at_server(name, {"llm": size_bytes}, engines, sizes.pairs)
+        return at_server(name, {"llm": size_bytes}, engines, sizes.pairs, options or {})
 
 
 def memory(sizes: Sizes) -> Result:
@@ -231,6 +244,7 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "stall": stall,
     "planner": planner,
     "s3": s3,
+    "s3-unsigned": s3_unsigned,
     "tls": tls,
     "memory": memory,
     "ranks2": ranks2,

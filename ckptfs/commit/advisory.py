@@ -170,6 +170,10 @@ class AdvisoryLog(Storage):
         """As the inner storage."""
         return self._inner.open_write(key, size_hint_bytes=size_hint_bytes)
 
+    def files_at_once(self, key: str, size_bytes: int) -> int:
+        """As the inner storage."""
+        return self._inner.files_at_once(key, size_bytes)
+
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:

@@ -51,7 +51,7 @@ def save(
     *,
     per_rank: Sequence[str] = ...,
     require_space: bool = ...,
-    threads: int = ...,
+    threads: int | None = ...,
     engine: EngineName = ...,
     process_group: Any = ...,
     timeout_s: float | None = ...,
@@ -71,7 +71,7 @@ def save(
     run: Run | None = ...,
     per_rank: Sequence[str] = ...,
     require_space: bool = ...,
-    threads: int = ...,
+    threads: int | None = ...,
     engine: EngineName = ...,
     unchanged: Literal["write", "reference"] = ...,
     process_group: Any = ...,
@@ -91,7 +91,7 @@ def save(
     run: Run | None = None,
     per_rank: Sequence[str] = (),
     require_space: bool = False,
-    threads: int = 1,
+    threads: int | None = None,
     engine: EngineName = "auto",
     unchanged: Literal["write", "reference"] = "write",
     process_group: Any = None,
@@ -110,7 +110,8 @@ def save(
     exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of
     flattened keys whose values differ by rank and are kept for each; unasked a difference is
     StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
-    a warning. threads: data files written at once by each rank. engine: how files are written; "auto"
+    a warning. threads: data files written at once by each rank; None: one, but up to four on a
+    filesystem in memory, which takes one thread's bytes at a time in each. engine: how files are written; "auto"
     asks the storage, "direct" goes past the page cache where that is possible at all, "buffered" through
     it; the counters' direct_bytes tell what was done. unchanged: "reference" writes nothing of
     what the last committed checkpoint of the run holds already, and needs ``run``. timeout_s: the longest silence of a

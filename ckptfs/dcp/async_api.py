@@ -61,7 +61,7 @@ def async_save(
     run: Run | None = None,
     per_rank: Sequence[str] = (),
     require_space: bool = False,
-    threads: int = 1,
+    threads: int | None = None,
     engine: EngineName = "auto",
     writers_per_node: int | None = None,
     unchanged: Literal["write", "reference"] = "write",

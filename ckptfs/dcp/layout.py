@@ -4,7 +4,8 @@
                                       tensor, or the bytes that the planner made of an object
     <save_id>/__{rank}_{n}.xxh3       block digests of the file beside it (commit/digests.py)
 
-One file per writer thread, one thread by default, no file for a rank that has nothing to save.
+One file per writer thread, by default as many as the storage gains by (one, but in memory), no file for a
+rank that has nothing to save.
 ``write_files`` plans the files, runs one engine call per file and counts. An *engine* writes one
 file; ``ckptfs.dcp.engine`` has them. The errors of all threads count: the first stops the others,
 every one is told.
@@ -40,6 +41,7 @@ __all__ = [
     "WriteEngine",
     "Written",
     "data_name",
+    "files_for",
     "sidecar_name",
     "split_items",
     "write_files",
@@ -146,6 +148,15 @@ def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, 
     return [sorted(bucket, key=lambda pair: _order(*pair)) for bucket in buckets]
 
 
+def files_for(
+    storage: Storage, prefix: str, items: Sequence[WriteItem], threads: int | None
+) -> int:
+    """How many files a rank writes at once: what was asked for, else what pays there."""
+    if threads is not None:
+        return threads
+    return storage.files_at_once(prefix.rstrip("/"), sum(map(_weight_bytes, items)))
+
+
 def write_files(
     storage: Storage,
     prefix: str,
@@ -154,16 +165,17 @@ def write_files(
     resolve: Resolve,
     *,
     engine: WriteEngine,
-    threads: int = 1,
+    threads: int | None = None,
     buckets: Sequence[Sequence[tuple[int, WriteItem]]] | None = None,
     first: int = 0,
 ) -> Written:
     """Write a rank's items into data files and sidecars under ``prefix`` (ends with "/").
 
-    threads: files written at once. buckets: which items (with their positions) make a file, instead
-    of one file for each thread. first: the number of the first file. On return all of it is durable, names too. After an error or a crash there may be whole files
+    threads: files written at once; None: as many as pay here. buckets: which items (with their
+    positions) make a file, instead of one file for each thread. first: the number of the first file. On return all of it is durable, names too. After an error or a crash there may be whole files
     of an attempt that will never be committed; none is partial. Errors are the storage's.
     """
+    threads = files_for(storage, prefix, items, threads)
     buckets = split_items(items, threads) if buckets is None else buckets
     names = [data_name(rank, first + number) for number in range(len(buckets))]
     at_once = max(1, min(threads, len(names)))

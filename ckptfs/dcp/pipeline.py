@@ -161,7 +161,7 @@ def write(
     save_id: str,
     *,
     domain: str | None = None,
-    threads: int = 1,
+    threads: int | None = None,
     engine: WriteEngine = auto_engine,
 ) -> WrittenPart:
     """Local. Write this rank's items below ``prefix``; durable on return, names too.

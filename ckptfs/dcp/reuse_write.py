@@ -28,6 +28,7 @@ from ckptfs.dcp.layout import (
     WriteEngine,
     Written,
     data_name,
+    files_for,
     sidecar_name,
     write_files,
 )
@@ -84,7 +85,7 @@ def write_changed(
     previous: Seal | None,
     memory: Memory,
     *,
-    threads: int = 1,
+    threads: int | None = None,
     engine: WriteEngine = auto_engine,
 ) -> WrittenPart:
     """Write this rank's items but those that the save ``previous`` holds unchanged.
@@ -103,6 +104,7 @@ def write_changed(
         same[position].done()
     compare_s = time.perf_counter() - started
     rest = [position for position in range(len(mine.items)) if position not in used]
+    files = files_for(site.storage, site.prefix, [mine.items[at] for at in rest], threads)
     written = write_files(
         site.storage,
         site.prefix,
@@ -110,8 +112,8 @@ def write_changed(
         mine.items,
         mine.resolve,
         engine=engine,
-        threads=threads,
-        buckets=bundles(mine.items, rest, unchanged.keys() - used, memory.cut, threads),
+        threads=files,
+        buckets=bundles(mine.items, rest, unchanged.keys() - used, memory.cut, files),
         first=0 if site.is_shared else len(in_use),
     )
     if taken and not written.names:

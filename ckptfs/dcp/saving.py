@@ -45,7 +45,7 @@ Tell = Callable[[Event], None]
 class WriteOptions:
     """How a rank writes its part; equal on all ranks.
 
-    threads: data files written at once by each rank. require_space: NoSpaceError before a byte is
+    threads: data files written at once by each rank; None: as many as the storage gains by. require_space: NoSpaceError before a byte is
     written where it cannot fit; otherwise a warning. writers_per_node: ranks of one node that write
     at the same time, over all processes of this user that save into the run; None is no limit.
     unchanged: whether what the last committed save of the run holds already is written again. memory:
@@ -53,7 +53,7 @@ class WriteOptions:
     plans: what is known of its plan.
     """
 
-    threads: int = 1
+    threads: int | None = None
     require_space: bool = False
     writers_per_node: int | None = None
     unchanged: Unchanged = Unchanged.WRITE

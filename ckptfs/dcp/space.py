@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptfs.commit.seat import Seat
+from ckptfs.dcp.layout import files_for
 from ckptfs.dcp.pipeline import PlannedSave
 from ckptfs.errors import NoSpaceError
 from ckptfs.storage.base import Space
@@ -27,7 +28,7 @@ class _Need:
 
 
 def check_space(
-    seat: Seat, planned: PlannedSave, threads: int, *, required: bool
+    seat: Seat, planned: PlannedSave, threads: int | None, *, required: bool
 ) -> tuple[str, ...]:
     """Collective. A warning per domain that is too small, or NoSpaceError on all ranks.
 
@@ -36,7 +37,8 @@ def check_space(
     placement = seat.placement
 
     def local() -> _Need:
-        files = 2 * min(threads, len(planned.items))
+        at_once = files_for(seat.storage, "", planned.items, threads)
+        files = 2 * min(at_once, len(planned.items))
         space = seat.storage.space() if placement.is_owner else None
         return _Need(placement.mine.id, planned.size_bytes, files, space)
 

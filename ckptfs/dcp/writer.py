@@ -69,7 +69,7 @@ class StorageWriter(TorchStorageWriter):
         *,
         storage_options: Mapping[str, Any] | None = None,
         per_rank: Sequence[str] = (),
-        threads: int = 1,
+        threads: int | None = None,
         engine: Literal["auto", "direct", "buffered"] = "auto",
         unchanged: Literal["write", "reference"] = "write",
         if_exists: Literal["error", "replace"] = "error",

@@ -102,7 +102,7 @@ class CheckpointManager(RunManager):
         max_in_flight: int = 1,
         if_slow: Literal["delay", "skip"] = "delay",
         host_memory_bytes: int | None = None,
-        threads: int = 1,
+        threads: int | None = None,
         engine: Literal["auto", "direct", "buffered"] = "auto",
         writers_per_node: int | None = None,
         unchanged: Literal["write", "reference"] = "write",

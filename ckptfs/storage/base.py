@@ -232,6 +232,15 @@ class Storage(ABC):
         """
         return self.open_write(key, size_hint_bytes=size_bytes)
 
+    def files_at_once(self, key: str, size_bytes: int) -> int:
+        """How many files below ``key`` one process should write so many bytes into, at the same time.
+
+        1 where one file takes them as fast as the place does. A hint: any other number is right too.
+        """
+        del size_bytes
+        self.uri(key)
+        return 1
+
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:

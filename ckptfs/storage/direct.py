@@ -28,6 +28,7 @@ from ckptfs.storage.failures import translated
 from ckptfs.storage.files import FileState, PartialFile
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.posix import DirectAlignment, Posix
+from ckptfs.storage.spreading import core_count
 from ckptfs.storage.staging import staging
 from ckptfs.uri import Uri
 
@@ -78,8 +79,8 @@ class WindowedFile(PartialFile, ParallelWriter):
         except BaseException:
             self.abort()
             raise
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        self.concurrency = _DIRECT_THREADS if self._is_direct else min(cores, _BUFFERED_THREADS)
+        several = min(core_count(), _BUFFERED_THREADS)
+        self.concurrency = _DIRECT_THREADS if self._is_direct else several
 
     @property
     def engine(self) -> Engine:

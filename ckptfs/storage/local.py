@@ -45,6 +45,7 @@ from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.probe import probe_posix
 from ckptfs.storage.reading import LocalReader
+from ckptfs.storage.spreading import files_at_once
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]
@@ -205,6 +206,10 @@ class LocalStorage(Storage):
                 )
 
         return self._in_directory(key, begin)
+
+    def files_at_once(self, key: str, size_bytes: int) -> int:
+        """As ``Storage.files_at_once``: more than one in memory only, see ``spreading``."""
+        return files_at_once(self._posix, self._path(key), size_bytes)
 
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None

@@ -30,6 +30,7 @@ from ckptfs.storage.direct import takes_direct
 from ckptfs.storage.failures import translated, typed
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.slices import behind, first, scatter
+from ckptfs.storage.spreading import core_count
 from ckptfs.storage.staging import staging
 from ckptfs.uri import Uri
 
@@ -81,7 +82,7 @@ class LocalReader(DataReader):
         self._way = _Way.ASK if _DIRECT else _Way.BUFFERED
         self._direct_fd: int | None = None
         self._waits = self._way is _Way.BUFFERED
-        self._cores = _cores()
+        self._cores = core_count()
         self.direct_bytes = 0
         # Handles that went stale stay open until close: another thread may be reading through one.
         self._fds: list[int] = [posix.open(path, _LOOK)]
@@ -315,13 +316,6 @@ class LocalReader(DataReader):
                 self._posix.close(fd)  # no other thread may read what stands there now
                 raise
             self._fds.append(fd)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:

@@ -1,8 +1,9 @@
 """One object on its way: parts in parallel, a bound on what is held, nothing visible before close.
 
-    write(view) --copy--> the part that fills --+
-    lend(view) --a part inside it, uncopied-----+--full--> pool: put_part, retried --> close: complete
-                 else joined with its neighbours           up to ``concurrency`` at once
+    write(view) --copied---------------------------+
+    lend(view) --uncopied, in the part that fills; +--full--> pool: put, retried --> close: complete
+                 or, where the client takes one    |          up to ``concurrency`` at once
+                 buffer, if it is a part by itself-+
 
     one part or less    one PUT at close, no multipart upload at all
     a part fails        the next write or close raises its error; abort throws the parts away
@@ -10,7 +11,7 @@
                         somebody aborted over an older object of that size would look the same: no
                         answer tells them apart, and data keys, each used once, have none before)
 
-Held are the part that fills and the joined or copied parts under way. ``Route.memory_bytes`` bounds
+Held are the part that fills and the copied bytes of those under way. ``Route.memory_bytes`` bounds
 their sum (or one part does, where the object's size asks for larger ones): write() waits until parts
 that are under way are done. Waiting needs nothing but this upload's own parts, so no two uploads can
 wait for each other.
@@ -19,7 +20,6 @@ wait for each other.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -27,9 +27,11 @@ from dataclasses import dataclass, replace
 
 from ckptfs.errors import AnswerLostError, NotFoundError, StorageError
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.clients.base import ALWAYS, Buffer, ObjectClient, Upload
+from ckptfs.storage.clients.base import ALWAYS, ObjectClient, Upload, whole
+from ckptfs.storage.part import FillingPart
 from ckptfs.storage.parts import Cut
 from ckptfs.storage.retrying import Retrier, RetryPolicy
+from ckptfs.storage.room import Room
 from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["ObjectWriter", "Route"]
@@ -51,86 +53,6 @@ class Route:
     memory_bytes: int
 
 
-class _Room:
-    """What one upload holds and has under way. Waits for its own parts only."""
-
-    def __init__(self, memory_bytes: int, concurrency: int) -> None:
-        self._memory_bytes = memory_bytes
-        self._concurrency = concurrency
-        self._changed = threading.Condition()
-        self._spare: list[bytearray] = []
-        self.held_bytes = 0
-        self.under_way = 0
-        self.error: BaseException | None = None
-        self.stopped = threading.Event()
-
-    def buffer(self, size_bytes: int) -> bytearray:
-        """Memory for one part: one that a part has left, or fresh. Waits; raises a part's error."""
-        with self._changed:
-            while self._spare:
-                found = self._spare.pop()
-                if len(found) == size_bytes:
-                    return found
-                self.held_bytes -= len(found)
-            self._changed.wait_for(lambda: self._fits(size_bytes))
-            self._check()
-            self.held_bytes += size_bytes
-        return bytearray(size_bytes)
-
-    def give_back(self, buffer: bytearray) -> None:
-        """A buffer that never went out."""
-        with self._changed:
-            self.held_bytes -= len(buffer)
-
-    def begin(self) -> None:
-        """A part goes out. Waits while enough are under way; raises a part's error."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.error is not None or self.under_way < self._concurrency
-            )
-            self._check()
-            self.under_way += 1
-
-    def end(self, buffer: bytearray | None, error: BaseException | None) -> None:
-        """A part is done, or failed; its buffer is free."""
-        with self._changed:
-            self.under_way -= 1
-            if buffer is not None:
-                self._spare.append(buffer)
-            if error is not None and self.error is None:
-                self.error = error
-                self.stopped.set()
-            self._changed.notify_all()
-
-    def drain(self) -> None:
-        """Return when nothing is under way; raises a part's error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.under_way == 0)
-            self._check()
-
-    def stop(self, wait_s: float) -> bool:
-        """No part is tried again; whether all under way ended within ``wait_s``."""
-        self.stopped.set()
-        with self._changed:
-            done = self._changed.wait_for(lambda: self.under_way == 0, wait_s)
-            while self._spare:
-                self.held_bytes -= len(self._spare.pop())
-            return done
-
-    def _fits(self, size_bytes: int) -> bool:
-        while self._spare and self.held_bytes + size_bytes > self._memory_bytes:
-            self.held_bytes -= len(self._spare.pop())
-        return (
-            self.error is not None
-            or self.under_way == 0  # a part that is larger than the bound goes alone
-            or self.held_bytes + size_bytes <= self._memory_bytes
-        )
-
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error
-
-
 class ObjectWriter(DataWriter):
     """Writes one object. See ``Storage.open_write``; nothing is requested before the first part."""
 
@@ -141,14 +63,11 @@ class ObjectWriter(DataWriter):
         self._key = key
         self._uri = uri
         self._cut = cut
-        self._room = _Room(route.memory_bytes, route.concurrency)
+        self._room = Room(route.memory_bytes, route.concurrency)
         self._upload: Upload | None = None
         self._number = 0  # of the part that fills
         self._offset = 0  # where it begins
-        self._part_bytes = 0  # its size when full; 0 before its first byte
-        self._filled = 0
-        self._lent: memoryview | None = None  # the part so far, where it is one lent piece
-        self._buffer: bytearray | None = None  # the part so far, joined
+        self._part: FillingPart | None = None  # none before its first byte
         self._open = True
         self._done = False
 
@@ -167,46 +86,32 @@ class ObjectWriter(DataWriter):
         self._open = False
         rest = view
         while len(rest):
-            if self._filled == self._part_bytes:
-                if self._filled:
-                    self._send()  # only now: the last part must be known as such
-                self._part_bytes = self._next_part_bytes()
-            taken = rest[: self._part_bytes - self._filled]
-            self._keep(taken, lent=lent)
+            if self._part is not None and not self._part.left_bytes:
+                self._send(self._part)  # only now: the last part must be known as such
+            if self._part is None:
+                self._part = self._next_part()
+            taken = rest[: self._part.left_bytes]
+            self._part.add(taken, lent=lent)
             rest = rest[len(taken) :]
         self._open = True
         return len(view)
 
-    def _keep(self, piece: memoryview, *, lent: bool) -> None:
-        if lent and not self._filled:
-            self._lent, self._filled = piece, len(piece)
-            return
-        buffer = self._room_for(self._filled + len(piece))
-        if self._lent is not None:
-            buffer[: self._filled] = self._lent
-            self._lent = None
-        buffer[self._filled : self._filled + len(piece)] = piece
-        self._filled += len(piece)
+    def _next_part(self) -> FillingPart:
+        try:
+            size_bytes = self._cut.part_bytes(self._number, self._offset)
+        except StorageError as error:
+            error.uri = str(self._uri)
+            raise
+        told_bytes = (self._cut.told_bytes or 0) - self._offset
+        gathers = self._route.client.gathers
+        return FillingPart(self._room, size_bytes, told_bytes, gathers=gathers)
 
-    def _room_for(self, size_bytes: int) -> bytearray:
-        """The buffer of the part that fills, at least so large. A small file gets a small one."""
-        if self._buffer is None:
-            told = (self._cut.told_bytes or 0) - self._offset
-            self._buffer = self._room.buffer(
-                told if size_bytes <= told < self._part_bytes else self._part_bytes
-            )
-        if len(self._buffer) < size_bytes:
-            small, self._buffer = self._buffer, self._room.buffer(self._part_bytes)
-            self._buffer[: self._filled] = memoryview(small)[: self._filled]
-            self._room.give_back(small)
-        return self._buffer
-
-    def _send(self) -> None:
-        """Hand the part that fills to the pool, and begin the next."""
+    def _send(self, part: FillingPart) -> None:
+        """Hand the part that filled to the pool."""
         if self._upload is None:
-            self._upload = self._begun()
-        data, buffer = self._part()
+            self._upload = self._begun(part.size_bytes)
         self._room.begin()
+        pieces, buffer = part.pieces(), part.take_buffer()
         upload, number = self._upload, self._number
 
         def put() -> None:
@@ -214,11 +119,11 @@ class ObjectWriter(DataWriter):
             try:
                 if self._room.stopped.is_set():
                     pass
-                elif self._kept and upload.holds(number, data):
-                    self._spared.append(len(data))
+                elif self._kept and upload.holds(number, whole(pieces)):
+                    self._spared.append(sum(map(len, pieces)))
                 else:
                     self._route.retrier.run(
-                        lambda: upload.put_part(number, data), stop=self._room.stopped
+                        lambda: upload.put_pieces(number, pieces), stop=self._room.stopped
                     )
             except BaseException as error:  # noqa: BLE001 - raised by the next write or close
                 failure = error
@@ -227,45 +132,30 @@ class ObjectWriter(DataWriter):
         try:
             sent = self._route.pool().submit(put)
         except BaseException as error:
-            self._room.end(None, None)  # no thread took it: nobody else would say so
+            self._room.end(buffer, None)  # no thread took it: nobody else would say so
             if isinstance(error, RuntimeError):
                 raise StorageError(f"no thread takes a part: {error}", uri=self._uri) from error
             raise
         sent.add_done_callback(lambda done: self._dropped(buffer) if done.cancelled() else None)
         self._number += 1
-        self._offset += self._filled
-        self._filled = 0
-        self._lent = self._buffer = None
+        self._offset += part.filled_bytes
+        self._part = None
 
-    def _begun(self) -> Upload:
+    def _begun(self, part_bytes: int) -> Upload:
         client, retrier = self._route.client, self._route.retrier
         left = retrier.run(lambda: client.resume_upload(self._key)) if self._kept else None
         if left is not None:
             return left
-        return retrier.run(lambda: client.begin_upload(self._key, part_bytes=self._part_bytes))
+        return retrier.run(lambda: client.begin_upload(self._key, part_bytes=part_bytes))
 
     @property
     def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
         """Bytes of parts that the store had."""
         return sum(self._spared)
 
-    def _dropped(self, buffer: bytearray | None) -> None:
+    def _dropped(self, buffer: memoryview | None) -> None:
         """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
         self._room.end(buffer, StorageError("the storage was closed meanwhile", uri=self._uri))
-
-    def _next_part_bytes(self) -> int:
-        try:
-            return self._cut.part_bytes(self._number, self._offset)
-        except StorageError as error:
-            error.uri = str(self._uri)
-            raise
-
-    def _part(self) -> tuple[Buffer, bytearray | None]:
-        if self._lent is not None:
-            return self._lent, None
-        if self._buffer is None:
-            return b"", None
-        return memoryview(self._buffer)[: self._filled], self._buffer
 
     # -- ending ------------------------------------------------------------------------
 
@@ -275,12 +165,13 @@ class ObjectWriter(DataWriter):
         if not self._open:
             raise StorageError("the file cannot be closed: a write failed", uri=self._uri)
         self._open = False
-        if self._upload is None:
-            data, _ = self._part()
+        upload, part = self._upload, self._part
+        if upload is None:
+            data = whole(part.pieces()) if part is not None else b""
             self._route.retrier.run(lambda: self._route.client.put(self._key, data, ALWAYS))
         else:
-            upload = self._upload
-            self._send()
+            if part is not None:
+                self._send(part)
             self._room.drain()
             self._complete(upload)
         self._done = True
@@ -288,9 +179,9 @@ class ObjectWriter(DataWriter):
         self._room.stop(0)
 
     def _drop_part(self) -> None:
-        if self._buffer is not None:
-            self._room.give_back(self._buffer)
-        self._lent = self._buffer = None
+        if self._part is not None:
+            self._part.drop()
+        self._part = None
 
     def _complete(self, upload: Upload) -> None:
         lost = False

@@ -138,6 +138,10 @@ class FaultyStorage(Storage):
 
         return self._do("open_write", key, opened)
 
+    def files_at_once(self, key: str, size_bytes: int) -> int:
+        """As the inner storage."""
+        return self.inner.files_at_once(key, size_bytes)
+
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:

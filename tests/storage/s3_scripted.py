@@ -29,6 +29,7 @@ from ckptfs.uri import Uri
 BUCKET = "bucket"
 KEY, SECRET, TOKEN = "AKIASCRIPTED00000000", "very-secret-secret", "very-secret-token"
 TIMES = Times(5, 5)
+_PIECE_BYTES = 64 << 10
 MODULES = ("s3", "obstore_s3")
 
 
@@ -62,7 +63,7 @@ class Answer:
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    then: Literal["answer", "drop", "cut", "hold", "trickle"] = "answer"
+    then: Literal["answer", "drop", "cut", "hold", "trickle", "pieces"] = "answer"
 
 
 def error(code: str, message: str = "told by the server", more: str = "") -> bytes:
@@ -123,6 +124,7 @@ class Scripted:
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answer: Callable[[Request], Answer] = usual
         self.requests: list[Request] = []
+        self.connections = 0
         self.release = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         if tls is not None:
@@ -150,6 +152,10 @@ class Scripted:
 def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+
+        def setup(self) -> None:
+            super().setup()
+            scripted.connections += 1
 
         def handle_one_request(self) -> None:
             try:
@@ -188,6 +194,11 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
             if answer.then == "cut":
                 self.wfile.write(answer.body[: len(answer.body) // 2])
                 self.close_connection = True
+                return
+            if answer.then == "pieces":
+                for place in range(0, len(answer.body), _PIECE_BYTES):
+                    self.wfile.write(answer.body[place : place + _PIECE_BYTES])
+                    scripted.release.wait(0.01)  # as from afar: the client has it before the next
                 return
             if answer.then == "trickle":
                 for place in range(len(answer.body)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,34 @@ def test_a_connection_is_used_again_and_replaced_when_the_server_closed_it(
     assert get(client) == b"23456"
     assert [is_signed_url(one) for one in server.requests] == [True] * 3
     assert dropped
+    client.close()
+
+
+def test_a_large_range_wakes_its_reader_a_few_times_and_the_next_answer_at_once(
+    server: Scripted,
+) -> None:
+    """Half a MiB at a time, whatever the packets were; then the line of an answer is enough again."""
+    client = open_s3("obstore_s3", server)
+    size = 2 << 20
+    whole = {"Content-Range": f"bytes 0-{size - 1}/{size}", "ETag": '"e1"'}
+    body = bytes(range(256)) * (size // 256)
+    server.answer = lambda _: Answer(206, body, whole, "pieces")
+    woken = 0
+
+    def count(_frame: object, event: str, what: Any) -> None:
+        nonlocal woken
+        woken += event == "c_call" and what.__name__ == "readinto1"
+
+    sys.setprofile(count)
+    try:
+        found = get(client, 0, size)
+    finally:
+        sys.setprofile(None)
+    assert found == body
+    assert 0 < woken <= size // (512 << 10) + 2
+    server.answer = usual
+    assert get(client) == b"23456"
+    assert server.connections == 1
     client.close()
 
 

@@ -74,6 +74,38 @@ def test_parts_that_come_before_their_turn_are_not_copied() -> None:
     assert seen == [part.__array_interface__["data"][0] for part in data]
 
 
+def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> None:
+    """Each piece is read from where it lies; one that is still being sent keeps the whole part."""
+    held: list[Any] = []
+    all_there, go = threading.Event(), threading.Event()
+
+    def send(parts: Iterator[Any]) -> str | None:
+        for part in parts:
+            held.append(part)
+            del part
+            if len(held) == 3:
+                all_there.set()
+                go.wait(20)
+        return "etag"
+
+    upload = StreamUpload(ASKED, 10, send)
+    data = [bytearray(b"abc"), bytearray(b"d"), bytearray(b"efghij")]
+    put = threading.Thread(target=upload.put_pieces, args=(0, data))
+    put.start()
+    assert all_there.wait(20)
+    lent = [np.frombuffer(piece, np.uint8) for piece in data]
+    assert all(map(np.shares_memory, held, lent))
+    assert [bytes(piece) for piece in held] == data
+    del held[:2]
+    put.join(0.1)
+    assert put.is_alive()
+    held.clear()
+    put.join(20)
+    assert not put.is_alive()
+    go.set()
+    assert upload.complete() == "etag"
+
+
 def test_one_thread_may_bring_parts_in_any_order() -> None:
     """Nobody else brings what is before them: they wait as copies."""
     seen: list[bytes] = []

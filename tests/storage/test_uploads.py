@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -62,6 +62,7 @@ pieces = st.lists(st.tuples(st.binary(max_size=40), st.booleans()), max_size=12)
     concurrency=1,
     multiple=1,
     equal=False,
+    gathers=False,
 )
 @given(
     pieces=pieces,
@@ -71,6 +72,7 @@ pieces = st.lists(st.tuples(st.binary(max_size=40), st.booleans()), max_size=12)
     concurrency=st.integers(1, 4),
     multiple=st.sampled_from([1, 4, 5]),
     equal=st.booleans(),
+    gathers=st.booleans(),
 )
 def test_any_pieces_arrive_whole(
     *,
@@ -81,6 +83,7 @@ def test_any_pieces_arrive_whole(
     concurrency: int,
     multiple: int,
     equal: bool,
+    gathers: bool,
 ) -> None:
     """Whatever is written or lent in whatever pieces, told a right, wrong or no size, comes out in
     order, in parts that the store takes (it checks them), one PUT where one part is enough.
@@ -90,6 +93,7 @@ def test_any_pieces_arrive_whole(
     store, storage = bucket(
         limits=limits, part_size_bytes=part, memory_bytes=memory, concurrency=concurrency
     )
+    storage.client.gathers = gathers
     data = b"".join(piece for piece, _ in pieces)
     with storage.open_write("f", size_hint_bytes=hint) as writer:
         put(writer, pieces)
@@ -164,6 +168,68 @@ def test_lent_parts_are_sent_as_they_are() -> None:
         writer.write(b"tail")
     lent = [isinstance(d, memoryview) and d.obj is tensor for d in seen]
     assert lent == [True, True, True, False]
+    storage.close()
+
+
+def test_a_client_that_takes_pieces_gets_lent_ones_uncopied() -> None:
+    """Two tensors and what lies between share a part: both are sent from where they lie, and what was
+    written lies together in the memory that the upload holds.
+    """
+    first, second = bytearray(b"1" * (PART + 100)), bytearray(b"2" * PART)
+    tensors = (first, second)
+    seen: list[list[object]] = []
+
+    class Gathering(MemoryObjectClient):
+        gathers = True
+
+        def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
+            upload = super().begin_upload(key, part_bytes=part_bytes)
+            plain = upload.put_pieces
+
+            def put_pieces(number: int, pieces: Sequence[Buffer]) -> None:
+                views = [memoryview(piece) for piece in pieces]
+                seen.append([v.obj if v.obj in tensors else bytes(v) for v in views])
+                plain(number, pieces)
+
+            upload.put_pieces = put_pieces  # type: ignore[method-assign]
+            return upload
+
+    store = MemoryObjects()
+    storage = over(Gathering(store), part_size_bytes=PART, concurrency=1)
+    with storage.open_write("f") as writer:
+        put(writer, [(b"head", False)])
+        writer.lend(first)
+        put(writer, [(b"tail", False), (b"head", False)])
+        writer.lend(second)
+        put(writer, [(b"tail", False)])
+    assert seen == [[b"head", first], [first, b"tailhead", second], [second, b"tail"]]
+    assert store.objects["run/f"].data == b"head" + first + b"tailhead" + second + b"tail"
+    storage.close()
+
+
+def test_a_client_that_takes_one_buffer_gets_one() -> None:
+    """What it would have to join itself is joined in memory that the upload counts."""
+
+    class Single(MemoryObjectClient):
+        def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
+            upload = super().begin_upload(key, part_bytes=part_bytes)
+            plain = upload.put_pieces
+
+            def put_pieces(number: int, pieces: Sequence[Buffer]) -> None:
+                assert len(pieces) == 1
+                plain(number, pieces)
+
+            upload.put_pieces = put_pieces  # type: ignore[method-assign]
+            return upload
+
+    store = MemoryObjects()
+    storage = over(Single(store), part_size_bytes=PART, concurrency=1)
+    tensor = bytearray(b"t" * (PART - 10))
+    with storage.open_write("f") as writer:
+        writer.lend(tensor)
+        writer.lend(tensor)
+        writer.write(b"tail")
+    assert store.objects["run/f"].data == tensor + tensor + b"tail"
     storage.close()
 
 

@@ -44,6 +44,7 @@ __all__ = [
     "PendingUpload",
     "Refused",
     "Upload",
+    "whole",
 ]
 
 Buffer = bytes | bytearray | memoryview
@@ -134,6 +135,11 @@ class PendingUpload:
     age_s: float
 
 
+def whole(pieces: Sequence[Buffer]) -> Buffer:
+    """One buffer of all of them; copied where there are several."""
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 class Upload(ABC):
     """One object on its way in parts; nothing is visible under its key before ``complete``.
 
@@ -143,6 +149,12 @@ class Upload(ABC):
     @abstractmethod
     def put_part(self, number: int, data: Buffer) -> None:
         """Part ``number``, from 0. ``data`` may be reused when it returns."""
+
+    def put_pieces(self, number: int, pieces: Sequence[Buffer]) -> None:
+        """The same of a part that lies in several pieces, in order; where ``ObjectClient.gathers``,
+        nothing is copied.
+        """
+        self.put_part(number, whole(pieces))
 
     def holds(self, number: int, data: Buffer) -> bool:
         """Whether the store has this part with these very bytes, from an upload that was left. Then it
@@ -177,6 +189,8 @@ class ObjectClient(ABC):
     # Whether the library copies what it sends, while it sends it: half of an upload's memory_bytes is
     # the library's then. Nothing of a part is held after put_part returned.
     copies_parts: bool = True
+    # Whether a part in pieces is sent from where they lie; others get one buffer.
+    gathers: bool = False
     # Whether ``resume_upload`` may find an upload again that nobody completed.
     resumes: bool = False
 

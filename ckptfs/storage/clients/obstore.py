@@ -110,6 +110,7 @@ class ObstoreClient(ObjectClient):
     """One bucket through obstore. ``endpoint``: as errors shall name it, without credentials."""
 
     copies_parts = False
+    gathers = True
 
     def __init__(
         self, uri: Uri, make: MakeStore, flavour: Flavour, endpoint: str, times: Times
@@ -285,12 +286,13 @@ class ObstoreClient(ObjectClient):
     def _store(self, size_bytes: int = 0, *, sends: bool = False, retries: bool = False) -> Any:
         """The store for a request with so large a body: obstore's deadlines begin with the request."""
         forbid_forked()
-        kind = (stretched(size_bytes), sends, retries)
+        stretch = stretched(size_bytes)
+        kind = (stretch, sends and stretch > 1, retries)  # a small body has no deadline of its own
         with self._lock:
             found = self._stores.get(kind)
             if found is None:
                 found = self._make(
-                    timeouts(self._times, kind[0], sends=sends),
+                    timeouts(self._times, stretch, sends=sends),
                     retries_of(self._times, retries=retries),
                 )
                 self._stores[kind] = found

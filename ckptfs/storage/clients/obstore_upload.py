@@ -6,9 +6,9 @@
                      |
              obstore.put in a thread: sends up to ``max_concurrency`` at once, retries by itself
 
-obstore copies no part that is as large as it was told: it holds the caller's buffer until the part has
-arrived, and ``put_part`` returns when it let go of it. A smaller one, the last, it keeps until the
-end; so that one is copied here. A part that failed in the end is told by a
+A part may lie in pieces. obstore cuts what it is given into parts as large as it was told and copies
+nothing: it holds the caller's buffers until the part has arrived, and ``put_part`` returns when it let go
+of them. A smaller one, the last, it keeps until the end; so that one is copied here. A part that failed in the end is told by a
 later ``put_part`` or by ``complete``, and not as something to try again: the stream is gone. ``abort``
 makes the iterator raise; obstore then aborts the upload on the server.
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from ckptfs.errors import AnswerLostError, CkptfsError, NotFoundError, StorageError, TransientError
-from ckptfs.storage.clients.base import Buffer, Upload
+from ckptfs.storage.clients.base import Buffer, Upload, whole
 from ckptfs.storage.clients.failures import Asked, failed
 from ckptfs.storage.clients.reasons import Reason
 
@@ -32,6 +33,9 @@ __all__ = ["Feed", "StreamUpload"]
 _PATIENCE_S: Final = 0.5  # for the parts before one that came early, if one thread brings them all
 _EARLY: Final = 4  # then so many wait as copies; more wait uncopied
 _ABORT_S: Final = 30.0
+
+
+_Piece = bytes | np.ndarray[Any, Any]
 
 
 class _StoppedError(CkptfsError):
@@ -44,9 +48,10 @@ class Feed:
     def __init__(self, part_bytes: int) -> None:
         self._changed = threading.Condition()
         self._part_bytes = part_bytes
-        self._waiting: dict[int, Buffer | np.ndarray[Any, Any]] = {}
-        self._handed = 0  # parts that the consumer got
-        self._held: set[int] = set()  # those whose buffers it may still read
+        self._waiting: dict[int, list[_Piece]] = {}
+        self._pieces: deque[_Piece] = deque()  # what is left of the part that is handed over
+        self._handed = 0  # parts that the consumer got, the last one perhaps in part
+        self._held: Counter[int] = Counter()  # pieces of each that it may still read
         self._end: int | None = None
         self._over = False
 
@@ -55,33 +60,36 @@ class Feed:
 
     def __next__(self) -> Any:
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._over or self._handed == self._end or self._handed in self._waiting
-            )
+            if not self._pieces:
+                self._changed.wait_for(
+                    lambda: self._over or self._handed == self._end or self._handed in self._waiting
+                )
             if self._over:
                 raise _StoppedError("the upload was aborted")
-            if self._handed not in self._waiting:
-                raise StopIteration
-            self._handed += 1
-            self._changed.notify_all()
-            return self._waiting.pop(self._handed - 1)
+            if not self._pieces:
+                if self._handed not in self._waiting:
+                    raise StopIteration
+                self._pieces.extend(self._waiting.pop(self._handed))
+                self._handed += 1
+                self._changed.notify_all()
+            return self._pieces.popleft()
 
-    def give(self, number: int, data: Buffer) -> bool:
-        """Hand over one part; returns when nobody reads its buffer. False: the stream is over."""
+    def give(self, number: int, pieces: Sequence[Buffer]) -> bool:
+        """Hand over one part; returns when nobody reads its buffers. False: the stream is over."""
         with self._changed:
             if self._over or number < self._handed:
                 return not self._over  # a part that went already: the bytes are the same
-            if memoryview(data).nbytes != self._part_bytes:
-                return self._copy(number, data)
+            if sum(memoryview(piece).nbytes for piece in pieces) != self._part_bytes:
+                return self._copy(number, pieces)
             try:
                 # Other threads bring those before it, as a rule at once: then nothing is copied, and
                 # what an upload holds is what its parts' owners know of.
                 self._changed.wait_for(lambda: self._over or self._reaches(number), _PATIENCE_S)
                 if not self._reaches(number) and len(self._waiting) < _EARLY:
-                    return self._copy(number, data)
+                    return self._copy(number, pieces)
                 self._changed.wait_for(lambda: self._over or self._reaches(number))
                 if not self._over:
-                    self._lend(number, data)
+                    self._lend(number, pieces)
                     self._changed.wait_for(lambda: self._over or number not in self._held)
             except BaseException:
                 # Ctrl-C: the stream must not go on with a buffer that is the caller's again.
@@ -93,8 +101,8 @@ class Feed:
         """Every part before this one is here or was handed over."""
         return all(before in self._waiting for before in range(self._handed, number))
 
-    def _copy(self, number: int, data: Buffer) -> bool:
-        self._waiting[number] = bytes(data)
+    def _copy(self, number: int, pieces: Sequence[Buffer]) -> bool:
+        self._waiting[number] = [bytes(whole(pieces))]
         self._changed.notify_all()
         return True
 
@@ -112,21 +120,25 @@ class Feed:
         with self._changed:
             self._stop()
 
-    def _lend(self, number: int, data: Buffer) -> None:
-        # An array only for its weak references: it dies when the last reader of its bytes is gone.
-        lent = np.frombuffer(data, dtype=np.uint8)
-        self._held.add(number)
-        weakref.finalize(lent, self._released, number).atexit = False
-        self._waiting[number] = lent
+    def _lend(self, number: int, pieces: Sequence[Buffer]) -> None:
+        # Arrays only for their weak references: they die when the last reader of their bytes is gone.
+        lent = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+        self._held[number] += len(lent)
+        for array in lent:
+            weakref.finalize(array, self._released, number).atexit = False
+        self._waiting[number] = [*lent]
         self._changed.notify_all()
 
     def _released(self, number: int) -> None:
         with self._changed:
-            self._held.discard(number)
-            self._changed.notify_all()
+            self._held[number] -= 1
+            if not self._held[number]:
+                del self._held[number]
+                self._changed.notify_all()
 
     def _stop(self) -> None:
         self._over = True
+        self._pieces.clear()
         self._waiting.clear()
         self._changed.notify_all()
 
@@ -150,13 +162,16 @@ class StreamUpload(Upload):
         self._told = False
 
     def put_part(self, number: int, data: Buffer) -> None:
+        self.put_pieces(number, [data])
+
+    def put_pieces(self, number: int, pieces: Sequence[Buffer]) -> None:
         with self._lock:
             if self._thread is None and not self._ended:
                 self._thread = threading.Thread(
                     target=self._run, name=f"ckptfs-upload-{self._asked.uri.name}", daemon=True
                 )
                 self._thread.start()
-        if not self._feed.give(number, data):
+        if not self._feed.give(number, pieces):
             raise self._for_good()
 
     def complete(self) -> str | None:
