@@ -12,6 +12,7 @@ and closes, "hold" answers when ``server.release`` is set, "trickle" sends a byt
 
 from __future__ import annotations
 
+import io
 import re
 import ssl
 import threading
@@ -63,7 +64,7 @@ class Answer:
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    then: Literal["answer", "drop", "cut", "hold", "trickle", "pieces"] = "answer"
+    then: Literal["answer", "drop", "cut", "hold", "trickle", "pieces", "together"] = "answer"
 
 
 def error(code: str, message: str = "told by the server", more: str = "") -> bytes:
@@ -185,6 +186,9 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             self.send_response(answer.status)
+            socket = self.wfile
+            if answer.then == "together":
+                self.wfile = io.BytesIO()
             headers = {"Content-Length": str(len(answer.body))} | dict(answer.headers)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -208,6 +212,9 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             self.wfile.write(answer.body)
+            if isinstance(self.wfile, io.BytesIO):
+                together, self.wfile = self.wfile.getvalue(), socket
+                socket.write(together)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
             del format, args

@@ -98,6 +98,20 @@ def test_a_large_range_wakes_its_reader_a_few_times_and_the_next_answer_at_once(
     client.close()
 
 
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 42_244, 600_000])
+def test_bytes_that_come_with_the_headers_are_not_waited_for_again(
+    server: Scripted, size: int
+) -> None:
+    """Headers and body in one packet: what Python read ahead is missing in the kernel's queue."""
+    client = open_s3("obstore_s3", server)
+    body = bytes(n % 251 for n in range(size))
+    whole = {"Content-Range": f"bytes 0-{size - 1}/{size}", "ETag": '"e1"'}
+    server.answer = lambda _: Answer(206, body, whole, "together")
+    assert get(client, 0, size) == body
+    assert len(server.requests) == 1
+    client.close()
+
+
 def test_what_does_not_take_signed_urls_is_read_by_obstore(server: Scripted) -> None:
     """Refused once: obstore reads it, and is asked at once from then on."""
     client = open_s3("obstore_s3", server)

@@ -14,6 +14,7 @@ Not for requests that carry more than a signature (customer keys, requester pays
 from __future__ import annotations
 
 import http.client
+import io
 import logging
 import os
 import re
@@ -210,7 +211,13 @@ class SignedGets:
     ) -> None:
         # A server that sends a byte a minute is never silent, and never done.
         until = time.monotonic() + self._times.request_s * (2 + len(view) / (8 << 20))
-        at, wakes = 0, 1
+        # What came with the headers lies in a buffer of Python's: the kernel never has all bytes that are
+        # missing then, and who waits for so many would wait for ever.
+        first = answer.fp.read1(min(len(view), io.DEFAULT_BUFFER_SIZE))
+        view[: len(first)] = first
+        at, wakes = len(first), 1
+        if not at:
+            raise http.client.IncompleteRead(b"", len(view))
         while at < len(view):
             wanted = min(_WAKE_BYTES, len(view) - at)
             if wanted != wakes:
