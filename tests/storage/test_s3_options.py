@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from ckptfs.errors import UriError
 from ckptfs.storage.clients.obstore_s3 import cannot
 from ckptfs.storage.clients.s3_options import parse_s3_options
-from ckptfs.storage.clients.s3_resolved import resolve
+from ckptfs.storage.clients.s3_resolved import forget, resolve
 from ckptfs.uri import Uri
 
 PLACE = Uri.parse("s3://bucket/run")
@@ -163,3 +164,44 @@ def test_obstore_goes_where_botocore_would(
     found = resolve(parse_s3_options(PLACE, options | KEYS), "bucket")
     assert {name: found.config[name] for name in config} == config
     assert found.client_options["allow_http"] == found.config["endpoint"].startswith("http:")
+
+
+def test_what_was_told_of_a_place_is_kept_until_something_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same answer while variables, files and options are the same; then botocore is asked again."""
+    config = tmp_path / "config"
+    config.write_text("[default]\nregion = eu-west-1\n")
+    for name in ("AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    options = parse_s3_options(PLACE, dict(KEYS))
+
+    def region() -> str:
+        found = resolve(parse_s3_options(PLACE, dict(KEYS)), "bucket")
+        assert found is resolve(options, "bucket")
+        return str(found.config["region"])
+
+    first = resolve(options, "bucket")
+    assert region() == "eu-west-1"
+    assert first is resolve(options, "bucket")
+    assert first is not resolve(options, "other")
+    assert first is not resolve(parse_s3_options(PLACE, KEYS | {"use_ssl": False}), "bucket")
+    config.write_text("[default]\nregion = eu-south-2\n")
+    assert region() == "eu-south-2"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
+    assert region() == "us-west-2"
+    before = resolve(options, "bucket")
+    forget()
+    assert before is not resolve(options, "bucket")
+
+
+def test_what_cannot_be_compared_is_asked_each_time() -> None:
+    """A class of somebody's function has no name that would tell it from another."""
+
+    class Local:
+        """Nobody can import it."""
+
+    config = {"config_kwargs": {"http_session_cls": Local}}
+    options = parse_s3_options(PLACE, KEYS | config)
+    assert resolve(options, "bucket") is not resolve(options, "bucket")

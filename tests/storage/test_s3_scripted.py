@@ -721,6 +721,35 @@ def test_after_a_refusal_credentials_are_looked_up_again(
     PUT(client)
 
 
+def test_after_a_refusal_a_credential_process_is_asked_again(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys without an end are kept for as long as they are taken, whatever files say."""
+    count = tmp_path / "count"
+    script = tmp_path / "keys.py"
+    script.write_text(
+        "import json, pathlib\n"
+        f"count = pathlib.Path({str(count)!r})\n"
+        "n = len(count.read_text()) if count.exists() else 0\n"
+        "count.write_text('x' * (n + 1))\n"
+        f"print(json.dumps(dict(Version=1, AccessKeyId=f'AKIA{{n}}', SecretAccessKey={SECRET!r},\n"
+        "    SessionToken=f'token-{n}')))\n"
+    )
+    profile(tmp_path, monkeypatch, f"credential_process={sys.executable} {script}")
+    nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
+    client = open_s3(module, server, profile="checkpoints", **nothing)
+    PUT(client)
+    refused = server.requests[-1].headers["x-amz-security-token"]
+    server.answer = lambda request: (
+        Answer(400, error("ExpiredToken"))
+        if request.headers["x-amz-security-token"] == refused
+        else usual(request)
+    )
+    assert type(failing(client, PUT)) is CredentialsError
+    PUT(client)
+    assert server.requests[-1].headers["x-amz-security-token"] != refused
+
+
 def test_a_host_without_instance_metadata(
     module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

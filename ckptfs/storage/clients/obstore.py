@@ -277,6 +277,10 @@ class ObstoreClient(ObjectClient):
         with self._lock:
             self._stores.clear()
 
+    def forget_credentials(self) -> None:
+        """They were refused: whoever asks again shall do so with those of then."""
+        self.close()
+
     def library_store(self, part_bytes: int) -> Any:
         """obstore's own store of this bucket, configured as ours: what benchmarks hold us against."""
         return self._store(part_bytes, sends=True, retries=True)
@@ -313,8 +317,7 @@ class ObstoreClient(ObjectClient):
         except Exception as error:  # noqa: BLE001 - the edge: whatever a library raises becomes typed
             failure = told(asked, error)
         if isinstance(failure, CredentialsError):
-            # Whoever asks again shall do so with the credentials of then.
-            self.close()
+            self.forget_credentials()
         raise failure
 
     def _asked(self, action: str, key: str, *, changes: bool = False) -> Asked:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any, Final
@@ -32,7 +32,7 @@ from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
 from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3
 from ckptfs.storage.clients.s3_options import S3Options, parse_s3_options
-from ckptfs.storage.clients.s3_resolved import Place, resolve
+from ckptfs.storage.clients.s3_resolved import Place, forget, resolve
 from ckptfs.storage.clients.signed_get import SIGNED_S, Got, SignedGets, can_read
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
@@ -99,28 +99,6 @@ def _table(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-class _Once:
-    """Where requests go, asked once: botocore takes 20 ms to tell. Another process asks for itself."""
-
-    def __init__(self) -> None:
-        self._lock = ProcessLock()
-        self._place: Place | None = None
-
-    def __reduce__(self) -> tuple[type[_Once], tuple[()]]:
-        return _Once, ()
-
-    def __call__(self, options: S3Options, bucket: str) -> Place:
-        with self._lock:
-            if self._place is None:
-                self._place = resolve(options, bucket)
-            return self._place
-
-    def forget(self) -> None:
-        """Variables and files are read again when it is asked next."""
-        with self._lock:
-            self._place = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Make:
     """obstore's S3Store for one bucket; resolved at the first request, in the process that makes it."""
@@ -128,7 +106,6 @@ class _Make:
     bucket: str
     options: S3Options
     in_batches: bool = True
-    once: _Once = field(default_factory=_Once, compare=False, repr=False)
 
     def __call__(self, client_options: dict[str, Any], retry_config: dict[str, Any]) -> Any:
         from obstore.store import S3Store
@@ -143,8 +120,8 @@ class _Make:
         return S3Store(self.bucket, **wanted)
 
     def place(self) -> Place:
-        """Where requests go; variables and files are read at the first call."""
-        return self.once(self.options, self.bucket)
+        """Where requests go, as variables and files are now."""
+        return resolve(self.options, self.bucket)
 
     def config(self, place: Place) -> dict[str, Any]:
         """obstore's configuration of the store there."""
@@ -235,10 +212,13 @@ class S3ObstoreClient(ObstoreClient):
 
     def close(self) -> None:
         super().close()
-        self._made.once.forget()
         gets, self._gets = self._gets, _UNTRIED
         if isinstance(gets, SignedGets):
             gets.close()
+
+    def forget_credentials(self) -> None:
+        forget()
+        super().forget_credentials()
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         if find_spec("s3fs") is None:

@@ -8,27 +8,42 @@ roles and credential processes mean the same as for s3fs: the endpoint and style
 that it would use, and credentials are refreshed by it during a long save. Without it: the options and
 AWS_ACCESS_KEY_ID, AWS_DEFAULT_REGION, AWS_ENDPOINT_URL(_S3), AWS_CA_BUNDLE, and obstore's own sources
 (web identity, container and instance metadata).
+
+botocore takes 20 ms to tell, more than most saves' requests do together. What it told is kept for as long
+as options, variables and files say the same (``_Asking``), or until what came of it was refused (``forget``).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from ckptfs.errors import CredentialsError, UriError
 from ckptfs.storage.clients.failures import clean
 from ckptfs.storage.clients.s3_options import S3Options, service_loader
 
-__all__ = ["Place", "resolve"]
+__all__ = ["Place", "forget", "resolve"]
 
 _AWS: Final = (".amazonaws.com", ".amazonaws.com.cn")
 # botocore renews its credentials when they are asked for and close to their end.
 _ASK_AGAIN: Final = timedelta(minutes=1)
+_VARIABLES: Final = ("HOME", "USERPROFILE", "REQUESTS_CA_BUNDLE", "BOTO_CONFIG")
+_FILES: Final = (
+    ("AWS_CONFIG_FILE", "~/.aws/config"),
+    ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ("BOTO_CONFIG", "~/.boto"),
+    ("", "/etc/boto.cfg"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +62,51 @@ class Place:
     provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A question and all that its answer depends on. told: a digest, for options hold credentials."""
+
+    told: str
+    options: S3Options = field(compare=False, repr=False)
+    bucket: str = field(compare=False)
+
+    @classmethod
+    def of(cls, options: S3Options, bucket: str) -> _Asking:
+        """As variables and files are now."""
+        names = [n for n in os.environ if n.startswith("AWS_") or n in _VARIABLES]
+        variables = [(name, os.environ[name]) for name in sorted(names)]
+        files = [_state_of(Path(os.environ.get(name, path))) for name, path in _FILES]
+        has_botocore = find_spec("botocore") is not None
+        # A fork's child asks for itself: its parent may be in the middle of a refresh.
+        all_ = (options, bucket, variables, files, has_botocore, os.getpid())
+        try:
+            told = hashlib.sha256(pickle.dumps(all_)).hexdigest()
+        except (pickle.PicklingError, TypeError, AttributeError):
+            told = uuid4().hex  # a class that somebody made inside a function: asked each time
+        return cls(told, options, bucket)
+
+
+def _state_of(path: Path) -> tuple[str, int, int, int] | None:
+    try:
+        found = path.expanduser().stat()
+    except (OSError, RuntimeError):  # no home
+        return None
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def resolve(options: S3Options, bucket: str) -> Place:
     """Read variables and files, no network. CredentialsError: the profile does not exist."""
+    return _resolved(_Asking.of(options, bucket))
+
+
+def forget() -> None:
+    """Whoever asks next gets an answer of then: credentials were refused."""
+    _resolved.cache_clear()
+
+
+@lru_cache(maxsize=16)
+def _resolved(asking: _Asking) -> Place:
+    options, bucket = asking.options, asking.bucket
     found = (
         _asked_botocore(options, bucket) if find_spec("botocore") else _asked_environment(options)
     )
