@@ -106,6 +106,26 @@ def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> N
     assert upload.complete() == "etag"
 
 
+def test_a_last_part_in_pieces_is_sent_from_where_it_lies() -> None:
+    """It waits for nobody, and its memory stays as it is; what ``put_part`` was given is copied."""
+    held: list[Any] = []
+
+    def send(parts: Iterator[Any]) -> str | None:
+        held.extend(parts)
+        return "etag"
+
+    lent, copied = bytearray(b"abc"), bytearray(b"def")
+    pieces, part = StreamUpload(ASKED, 10, send), StreamUpload(ASKED, 10, send)
+    pieces.put_pieces(0, [lent[:0], memoryview(lent)])
+    part.put_part(0, copied)
+    for upload in (pieces, part):
+        assert upload.complete() == "etag"
+    copied[:] = b"!!!"
+    assert sorted(bytes(piece) for piece in held) == [b"", b"abc", b"def"]
+    views = [piece for piece in held if bytes(piece) == b"abc"]
+    assert np.shares_memory(views[0], np.frombuffer(lent, np.uint8))
+
+
 def test_one_thread_may_bring_parts_in_any_order() -> None:
     """Nobody else brings what is before them: they wait as copies."""
     seen: list[bytes] = []

@@ -152,7 +152,8 @@ class Upload(ABC):
 
     def put_pieces(self, number: int, pieces: Sequence[Buffer]) -> None:
         """The same of a part that lies in several pieces, in order; where ``ObjectClient.gathers``,
-        nothing is copied.
+        nothing is copied. The memory of the last part, if it is smaller than the others, stays as it
+        is until ``complete`` or ``abort`` has returned.
         """
         self.put_part(number, whole(pieces))
 

@@ -8,7 +8,7 @@
 
 A part may lie in pieces. obstore cuts what it is given into parts as large as it was told and copies
 nothing: it holds the caller's buffers until the part has arrived, and ``put_part`` returns when it let go
-of them. A smaller one, the last, it keeps until the end; so that one is copied here. A part that failed in the end is told by a
+of them. A smaller one, the last, it keeps until the end: ``put_part`` copies it, ``put_pieces`` does not. A part that failed in the end is told by a
 later ``put_part`` or by ``complete``, and not as something to try again: the stream is gone. ``abort``
 makes the iterator raise; obstore then aborts the upload on the server.
 """
@@ -75,12 +75,18 @@ class Feed:
             return self._pieces.popleft()
 
     def give(self, number: int, pieces: Sequence[Buffer]) -> bool:
-        """Hand over one part; returns when nobody reads its buffers. False: the stream is over."""
+        """Hand over one part; returns when nobody reads its buffers, but those of a smaller one, the
+        last, at once. False: the stream is over.
+        """
         with self._changed:
             if self._over or number < self._handed:
                 return not self._over  # a part that went already: the bytes are the same
-            if sum(memoryview(piece).nbytes for piece in pieces) != self._part_bytes:
-                return self._copy(number, pieces)
+            size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+            if not size_bytes:
+                return self._copy(number, [b""])
+            if size_bytes != self._part_bytes:
+                self._lend(number, pieces)
+                return True
             try:
                 # Other threads bring those before it, as a rule at once: then nothing is copied, and
                 # what an upload holds is what its parts' owners know of.
@@ -152,6 +158,7 @@ class StreamUpload(Upload):
         self, asked: Asked, part_bytes: int, send: Callable[[Iterator[Any]], str | None]
     ) -> None:
         self._asked = asked
+        self._part_bytes = part_bytes
         self._send = send
         self._feed = Feed(part_bytes)
         self._lock = threading.Lock()
@@ -162,7 +169,8 @@ class StreamUpload(Upload):
         self._told = False
 
     def put_part(self, number: int, data: Buffer) -> None:
-        self.put_pieces(number, [data])
+        is_short = memoryview(data).nbytes != self._part_bytes
+        self.put_pieces(number, [bytes(data) if is_short else data])
 
     def put_pieces(self, number: int, pieces: Sequence[Buffer]) -> None:
         with self._lock:
