@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 SIGNED_S: Final = 300  # how long a signed URL holds; a server's log may show it. Used for a third
 _URLS: Final = 256  # that are kept: a load reads many ranges of few objects
-_WAKE_BYTES: Final = 512 << 10  # that have come when a reader is woken: 32 times for 16 MiB
+_WAKE_BYTES: Final = 1 << 20  # that have come when a reader is woken: 16 times for 16 MiB
 _ERROR_BYTES: Final = 16 << 10  # of an answer that says no
 _IDLE: Final = 32  # connections that are kept
 _SERVER_ERRORS: Final = 500
