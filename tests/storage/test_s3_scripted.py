@@ -673,21 +673,30 @@ def test_a_profile_that_is_not_there(
     assert "elsewhere" in str(found)
 
 
-def test_credentials_are_renewed_in_the_middle_of_an_upload(
-    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A credential process whose keys end soon is asked again while parts go out."""
+def credential_process(tmp_path: Path, *, ends_in_s: int | None = None) -> str:
+    """A command that counts in a file how often it was asked, and gives other keys each time."""
     script = tmp_path / "keys.py"
     script.write_text(
         "import datetime, json, pathlib\n"
         f"count = pathlib.Path({str(tmp_path / 'count')!r})\n"
         "n = len(count.read_text()) if count.exists() else 0\n"
         "count.write_text('x' * (n + 1))\n"
-        "end = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=30)\n"
-        f"print(json.dumps(dict(Version=1, AccessKeyId=f'AKIA{{n}}', SecretAccessKey={SECRET!r},\n"
-        "    SessionToken=f'token-{n}', Expiration=end.isoformat())))\n"
+        f"keys = dict(Version=1, AccessKeyId=f'AKIA{{n}}', SecretAccessKey={SECRET!r},\n"
+        "    SessionToken=f'token-{n}')\n"
+        f"if (ends := {ends_in_s}) is not None:\n"
+        "    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ends)\n"
+        "    keys['Expiration'] = end.isoformat()\n"
+        "print(json.dumps(keys))\n"
     )
-    profile(tmp_path, monkeypatch, f"credential_process={sys.executable} {script}")
+    return f"{sys.executable} {script}"
+
+
+def test_credentials_are_renewed_in_the_middle_of_an_upload(
+    module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A credential process whose keys end soon is asked again while parts go out."""
+    process = credential_process(tmp_path, ends_in_s=30)
+    profile(tmp_path, monkeypatch, f"credential_process={process}")
     nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
     client = open_s3(module, server, profile="checkpoints", **nothing)
     upload = client.begin_upload("run/u", part_bytes=5 << 20)
@@ -725,17 +734,8 @@ def test_after_a_refusal_a_credential_process_is_asked_again(
     module: str, server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys without an end are kept for as long as they are taken, whatever files say."""
-    count = tmp_path / "count"
-    script = tmp_path / "keys.py"
-    script.write_text(
-        "import json, pathlib\n"
-        f"count = pathlib.Path({str(count)!r})\n"
-        "n = len(count.read_text()) if count.exists() else 0\n"
-        "count.write_text('x' * (n + 1))\n"
-        f"print(json.dumps(dict(Version=1, AccessKeyId=f'AKIA{{n}}', SecretAccessKey={SECRET!r},\n"
-        "    SessionToken=f'token-{n}')))\n"
-    )
-    profile(tmp_path, monkeypatch, f"credential_process={sys.executable} {script}")
+    process = credential_process(tmp_path)
+    profile(tmp_path, monkeypatch, f"credential_process={process}")
     nothing: dict[str, Any] = dict.fromkeys(("key", "secret", "token"))
     client = open_s3(module, server, profile="checkpoints", **nothing)
     PUT(client)
