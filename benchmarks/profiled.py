@@ -37,6 +37,8 @@ from benchmarks.floors.rows import MOST_ON_S3, UNSIGNED
 from ckptfs.bench.machine import describe, versions
 from ckptfs.bench.states import make_blank, make_state
 from ckptfs.bench.workloads import make_workload, parse_size
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
 
 _PERF: Final = "perf"
 _HERTZ: Final = 1999
@@ -140,9 +142,11 @@ def _on_s3(name: str, state: State, blank: State, stack: ExitStack) -> Case:
         return Case(
             lambda _: ckptfs.load(dict(blank), uri, storage_options=options), lambda _: None
         )
+    store = open_storage(Uri.parse(server.uri("")), options)
+    stack.callback(store.close)
     return Case(
         lambda n: ckptfs.save(state, server.uri(f"run-{n}/step"), storage_options=options),
-        lambda _: None,
+        lambda n: store.remove_tree(f"run-{n}"),  # or the server, on the same cores, would grow
     )
 
 

@@ -205,3 +205,15 @@ def test_what_cannot_be_compared_is_asked_each_time() -> None:
     config = {"config_kwargs": {"http_session_cls": Local}}
     options = parse_s3_options(PLACE, KEYS | config)
     assert resolve(options, "bucket") is not resolve(options, "bucket")
+
+
+def test_certificates_that_were_renewed_are_read_again(tmp_path: Path) -> None:
+    """The file of one's own authority may change below a job that runs for weeks."""
+    trusted = tmp_path / "ca.pem"
+    trusted.write_text("of last year")
+    verified = {"client_kwargs": {"verify": str(trusted)}}
+    options = parse_s3_options(PLACE, KEYS | verified)
+    assert resolve(options, "bucket").client_options["root_certificate"] == b"of last year"
+    assert resolve(options, "bucket") is resolve(options, "bucket")
+    trusted.write_text("of this year, and longer")
+    assert resolve(options, "bucket").client_options["root_certificate"].startswith(b"of this")

@@ -912,3 +912,34 @@ def test_an_answer_to_the_completion_that_is_lost(module: str, server: Scripted)
         upload.complete()
     with pytest.raises(NotFoundError):
         upload.complete()
+
+
+def test_clients_of_one_place_share_stores_and_connections(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is open is used by who comes next with the same options, variables and certificates; by nobody
+    after a refusal.
+    """
+
+    def connections(**options: Any) -> int:
+        client = open_s3("obstore_s3", server, **options)
+        PUT(client)
+        client.close()
+        return server.connections
+
+    assert connections() == 1
+    assert connections() == 1
+    assert connections(secret="another") == 2  # noqa: S106
+    monkeypatch.setenv("NO_PROXY", "elsewhere.example.com,127.0.0.1")
+    assert connections() == 3
+    trusted = Path(make_certificates(tmp_path)[0])
+    monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+    assert connections() == 4
+    assert connections() == 4
+    trusted.write_bytes(trusted.read_bytes() + b"\n")
+    assert connections() == 5
+    server.answer = lambda _: Answer(400, error("ExpiredToken"))
+    with pytest.raises(CredentialsError):
+        connections()
+    server.answer = usual
+    assert connections() == 6

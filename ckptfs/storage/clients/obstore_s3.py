@@ -16,11 +16,15 @@ Uploads that nobody completed, and versions, are listed by s3fs' client where it
 from __future__ import annotations
 
 import base64
+import hashlib
 import logging
+import os
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl
 
@@ -32,7 +36,7 @@ from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
 from ckptfs.storage.clients.s3_endpoint import endpoint_name
 from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3
 from ckptfs.storage.clients.s3_options import S3Options, parse_s3_options
-from ckptfs.storage.clients.s3_resolved import Place, forget, resolve
+from ckptfs.storage.clients.s3_resolved import Place, forget, resolve, state_of
 from ckptfs.storage.clients.signed_get import SIGNED_S, Got, SignedGets, can_read
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
@@ -66,6 +70,8 @@ _CONFIG_KWARGS: Final = frozenset(
         "parameter_validation", "connector_args", "http_session_cls", "warm_up_loader_caches",
     )
 )  # fmt: skip
+_PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_SURROUNDINGS: Final = (*_PROXIES, *map(str.upper, _PROXIES), "SSL_CERT_FILE", "SSL_CERT_DIR")
 _S3_CONFIG: Final = frozenset(("addressing_style", "payload_signing_enabled"))
 
 
@@ -101,7 +107,11 @@ def _table(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Make:
-    """obstore's S3Store for one bucket; resolved at the first request, in the process that makes it."""
+    """obstore's S3Store for one bucket; resolved at the first request, in the process that makes it.
+
+    One that was made for the same is taken again, with its connections: to make one takes 5 ms, in which
+    all certificates of the machine are parsed.
+    """
 
     bucket: str
     options: S3Options
@@ -115,9 +125,13 @@ class _Make:
             "client_options": client_options | dict(place.client_options),
             "retry_config": retry_config,
         }
-        if place.provider is not None:
-            wanted["credential_provider"] = place.provider
-        return S3Store(self.bucket, **wanted)
+        kind = hashlib.sha256(repr((wanted, _surroundings())).encode()).hexdigest()
+        found = place.stores.get(kind)
+        if found is None:
+            if place.provider is not None:
+                wanted["credential_provider"] = place.provider
+            found = place.stores[kind] = S3Store(self.bucket, **wanted)
+        return found
 
     def place(self) -> Place:
         """Where requests go, as variables and files are now."""
@@ -143,6 +157,13 @@ class _Make:
         if place.payload_signing is not None:
             config["unsigned_payload"] = not place.payload_signing
         return config
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What else obstore reads when a store is made: proxies, and whom the machine trusts."""
+    trusted = ssl.get_default_verify_paths()
+    files = [state_of(Path(path)) for path in (trusted.cafile, trusted.capath) if path]
+    return tuple(os.environ.get(name) for name in _SURROUNDINGS), files
 
 
 class _Untried:

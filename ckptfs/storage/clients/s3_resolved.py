@@ -32,7 +32,7 @@ from ckptfs.errors import CredentialsError, UriError
 from ckptfs.storage.clients.failures import clean
 from ckptfs.storage.clients.s3_options import S3Options, service_loader
 
-__all__ = ["Place", "forget", "resolve"]
+__all__ = ["Place", "forget", "resolve", "state_of"]
 
 _AWS: Final = (".amazonaws.com", ".amazonaws.com.cn")
 # botocore renews its credentials when they are asked for and close to their end.
@@ -45,12 +45,15 @@ _FILES: Final = (
     ("", "/etc/boto.cfg"),
 )
 
+_FileState = tuple[str, int, int, int]
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """config and client_options: for obstore's S3Store. provider: called for credentials.
 
     is_aws: AWS itself, over https. chose_checksum, payload_signing: what the user said of them.
+    trusted: the file of certificates in client_options, as it was. stores: of obstore, made for this place.
     """
 
     config: Mapping[str, Any]
@@ -60,6 +63,8 @@ class Place:
     chose_checksum: bool
     payload_signing: bool | None
     provider: Callable[[], dict[str, Any]] | None = field(default=None, repr=False)
+    trusted: _FileState | None = None
+    stores: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class _Asking:
         """As variables and files are now."""
         names = [n for n in os.environ if n.startswith("AWS_") or n in _VARIABLES]
         variables = [(name, os.environ[name]) for name in sorted(names)]
-        files = [_state_of(Path(os.environ.get(name, path))) for name, path in _FILES]
+        files = [state_of(Path(os.environ.get(name, path))) for name, path in _FILES]
         has_botocore = find_spec("botocore") is not None
         # A fork's child asks for itself: its parent may be in the middle of a refresh.
         all_ = (options, bucket, variables, files, has_botocore, os.getpid())
@@ -86,7 +91,8 @@ class _Asking:
         return cls(told, options, bucket)
 
 
-def _state_of(path: Path) -> tuple[str, int, int, int] | None:
+def state_of(path: Path) -> _FileState | None:
+    """Another one where the file was written since; None: there is none."""
     try:
         found = path.expanduser().stat()
     except (OSError, RuntimeError):  # no home
@@ -96,7 +102,12 @@ def _state_of(path: Path) -> tuple[str, int, int, int] | None:
 
 def resolve(options: S3Options, bucket: str) -> Place:
     """Read variables and files, no network. CredentialsError: the profile does not exist."""
-    return _resolved(_Asking.of(options, bucket))
+    asking = _Asking.of(options, bucket)
+    place = _resolved(asking)
+    if place.trusted is not None and place.trusted != state_of(Path(place.trusted[0])):
+        forget()  # somebody renewed the certificates: a job of weeks would refuse the server's next one
+        place = _resolved(asking)
+    return place
 
 
 def forget() -> None:
@@ -115,6 +126,7 @@ def _resolved(asking: _Asking) -> Place:
     host = urlsplit(config.get("endpoint", "https://s3.amazonaws.com")).hostname or ""
     s3 = options.table("config_kwargs").get("s3") or {}
     is_tls = config.get("endpoint", "https:").startswith("https:")
+    trusted = state_of(Path(verify)) if isinstance(verify, str) else None  # before it is read
     return Place(
         config,
         _client_options(options, verify, allow_http=not is_tls),
@@ -124,6 +136,7 @@ def _resolved(asking: _Asking) -> Place:
         or "AWS_REQUEST_CHECKSUM_CALCULATION" in os.environ,
         payload_signing=s3.get("payload_signing_enabled"),
         provider=None if options.client.get("anon") or "access_key_id" in config else provider,
+        trusted=trusted,
     )
 
 
