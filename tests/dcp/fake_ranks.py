@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.engine import auto_engine
 from ckptfs.dcp.fetch import fetch
-from ckptfs.dcp.layout import sidecar_name, write_files
+from ckptfs.dcp.layout import WriteEngine, sidecar_name, write_files
 from ckptfs.dcp.load_planner import LoadPlanner
 from ckptfs.dcp.metadata import decode_metadata, describe, encode_metadata
 from ckptfs.dcp.per_rank import original_item, view_for
@@ -70,7 +70,13 @@ def stock_save(path: Path, size: int, build: Build) -> None:
 
 
 def our_save(
-    storage: Storage, size: int, build: Build, *, per_rank: Sequence[str] = (), threads: int = 1
+    storage: Storage,
+    size: int,
+    build: Build,
+    *,
+    per_rank: Sequence[str] = (),
+    threads: int = 1,
+    engine: WriteEngine = auto_engine,
 ) -> Metadata:
     """What ckptfs.save leaves at the storage's root, without the commit around it."""
     planners, plans, parts = [], [], []
@@ -88,7 +94,7 @@ def our_save(
                 rank,
                 chosen[rank].items,
                 functools.partial(_resolve, planners[rank], rank),
-                engine=auto_engine,
+                engine=engine,
                 threads=threads,
             )
             parts.append(written_part(written, SAVE_ID, None))
