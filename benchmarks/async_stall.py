@@ -3,16 +3,20 @@
     python -m benchmarks.async_stall                       2 GB, minutes
     python -m benchmarks.async_stall --mib 16 --rounds 1 --peers memcpy,ckptfs    does it still run?
 
-One process (a group of one over gloo, which dcp.async_save asks for), one state of CPU tensors, made
+    python -m benchmarks.async_stall --device cuda --mib 20480 --steps    a state on a GPU, and the steps meanwhile
+
+One process (a group of one over gloo, which dcp.async_save asks for), one state of tensors on --device, made
 once. Rounds in which everybody has a turn, each round another one first:
 
-    memcpy        every tensor copied into memory that was touched before: what a copy costs here
+    memcpy        every tensor copied into memory that was touched before (page-locked, for a state on a
+                  device): what a copy costs here
     ckptfs        async_save into a held run
     dcp thread    dcp.async_save, AsyncCheckpointerType.THREAD, FileSystemWriter
     dcp process   the same with AsyncCheckpointerType.PROCESS
 
 Inside the clock is the call alone, until the tensors may be changed; then the save is waited for,
-outside of it. The first round stands apart: it touches memory, starts the process. The garbage
+outside of it. --steps: until then the process trains, one matrix product a step, and notes tell how much longer
+a step takes than before the call. The first round stands apart: it touches memory, starts the process. The garbage
 collector and torch's threads are as torch leaves them, for everybody.
 """
 
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -28,9 +33,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -59,21 +65,45 @@ PROMISES = {
 }
 PACKAGES = ("ckptfs", "torch", "numpy", "xxhash", "fsspec")
 
+STEPS = 5  # before a call: the median of so many is what a step takes
+WIDTH = 1024  # of the matrices of a step
+
 State = dict[str, Tensor]
-Wait = Callable[[], object]
+
+
+class Pending(Protocol):
+    """A save under way."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    def result(self) -> object:
+        """Wait for it."""
 
 
 class Bench:
-    """The peers over one state and one directory."""
+    """The peers over one state and one directory. steps: whether the process trains beside the saves."""
 
     def __init__(
-        self, directory: Path, size_bytes: int, run: ckptfs.Run, peers: Sequence[str]
+        self,
+        directory: Path,
+        size_bytes: int,
+        run: ckptfs.Run,
+        peers: Sequence[str],
+        *,
+        device: str = "cpu",
+        steps: bool = False,
     ) -> None:
         self.directory = directory
         self.run = run
-        self.state = _state(size_bytes)
-        self.copies = {key: torch.zeros_like(tensor) for key, tensor in self.state.items()}
-        ways: dict[str, Callable[[int], Wait]] = {
+        self.on_cpu = torch.device(device).type == "cpu"
+        self.state = {key: tensor.to(device) for key, tensor in _state(size_bytes).items()}
+        self.copies = {
+            key: torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=not self.on_cpu)
+            for key, tensor in self.state.items()
+        }
+        self.trained = [torch.randn(WIDTH, WIDTH, device=device) for _ in range(2 * steps)]
+        ways: dict[str, Callable[[int], Pending]] = {
             BARE: self._copy,
             OURS: self._ours,
             STOCK[0]: lambda n: self._stock(n, AsyncCheckpointerType.THREAD),
@@ -95,34 +125,54 @@ class Bench:
     def _turn(self, name: str, number: int) -> dict[str, float]:
         # What another peer left to the disk must not be written in this one's time.
         os.sync()
+        alone = [self._step() for _ in range(STEPS)] if self.trained else []
+        self._synchronize()
         began = time.perf_counter()
-        wait = self.peers[name](number)
+        pending = self.peers[name](number)
         stall_s = time.perf_counter() - began
-        wait()
+        beside = []
+        while self.trained and not pending.done():
+            beside.append(self._step())
+        pending.result()
         done_s = time.perf_counter() - began
         for left in self.directory.glob("dcp*"):
             shutil.rmtree(left)
-        return {"stall_s": stall_s, "done_s": done_s}
+        slower = statistics.median(beside) / statistics.median(alone) if beside else math.nan
+        return {"stall_s": stall_s, "done_s": done_s, "slower": slower}
 
-    def _copy(self, number: int) -> Wait:
+    def _step(self) -> float:
+        """Seconds of one step of training."""
+        began = time.perf_counter()
+        state, weights = self.trained
+        state.copy_((state @ weights).tanh_())
+        self._synchronize()
+        return time.perf_counter() - began
+
+    def _synchronize(self) -> None:
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+
+    def _copy(self, number: int) -> Pending:
         for key, tensor in self.state.items():
-            self.copies[key].copy_(tensor)
-        return lambda: None
+            self.copies[key].copy_(tensor, non_blocking=True)
+        self._synchronize()
+        copied: Future[None] = Future()
+        copied.set_result(None)
+        return copied
 
-    def _ours(self, number: int) -> Wait:
+    def _ours(self, number: int) -> Pending:
         # One name: each save replaces the one before, so that the disk does not fill up.
         uri = f"{self.directory}/run/step"
-        pending = ckptfs.async_save(
+        return ckptfs.async_save(
             self.state, uri, step=number + 1, run=self.run, if_exists="replace"
         )
-        return pending.result
 
-    def _stock(self, number: int, kind: AsyncCheckpointerType) -> Wait:
+    def _stock(self, number: int, kind: AsyncCheckpointerType) -> Pending:
         where = self.directory / f"dcp_{kind.value}_{number}"
         writer = dcp.FileSystemWriter(str(where))
         answer = dcp.async_save(self.state, storage_writer=writer, async_checkpointer_type=kind)
-        future = getattr(answer, "upload_completion", answer)
-        return future.result  # type: ignore[union-attr]
+        future: Pending = getattr(answer, "upload_completion", answer)
+        return future
 
 
 def _state(size_bytes: int) -> State:
@@ -161,14 +211,25 @@ def result_of(
 
 def _beside(name: str, first: dict[str, float], turns: list[dict[str, float]]) -> str:
     durable_s = statistics.median(turn["done_s"] for turn in turns)
-    return (
+    told = (
         f"{name}: the first call {number_text(first['stall_s'])} s, "
         f"until it is durable {number_text(durable_s)} s"
     )
+    slower = [turn["slower"] for turn in turns if not math.isnan(turn.get("slower", math.nan))]
+    if slower:
+        told += f", a step meanwhile takes {number_text(statistics.median(slower))} of its time"
+    return told
 
 
 def measured(
-    size_bytes: int, rounds: int, *, within: Path, peers: Sequence[str], command: str
+    size_bytes: int,
+    rounds: int,
+    *,
+    within: Path,
+    peers: Sequence[str],
+    command: str,
+    device: str = "cpu",
+    steps: bool = False,
 ) -> Result:
     """The whole comparison in this process. within: where its directory is made, and removed."""
     directory = Path(tempfile.mkdtemp(prefix="ckptfs-stall-", dir=within))
@@ -180,7 +241,7 @@ def measured(
             dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         run = stack.enter_context(ckptfs.prepare_run(directory / "run"))
-        bench = Bench(directory, size_bytes, run, peers)
+        bench = Bench(directory, size_bytes, run, peers, device=device, steps=steps)
         found = bench.measure(rounds)
     return result_of(
         found,
@@ -194,7 +255,11 @@ def measured(
                 "load_average": {"before": load_before, "after": list(os.getloadavg())},
             },
             "versions": versions(*PACKAGES),
-            "settings": {"threads": torch.get_num_threads(), "rounds": rounds},
+            "settings": {
+                "threads": torch.get_num_threads(),
+                "rounds": rounds,
+                "device": torch.cuda.get_device_name() if device == "cuda" else device,
+            },
             "targets": (Target(PLACE, filesystem(within)),),
         },
     )
@@ -209,6 +274,8 @@ def main() -> int:
         within=Path(options.dir or tempfile.gettempdir()),
         peers=options.peers,
         command=shlex.join(["python", "-m", "benchmarks.async_stall", *sys.argv[1:]]),
+        device=options.device,
+        steps=options.steps,
     )
     found = goals.goals_of(result, GOALS)
     path = telling.save(result, options.out, "async_stall")
@@ -225,6 +292,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="the stall of async_save")
     parser.add_argument("--mib", type=int, default=2048, help="MiB of state")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", default="cpu", help="where the state lies, such as cuda")
+    parser.add_argument("--steps", action="store_true", help="train while a save is under way")
     parser.add_argument("--dir", help="where to save (default: the directory for temporary files)")
     parser.add_argument("--peers", type=_names, default=[BARE, OURS, *STOCK], help="who takes part")
     parser.add_argument("--out", type=Path, help="the result's file")

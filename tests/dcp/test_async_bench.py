@@ -19,7 +19,7 @@ def test_the_benchmark_runs_and_writes_every_measurement(
 ) -> None:
     """A tiny state, without DCP's process: a row for each peer, the ratio of each round's pair."""
     out = tmp_path / "result.json"
-    told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs"]
+    told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs", "--steps"]
     monkeypatch.setattr(sys, "argv", ["bench", *told, "--dir", str(tmp_path), "--out", str(out)])
     assert async_stall.main() == 0
     result = read_result(out)
@@ -27,6 +27,8 @@ def test_the_benchmark_runs_and_writes_every_measurement(
     assert {name: counted.count(name) for name in counted} == {"memcpy": 2, "ckptfs": 2}
     assert {(one.phase, one.size_bytes) for one in result.samples} == {("stall", 1 << 20)}
     assert [note.partition(":")[0] for note in result.notes] == ["memcpy", "ckptfs"]
+    assert "a step meanwhile takes" not in result.notes[0]  # it is over when the copy is
+    assert "a step meanwhile takes" in result.notes[1]
     assert "ckptfs by memcpy, seconds, stall of layers" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 

@@ -94,7 +94,10 @@ tensors = st.tuples(
     st.integers(0, 1000),
 )
 LARGE = (torch.bfloat16, (1500, 1025), "plain", Shard(0), 1)
+HUGE = (torch.float32, (2500, 1024), "plain", Replicate(), 3)  # of two windows
 TURNED = (torch.float32, (1111, 997), "turned", Shard(1), 2)
+
+SMALL = [(torch.float32, (5, n), "plain", Replicate(), n) for n in range(1, 30)]
 
 
 def state_of(specs: list[Any], size: int, *, blank: bool) -> Build:
@@ -194,6 +197,7 @@ READERS = (read_warm, read_cold, read_unverified, read_in_ranges, read_by_stock)
 @pytest.mark.parametrize("way", WRITERS)
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @example(specs=[LARGE, TURNED], size=3)
+@example(specs=[*SMALL, HUGE, LARGE, *SMALL], size=1)
 @example(specs=[(dtype, (3, 5), "stepped", Shard(1), n) for n, dtype in enumerate(DTYPES)], size=2)
 @given(specs=st.lists(tensors, min_size=1, max_size=6), size=st.integers(1, 3))
 def test_what_any_writer_writes_every_reader_reads_bit_by_bit(

@@ -6,6 +6,7 @@ chooses those. What only a device can show, pinned buffers and its own memory, i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def blank(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: torch.zeros(t.shape, dtype=t.dtype, device=t.device) for key, t in state.items()}
 
 
-def bits(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
+def bits(state: Mapping[Any, torch.Tensor]) -> dict[Any, bytes]:
     """Of every tensor."""
     return {
         key: value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -140,7 +141,7 @@ def test_buffers_for_a_device_are_page_locked(device: str) -> None:
 
 @pytest.mark.parametrize("way", ["save", "async_save"])
 def test_a_save_takes_no_memory_of_the_device(device: str, way: str, tmp_path: Path) -> None:
-    """A job that fills its device can save: nothing is made contiguous there."""
+    """A job that fills its device with contiguous tensors can save."""
     state = {"large": torch.randn(16 * MIB, device=device), "small": torch.ones(3, device=device)}
     wanted = bits(state)
     if device == "cuda":
