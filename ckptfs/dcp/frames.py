@@ -31,6 +31,12 @@ __all__ = ["Frame", "frame", "matches"]
 
 _log = logging.getLogger(__name__)
 
+# Such a tensor is more than its memory; one that is a view of bytes does not say that it is one.
+_QUANTISED = frozenset(
+    getattr(torch, name)
+    for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+    if hasattr(torch, name)
+)
 _KEPT = 4096  # frames of 1.5 KiB
 _DESCRIPTOR = b"PK\x07\x08"  # zip's data descriptor: this, the CRC, two sizes
 _CRC_BYTES = 4
@@ -62,7 +68,7 @@ def frame(dtype: torch.dtype, sizes: Sequence[int]) -> Frame | None:
     None: this torch cannot say it in advance, for this dtype. Any thread.
     """
     alignment = storage_alignment_bytes()
-    if not _is_right(dtype, alignment):
+    if dtype in _QUANTISED or not _is_right(dtype, alignment):
         return None
     return _made(dtype, tuple(sizes), alignment)
 
@@ -124,8 +130,6 @@ def _untouched(dtype: torch.dtype, sizes: tuple[int, ...], length: int) -> torch
     memory = mmap.mmap(-1, size, flags=flags)
     # A view: torch.empty warns of some dtypes, once, and whoever asks here has done nothing.
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
-    if flat.is_quantized:
-        raise TypeError("a quantised tensor is more than its memory")
     wide = [max(1, size) for size in sizes]  # as torch has it for empty tensors
     strides = [math.prod(wide[index + 1 :]) for index in range(len(sizes))]
     return flat.set_(flat.untyped_storage()[:length], 0, sizes, strides)

@@ -23,6 +23,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from secrets import randbelow
 
 from ckptfs.errors import IntegrityError, StaleError, StorageError
 from ckptfs.storage.base import DataReader, Reach
@@ -141,9 +142,12 @@ class LocalReader(DataReader):
         is_known = self._way is _Way.CACHED
         try:
             if not is_known:
-                # All of a range would be read ahead, although nobody waits for it.
+                # All of a range would be read ahead, although nobody waits for it. A page that was asked for
+                # is there for the next who asks: a second one, never the same, tells more.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
+                other = _PAGE + randbelow(_DIRECT_FROM_BYTES - _PAGE)
+                self._posix.preadv_cached(fd, [page], offset + other)
             done = self._posix.preadv_cached(fd, views, offset)
         except OSError as error:
             if error.errno != errno.EAGAIN:

@@ -148,9 +148,13 @@ def test_the_alignment_that_the_user_set_is_the_frames() -> None:
     assert made(torch.int16, (3, 7)) != around
 
 
-def test_there_is_no_frame_where_the_memory_is_not_all() -> None:
+@pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "quint4x2", "quint2x4"])
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # torch warns of these: here that is an error, and no frame either
+def test_there_is_no_frame_where_the_memory_is_not_all(name: str) -> None:
     """Quantised tensors have more to them than their memory: no frame, torch.save writes them."""
-    assert frame(torch.qint8, (3,)) is None
+    assert frame(getattr(torch, name), (3,)) is None
 
 
 def test_frames_from_many_threads_are_the_same_and_leave_settings_alone() -> None:

@@ -250,14 +250,14 @@ def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_what_is_cached_is_never_read_from_the_disk(path: str) -> None:
-    """One question, then one call for each step; no direct descriptor, no second copy."""
+    """Two questions, then one call for each step; no direct descriptor, no second copy."""
     kernel = Kernel(lambda _: True)
     with reader(path, kernel) as open_:
         memory = memoryview(bytearray(3 * MIB))
         steps = [*open_.read_steps(0, memory, MIB)]
     assert memory == DATA[: 3 * MIB]
     assert steps == [3 * MIB]  # the first is asked for whole: nobody knew
-    assert kernel.names == ["open", "fstat", "preadv_cached", "preadv_cached"]
+    assert kernel.names == ["open", "fstat", *["preadv_cached"] * 3]
     with reader(path, kernel) as open_:
         read(open_, 0, [MIB])
         kernel.names.clear()
@@ -322,6 +322,39 @@ def test_what_was_only_read_ahead_leads_no_further_through_the_cache(path: str) 
         assert read(open_, 0, [100]) == DATA[:100]
         assert read(open_, 100, [2 * MIB]) == DATA[100 : 2 * MIB + 100]
         assert open_.direct_bytes > 2 * MIB - 2 * ahead * PAGE
+
+
+@pytest.mark.parametrize("first_bytes", [0, 5 * PAGE + 700, 3 * MIB + 17], ids=str)
+def test_pages_that_were_only_asked_for_make_no_file_cached(
+    tmp_path: Path, first_bytes: int
+) -> None:
+    """Who asks for a page of a cold file has the kernel bring that one; a save leaves the last one. Loaded a
+    second time, the file is read past the cache as it was the first time: nothing is waited for.
+    """
+    window, windows = 8 * MIB, 20
+    size = first_bytes + window * windows
+    large = tmp_path / "large"
+    with large.open("wb") as file:
+        file.truncate(size)
+    there = {(size - 1) // PAGE}
+
+    class Brings(Kernel):
+        """A page that was not there is, for the next who asks."""
+
+        def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            try:
+                return super().preadv_cached(fd, buffers, offset)
+            except OSError:
+                there.add(offset // PAGE)
+                raise
+
+    for _ in range(2):
+        kernel = Brings(lambda page: page in there)
+        with reader(str(large), kernel) as open_:
+            for number in range(windows):
+                read(open_, first_bytes + number * window, [window])
+            assert open_.direct_bytes >= size - first_bytes - 2 * windows * PAGE
+        assert "preadv" not in kernel.names
 
 
 def test_what_is_not_cached_is_read_past_the_cache(path: str) -> None:

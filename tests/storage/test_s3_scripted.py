@@ -914,32 +914,42 @@ def test_an_answer_to_the_completion_that_is_lost(module: str, server: Scripted)
         upload.complete()
 
 
-def test_clients_of_one_place_share_stores_and_connections(
+def test_clients_of_one_place_share_a_store_of_obstore(
     server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is open is used by who comes next with the same options, variables and certificates; by nobody
-    after a refusal.
+    """What was made, and is connected, is used by who comes next with the same options, variables and
+    certificates; by nobody after a refusal.
     """
+    from obstore import store
 
-    def connections(**options: Any) -> int:
+    made: list[object] = []
+
+    def make(*args: Any, **options: Any) -> object:
+        made.append(kept(*args, **options))
+        return made[-1]
+
+    kept = store.S3Store
+    monkeypatch.setattr(store, "S3Store", make)
+
+    def stores(**options: Any) -> int:
         client = open_s3("obstore_s3", server, **options)
         PUT(client)
         client.close()
-        return server.connections
+        return len(made)
 
-    assert connections() == 1
-    assert connections() == 1
-    assert connections(secret="another") == 2  # noqa: S106
+    assert stores() == 1
+    assert stores() == 1
+    assert stores(secret="another") == 2  # noqa: S106
     monkeypatch.setenv("NO_PROXY", "elsewhere.example.com,127.0.0.1")
-    assert connections() == 3
+    assert stores() == 3
     trusted = Path(make_certificates(tmp_path)[0])
     monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
-    assert connections() == 4
-    assert connections() == 4
+    assert stores() == 4
+    assert stores() == 4
     trusted.write_bytes(trusted.read_bytes() + b"\n")
-    assert connections() == 5
+    assert stores() == 5
     server.answer = lambda _: Answer(400, error("ExpiredToken"))
     with pytest.raises(CredentialsError):
-        connections()
+        stores()
     server.answer = usual
-    assert connections() == 6
+    assert stores() == 6
