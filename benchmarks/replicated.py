@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -39,7 +38,6 @@ import xxhash
 import ckptfs
 from benchmarks import telling
 from benchmarks.jobs import torchrun
-from ckptfs.bench.machine import describe, versions
 from ckptfs.bench.resident import evict
 from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload
 from ckptfs.bench.workloads import parse_size
@@ -47,6 +45,7 @@ from ckptfs.bench.workloads import parse_size
 TENSORS = 32
 WAYS = ("each", "broadcast", "shared")
 PHASES: dict[str, Phase] = {"disk": "load_warm", "cold": "load_cold", "s3": "load_warm"}
+PACKAGES = ("ckptfs", "torch", "xxhash", "obstore")
 TIMEOUT_S = 900.0
 HERE = Path(__file__).resolve().parent
 
@@ -176,7 +175,7 @@ def measured(
     size_bytes: int, ranks: Sequence[int], pairs: int, places: Sequence[str], directory: Path
 ) -> Result:
     """All places and numbers of ranks. directory: on the disk that is measured."""
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    started, load_before = datetime.now(UTC), os.getloadavg()
     samples: list[Sample] = []
     notes: list[str] = []
     with ExitStack() as stack:
@@ -207,13 +206,7 @@ def measured(
                 ]  # fmt: skip
     return Result(
         what="a replicated state for every rank: each reads it, or one passes it on",
-        date=started.isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", "benchmarks.replicated", *sys.argv[1:]]),
-        machine={
-            **describe(directory),
-            "load_average": {"before": load_before, "after": list(os.getloadavg())},
-        },
-        versions=versions("ckptfs", "torch", "xxhash", "obstore"),
+        **telling.about("replicated", directory, PACKAGES, started, load_before),
         settings={"pairs": pairs},
         workloads=tuple(Workload(f"{n} ranks", TENSORS, total, "one state for all") for n in ranks),
         targets=tuple(Target(place, place) for place in places),

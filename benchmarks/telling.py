@@ -6,8 +6,11 @@ python -m benchmarks.telling FILE...        Markdown of results, those of earlie
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,26 @@ from rich.table import Table
 from benchmarks.goals import Goal
 from benchmarks.old_results import read_any
 from ckptfs.bench.files import write_result
+from ckptfs.bench.machine import describe, versions
 from ckptfs.bench.results import Result
 from ckptfs.bench.summary import Row, rows_of
 from ckptfs.bench.words import interval_text, number_text, phase_text, spread_text, verdict_text
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ("engine", "rounds", "seconds", "GB/s", "CPU s/GB", "seconds by ckptfs's")
+
+
+def about(
+    script: str, within: Path, packages: Sequence[str], started: datetime, load: Sequence[float]
+) -> dict[str, Any]:
+    """What every result says of its run. started, load: when it began, and the load average of then."""
+    machine_load = {"before": list(load), "after": list(os.getloadavg())}
+    return {
+        "date": started.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", f"benchmarks.{script}", *sys.argv[1:]]),
+        "machine": {**describe(within), "load_average": machine_load},
+        "versions": versions(*packages),
+    }
 
 
 def joined(results: Sequence[Result], *, what: str, command: str, note: str) -> Result:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -35,11 +34,12 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from benchmarks import telling
-from ckptfs.bench.machine import describe, filesystem, versions
+from ckptfs.bench.machine import filesystem
 from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
 from ckptfs.bench.workloads import make_workload, parse_size
 
 OURS: Final = "ckptfs"
+PACKAGES: Final = ("ckptfs", "torch", "numpy", "xxhash")
 TURN_S: Final = 300.0
 _MIB: Final = 1 << 20
 _PR_SET_THP_DISABLE: Final = 41
@@ -128,7 +128,7 @@ def _turn(worker: Connection, number: int) -> tuple[float, float]:
 
 def measured(size_bytes: int, pairs: int, names: list[str], within: Path) -> Result:
     """All settings in turn. within: on the disk to be measured."""
-    started, load_before = datetime.now(UTC), list(os.getloadavg())
+    started, load_before = datetime.now(UTC), os.getloadavg()
     workload = make_workload("llm", size_bytes=size_bytes)
     samples: list[Sample] = []
     with ExitStack() as stack:
@@ -152,13 +152,7 @@ def measured(size_bytes: int, pairs: int, names: list[str], within: Path) -> Res
                     )  # fmt: skip
     return Result(
         what="settings of the write engine for files",
-        date=started.isoformat(timespec="seconds"),
-        command=shlex.join(["python", "-m", "benchmarks.windows", *sys.argv[1:]]),
-        machine={
-            **describe(within),
-            "load_average": {"before": load_before, "after": list(os.getloadavg())},
-        },
-        versions=versions("ckptfs", "torch", "numpy", "xxhash"),
+        **telling.about("windows", within, PACKAGES, started, load_before),
         settings={"pairs": pairs},
         workloads=(Workload(workload.name, len(workload.tensors), workload.size_bytes),),
         targets=(Target("directory", filesystem(within)),),
