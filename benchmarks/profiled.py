@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import select
 import shlex
 import shutil
 import subprocess
@@ -41,6 +42,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
 _PERF: Final = "perf"
+_LOOK_S: Final = 1.0  # whether perf is still there
 _HERTZ: Final = 1999
 _LEAST: Final = 0.5  # percent of the samples: what has less is not told
 _WIDTH: Final = 100  # of a symbol's name: C++ has some of a thousand characters
@@ -81,7 +83,9 @@ class Perf:
                 "--output", str(self._data),
             ]
         )  # fmt: skip
-        self._control, self._answers = control.open("w"), answers.open()
+        # Open at both ends here: a perf that does not start would never open its own.
+        self._control = os.open(control, os.O_RDWR | os.O_CLOEXEC)
+        self._answers = os.open(answers, os.O_RDWR | os.O_CLOEXEC)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -103,10 +107,22 @@ class Perf:
         return [Line(float(one[1]), one[2], one[4][:_WIDTH]) for one in found]
 
     def _say(self, order: str) -> None:
-        self._control.write(f"{order}\n")
-        self._control.flush()
-        if self._answers.readline().strip("\0\n") != "ack":  # perf ends its lines with both
-            raise RuntimeError(f"perf did not {order}: it ended with {self._process.poll()}")
+        os.write(self._control, f"{order}\n".encode())
+        said = b""
+        while not said.endswith(b"ack\n\0"):
+            if select.select([self._answers], [], [], _LOOK_S)[0]:
+                said += os.read(self._answers, 64)
+            elif (status := self._process.poll()) is not None:
+                raise RuntimeError(f"perf did not {order}: it ended with {status}")
+
+
+def unavailable() -> str | None:
+    """Why nothing can be profiled here; None: it can."""
+    if shutil.which(_PERF) is None:
+        return "perf is not installed (Debian: linux-perf)"
+    command = [_PERF, "record", "--quiet", "--event", "cpu-clock", "--output", os.devnull, "true"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"perf may not sample here: {tried.stderr.strip()[:300]}" if tried.returncode else None
 
 
 def _on_disk(name: str, state: State, where: Path, stack: ExitStack) -> Case:
@@ -222,8 +238,8 @@ def _told(line: Line, cpu_s_per_gb: float) -> str:
 def main() -> int:
     """Measure, write the page, print it."""
     options = _options()
-    if shutil.which(_PERF) is None:
-        print("perf is not installed (Debian: linux-perf)", file=sys.stderr)
+    if (why := unavailable()) is not None:
+        print(why, file=sys.stderr)
         return 1
     page = profiled(options.case, options.size, options.rounds, options.dir)
     name = f"profile-{options.case}-{datetime.now(UTC).date()}.txt"

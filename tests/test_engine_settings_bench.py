@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import windows
+from benchmarks import profiled, windows
 from benchmarks.telling import HERE
 
 SMALLEST = 20_000_000  # three windows of 8 MiB
@@ -54,13 +53,28 @@ def test_a_setting_is_what_its_name_says(name: str, tmp_path: Path) -> None:
     assert (engine == "buffered") == (wanted.engine == "buffered")
 
 
-@pytest.mark.skipif(shutil.which("perf") is None, reason="Linux's perf is not installed")
 @pytest.mark.parametrize("case", ["save", "s3-unsigned"])
 def test_a_profile_is_a_page(case: str, tmp_path: Path) -> None:
     """What it costs, and where: at least the digests are found by name."""
+    if (why := profiled.unavailable()) is not None:
+        pytest.skip(why)
     page = tmp_path / "page.txt"
     command = [sys.executable, "-m", "benchmarks.profiled", case, "--size", "50MB", "--rounds", "1"]
     command += ["--dir", str(tmp_path), "--out", str(page)]
     subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=150)
     assert "CPU seconds per GB" in page.read_text()
     assert "_xxhash" in page.read_text()
+
+
+def test_without_perf_nothing_is_profiled_and_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not installed, or it may not sample."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "not installed" in str(profiled.unavailable())
+    perf = tmp_path / "perf"
+    perf.write_text("#!/bin/sh\necho no permission >&2\nexit 255\n")
+    perf.chmod(0o755)
+    assert "no permission" in str(profiled.unavailable())
+    with pytest.raises(RuntimeError, match="it ended with 255"), profiled.Perf(tmp_path).sampling():
+        pass
