@@ -278,9 +278,7 @@ def main() -> int:
         steps=options.steps,
     )
     found = goals.goals_of(result, GOALS)
-    path = telling.save(result, options.out, "async_stall")
-    telling.show(result, found)
-    print(f"every measurement: {os.path.relpath(path)}")
+    telling.finish(result, options.out, "async_stall", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

@@ -70,9 +70,7 @@ def main() -> int:
         note=options.note,
     )
     found = goals.goals_of(result, asked_goals())
-    path = telling.save(result, options.out, "object_store")
-    telling.show(result, found)
-    print(f"every measurement: {path}")
+    telling.finish(result, options.out, "object_store", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

@@ -121,9 +121,7 @@ def main() -> int:
     result = measured(
         options.ranks, options.tensors, options.pairs, command, sides=options.sides, say=_say
     )
-    path = telling.save(result, options.out, "planner")
-    telling.show(result)
-    print(f"every measurement: {os.path.relpath(path)}")
+    telling.finish(result, options.out, "planner")
     return 0
 
 

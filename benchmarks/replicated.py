@@ -253,9 +253,7 @@ def main() -> int:
         live(options.job)
         return 0
     result = measured(options.size, options.ranks, options.pairs, options.places, options.dir)
-    path = telling.save(result, options.out, "replicated")
-    telling.show(result)
-    print(f"every measurement: {os.path.relpath(path)}")
+    telling.finish(result, options.out, "replicated")
     return 0
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -52,9 +51,7 @@ def main() -> int:
     # The place was made for this run and is gone: two results of one disk are of one target.
     result = telling.placed(result, "directory")
     found = goals.goals_of(result, [GOAL])
-    path = telling.save(result, options.out, "save_load")
-    telling.show(result, found)
-    print(f"every measurement: {os.path.relpath(path)}")
+    telling.finish(result, options.out, "save_load", found)
     return 0 if goals.holds(found) or not options.check else 1
 
 

@@ -74,11 +74,12 @@ def placed(result: Result, name: str) -> Result:
     )
 
 
-def save(result: Result, out: Path | None, name: str) -> Path:
-    """Into results/, unless told otherwise."""
+def finish(result: Result, out: Path | None, name: str, goals: Sequence[Goal] = ()) -> None:
+    """What a script does at its end: a file, in results/ unless told otherwise, and the tables."""
     path = out or HERE / "results" / f"{name}-{result.date[:10]}.json"
     write_result(path, result)
-    return path
+    show(result, goals)
+    print(f"every measurement: {os.path.relpath(path)}")
 
 
 def show(result: Result, goals: Sequence[Goal] = ()) -> None:

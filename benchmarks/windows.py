@@ -165,9 +165,7 @@ def main() -> int:
     """Measure, write the result, print the table."""
     options = _options()
     result = measured(options.size, options.pairs, options.only, options.dir)
-    path = telling.save(result, options.out, "windows")
-    telling.show(result)
-    print(f"every measurement: {os.path.relpath(path)}")
+    telling.finish(result, options.out, "windows")
     return 0
 
 

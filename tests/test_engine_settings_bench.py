@@ -1,4 +1,4 @@
-"""The benchmarks of single settings and of profiles still run, and their savings are whole checkpoints."""
+"""The benchmarks of single settings and of profiles still run, and set what they say."""
 
 from __future__ import annotations
 

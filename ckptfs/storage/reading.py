@@ -6,7 +6,7 @@
 
 A buffered read of a cold file has the kernel take fresh pages and copy out of them; a direct one into
 memory that was used before does neither, and leaves the page cache to those who need it. What is
-cached is asked at every window, one page first, so a file may be cached in part. Where a window stops in
+cached is asked at every window, two pages first, so a file may be cached in part. Where a window stops in
 the middle, and the file is cached farther on, that page is waited for: of one at which it would read
 ahead the kernel says that it is missing, too. Reads that are not answered so (network filesystems) go
 through the page cache and its readahead.
@@ -59,7 +59,7 @@ class _Way(Enum):
     """How the next window of a file is tried first."""
 
     CACHED = "cached"  # the last one was in the page cache
-    ASK = "ask"  # one page, whether this one is
+    ASK = "ask"  # two pages, whether this one is
     BUFFERED = "buffered"  # there is no other way here
 
 
