@@ -1,28 +1,35 @@
 """A file object over a DataWriter: what Python code calls ``open(..., "wb")``, whole or not at all.
 
     with fs.open(path, "wb") as file: ...   left normally: visible; by an exception: nothing is
-    file.close()                            the same, told by the exception that is being handled
+    file.close()                            visible, in except and finally blocks too
     autocommit=False                        closed is not yet visible: commit() or discard() decide
     dropped without close()                 nothing
 
-fsspec's own files upload what they buffered when an exception leaves the block; so do wrappers that
-close without telling why (``fsspec.open``, ``io.TextIOWrapper``). A file that is closed while an
-exception is on its way that was not there when it was opened is therefore thrown away.
+fsspec's own files upload what they buffered when an exception leaves the block; so do wrappers whose
+``__exit__`` calls ``close()`` and passes no reason on (``fsspec.open``, ``io.TextIOWrapper``, pyarrow).
+A file that the ``with`` block of a wrapper closes because of an exception is therefore discarded as
+well. Any other ``close()`` publishes: a handler that writes a fallback and closes loses nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dis
 import io
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import NotFoundError, StorageError
 from ckptfs.storage.base import DataWriter, Storage
 
 _TRIES = 4
+_WITH_LEFT_BY_ERROR = dis.opmap["WITH_EXCEPT_START"]
+# How functions of wrappers are called that only pass the end of a with block on.
+_CLOSING = frozenset(("__exit__", "_exit_wrapper", "close", "<listcomp>"))
 
-__all__ = ["CompressedFile", "DurableWriter", "HeldWriter", "PublishedFile"]
+__all__ = ["CompressedFile", "DurableWriter", "HeldWriter", "PublishedFile", "TextFile"]
 
 
 class PublishedFile(io.BufferedIOBase):
@@ -45,7 +52,7 @@ class PublishedFile(io.BufferedIOBase):
         self._writer: DataWriter | None = writer
         self._before = sys.exc_info()[1]
         self._size = 0
-        self._failed = False
+        self._failed = self._spoilt = False
 
     def writable(self) -> bool:
         """True."""
@@ -69,15 +76,34 @@ class PublishedFile(io.BufferedIOBase):
         return self._size
 
     def close(self) -> None:
-        """Publish, unless an exception is on its way or a write failed; harmless twice."""
+        """Publish, unless a ``with`` block closes it because of an exception; harmless twice.
+
+        StorageError: a write failed before, so that bytes are missing; nothing is published.
+        """
         if self.closed:
             return
-        error = sys.exc_info()[1]
-        if self._failed or (error is not None and error is not self._before):
+        if self._spoilt or self._is_left_by_error():
             self.discard()
+        elif self._failed:
+            self.discard()
+            super().close()
+            raise StorageError(
+                "a write failed before it was closed, so nothing was published", uri=self.name
+            )
         elif self.autocommit:
             self.commit()
         super().close()
+
+    def spoil(self) -> None:
+        """``close`` discards it from now on: what wrappers call whose block an exception leaves."""
+        self._spoilt = True
+
+    def _is_left_by_error(self) -> bool:
+        error = sys.exc_info()[1]
+        # A file that was opened while the exception was on its way is how somebody rescues something.
+        if error is None or error is self._before:
+            return False
+        return _with_block_left_by_error(sys._getframe(2))  # noqa: SLF001 - who calls close
 
     def commit(self) -> None:
         """Make it visible and durable."""
@@ -104,12 +130,23 @@ class PublishedFile(io.BufferedIOBase):
         tb: TracebackType | None,
     ) -> None:
         if exc_type is not None:
-            self.discard()
+            self.spoil()
         self.close()
 
     def __del__(self) -> None:
         # io's own would close, and publish half a file. What a transaction holds is closed already.
         self.discard()
+
+
+def _with_block_left_by_error(caller: FrameType | None) -> bool:
+    """Whether ``caller`` acts for a ``with`` block that an exception leaves.
+
+    Wrappers written in C, and those that call ``close()`` from ``__exit__``, say nothing of the
+    exception. The interpreter runs them from the one instruction that ends such a block.
+    """
+    while caller is not None and caller.f_code.co_name in _CLOSING:
+        caller = caller.f_back
+    return caller is not None and caller.f_code.co_code[caller.f_lasti] == _WITH_LEFT_BY_ERROR
 
 
 class DurableWriter(DataWriter):
@@ -167,7 +204,7 @@ class HeldWriter(DataWriter):
 class CompressedFile(io.BufferedIOBase):
     """Bytes on their way through one of fsspec's compressors into a file that closes with it."""
 
-    def __init__(self, file: io.BufferedIOBase, codec: str) -> None:
+    def __init__(self, file: PublishedFile, codec: str) -> None:
         from fsspec.compression import compr
 
         super().__init__()
@@ -183,10 +220,59 @@ class CompressedFile(io.BufferedIOBase):
         return count
 
     def close(self) -> None:
-        """Publish, unless an exception is on its way."""
+        """Write the compressor's end, then as ``PublishedFile.close``."""
         if not self.closed:
             try:
                 self._through.close()
+            except BaseException:
+                self.spoil()  # without its end nobody can read it
+                raise
             finally:
                 self._file.close()
                 super().close()
+
+    def spoil(self) -> None:
+        """As ``PublishedFile.spoil``."""
+        self._file.spoil()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.spoil()
+        self.close()
+
+    def __del__(self) -> None:
+        _drop(self)
+
+
+class TextFile(io.TextIOWrapper):
+    """Text on its way into a file that closes with it."""
+
+    def __init__(self, file: PublishedFile | CompressedFile, **text: Any) -> None:
+        super().__init__(file, **text)  # type: ignore[arg-type]  # typeshed asks for more than io does
+        self._file = file
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self._file.spoil()
+        self.close()
+
+    def __del__(self) -> None:
+        _drop(self)
+
+
+def _drop(file: CompressedFile | TextFile) -> None:
+    """End what was collected without ``close()``. io's own finalizer would publish half a file."""
+    if not file.closed:
+        with contextlib.suppress(Exception):  # nobody hears a finalizer
+            file._file.spoil()  # noqa: SLF001 - one of ours
+            file.close()

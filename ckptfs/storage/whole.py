@@ -10,7 +10,6 @@ Users of stock's FsspecWriter pass raw URLs to every method, so each takes them.
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import threading
 from collections.abc import Mapping
@@ -30,12 +29,13 @@ from ckptfs.storage.bare import (
 )
 from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.storage.stream import CompressedFile, DurableWriter, PublishedFile
+from ckptfs.storage.stream import CompressedFile, DurableWriter, PublishedFile, TextFile
 from ckptfs.uri import Uri
 
 __all__ = ["WholeFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
+_TEXT = ("encoding", "errors", "newline")
 
 
 class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -164,6 +164,9 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
     def open(self, path: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         """As fsspec's. Writing is whole or not at all: an exception inside ``with`` leaves nothing."""
         compression = kwargs.get("compression")
+        if "r" not in mode and "b" not in mode:
+            text = {name: kwargs.pop(name) for name in _TEXT if name in kwargs}
+            return TextFile(self.open(path, f"{mode.replace('t', '')}b", *args, **kwargs), **text)
         if compression is None or "r" in mode:
             return super().open(self._path(path), mode, *args, **kwargs)
         from fsspec.core import get_compression
@@ -171,8 +174,7 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
         codec = get_compression(self._path(path), kwargs.pop("compression"))
         if codec is None:
             return self.open(path, mode, *args, **kwargs)
-        file = CompressedFile(self.open(path, f"{mode.strip('bt')}b", *args), codec)
-        return file if "b" in mode else io.TextIOWrapper(file, kwargs.get("encoding"))
+        return CompressedFile(self.open(path, mode, *args), codec)
 
     def _open(self, path: str, mode: str = "rb", *, autocommit: bool = True, **kwargs: Any) -> Any:
         uri = self._uri(path)
