@@ -6,17 +6,31 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
 PYTEST_ARGS ?=
-# Machines of the laboratory are several processes each, so their tests run one after the other. 5: -k
-# and its sisters chose nothing there.
 # Tests run in so many processes, a file in one of them; `PYTEST_JOBS=0` runs them in this one.
 PYTEST_JOBS ?= 2
+# Machines of the laboratory are several processes each, so their tests run one after the other.
+LABS := tests/nfs tests/nodes tests/cuts
+CORE = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LABS))
+# Runs of `make test-repeat`.
+N ?= 5
+
+# Both halves run, whatever the first one found; the exit code is 1 where either failed. 5: -k and its
+# sisters chose nothing there.
+define run_both_halves
+core=0; labs=0; \
+$(1) $(CORE) $(PYTEST_ARGS) || core=$$?; \
+$(1) $(LABS) $(PYTEST_ARGS) || labs=$$?; \
+said() { case $$1 in 0) echo passed;; 5) echo "no test chosen";; *) echo "FAILED (exit $$1)";; esac; }; \
+echo "core: $$(said $$core); labs (nfs, nodes, cuts): $$(said $$labs)"; \
+for code in $$core $$labs; do case $$code in 0|5) ;; *) exit 1;; esac; done
+endef
 
 export OMP_NUM_THREADS ?= 1
 # torch's store looks up the name of every client in its one thread: where no name server answers,
 # each would hold all ranks for 5 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
 
-.PHONY: help demo first-run test test-hdfs check docs format compat formats campaign-crash campaign-model bench
+.PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
 .PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
 .PHONY: scale campaign-scale
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
@@ -28,6 +42,7 @@ help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
 	@echo "make test            every test (about 17 minutes on 2 cores)"
+	@echo "make test-repeat     all of it N=5 times beside two busy loops, and a table of what was not green"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
 	@echo "                     their own; make integrations-matrix: each one on every store"
@@ -68,9 +83,11 @@ demo: $(STAMP)
 	@$(BIN)/python examples/demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=15 \
-	    --ignore=tests/nfs --ignore=tests/nodes --ignore=tests/cuts $(PYTEST_ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest --durations=15 tests/nfs tests/nodes tests/cuts $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	@$(call run_both_halves,$(BIN)/python -m pytest --durations=15)
+
+# Beside two processes that only compute: what is not green every time is a defect.
+test-repeat: $(STAMP)
+	$(BIN)/python -m tests.repeat --times $(N) --half core "$(CORE) $(PYTEST_ARGS)" --half labs "$(LABS) $(PYTEST_ARGS)"
 
 test-hdfs: $(STAMP)
 	$(BIN)/python -m pytest -m "hdfs and not campaign" tests/servers $(PYTEST_ARGS)

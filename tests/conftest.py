@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.skips import sum_up
 
 # torch's TCPStore server looks up the name of every address that connects, in the one thread that
 # serves all ranks. Where a name server does not answer, each connection would cost 5 s: one is
@@ -61,3 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next(found, len(LONG))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
+    """The skipped tests in one line below pytest's list, with the command that brings what they lack."""
+    yield
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = (report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple))
+    if line := sum_up(reasons):
+        terminalreporter.write_line(line)

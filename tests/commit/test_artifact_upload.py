@@ -13,6 +13,7 @@ import ckptfs
 from ckptfs.errors import AccessError, NotFoundError
 from ckptfs.testing.object_client import STORES, MemoryObjects
 from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from tests.measures import own_threads
 
 MIB = 1 << 20
 
@@ -75,7 +76,7 @@ def test_one_file_that_fails_fails_all(bucket: tuple[str, MemoryObjects]) -> Non
         ckptfs.checkpoint_dir(f"{uri}/model") as path,
     ):
         write_files(path, {f"f{n}": 1000 for n in range(200)})
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-upload")]
+    assert not own_threads("ckptfs-upload")
     assert ckptfs.list_checkpoints(uri) == []
     with pytest.raises(NotFoundError):
         ckptfs.load({}, f"{uri}/model")

@@ -32,6 +32,7 @@ from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.plan import Fail, Fault, Plan
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import load, our_save, source, stock_save
+from tests.measures import own_threads
 
 MIB = 1 << 20
 CALLS_PER_TENSOR = 15
@@ -264,7 +265,7 @@ def test_ranges_are_read_at_once_and_never_more_than_the_reader_wants() -> None:
     storage.before_read = meet
     run(storage, metadata, [read_item(0, "w", ((0,), (4 * MIB,)))], Verify.READ)
     assert (most, len(storage.reads)) == (4, 16)
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+    assert not own_threads("ckptfs-read")
 
 
 def test_large_tensors_are_read_straight_into_their_memory() -> None:
@@ -396,7 +397,7 @@ def test_a_range_that_fails_stops_the_others() -> None:
     assert caught.value.rank == 0
     # Eight run, and what the eight threads take before they hear of it.
     assert asked(store, "get_range") <= 20
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+    assert not own_threads("ckptfs-read")
 
 
 def test_nobody_writes_into_a_tensor_after_the_error() -> None:
@@ -468,7 +469,7 @@ def test_an_error_of_the_planner_ends_the_load(what: str) -> None:
     items = [read_item(n, f"w{n}", ((0,), (MIB // 2,))) for n in range(8)]
     with pytest.raises(ValueError, match="the planner's own"):
         fetch(source(storage), LoadPlan(items), planner, metadata)
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-read")]
+    assert not own_threads("ckptfs-read")
 
 
 @pytest.mark.parametrize("missing", ["save-1/__0_5.distcp", "save-1/__0_5.xxh3"])

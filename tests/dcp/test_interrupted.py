@@ -21,6 +21,7 @@ from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.parallel import Engine
 from ckptfs.storage.posix import Posix
 from ckptfs.uri import Uri
+from tests.measures import descriptors_below
 
 WINDOW_BYTES = 8 << 20
 
@@ -108,14 +109,14 @@ def test_a_file_that_is_aborted_under_a_write_is_closed_by_that_write(tmp_path: 
     posix.reached.wait(60)
     writer.abort()
     innocent = tmp_path / "innocent"
-    before = set(os.listdir("/proc/self/fd"))
+    assert descriptors_below(tmp_path) == [str(tmp_path / ".partial-x")]
     with innocent.open("w+b") as file:
         file.write(b"precious")
         file.flush()
         posix.go.set()
         thread.join()
         assert innocent.read_bytes() == b"precious"
-    assert len(set(os.listdir("/proc/self/fd"))) < len(before)
+    assert descriptors_below(tmp_path) == []
 
 
 def test_lanes_are_not_left_while_one_reads() -> None:

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.topology.control import SoloControl
 from tests.dcp.fake_ranks import source
+from tests.measures import own_threads
 
 STATE = {f"w{n}": torch.arange(50_000.0) + n for n in range(8)} | {"step": 3}
 
@@ -152,7 +152,7 @@ def test_an_error_on_the_pumps_thread_is_the_saves(tmp_path: Path, number: Any) 
     with pytest.raises(NoSpaceError, match="__0_0"):
         write_state(FaultyStorage(inner, Plan([fault])), state=state)
     assert os.listdir(tmp_path / "save-1") == []
-    assert not [t for t in threading.enumerate() if t.name == "ckptfs-pump"]
+    assert not own_threads("ckptfs-pump")
 
 
 def test_nothing_is_left_of_a_file_that_failed(tmp_path: Path) -> None:

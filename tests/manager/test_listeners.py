@@ -40,6 +40,7 @@ from ckptfs.manager.listeners import (
 )
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.uri import Uri
+from tests.measures import own_threads
 
 SLOW = Counters(size_bytes=10 << 20, payload_bytes=10 << 20, files=1, items=3, write_s=2.0)
 FAST = Counters(size_bytes=30 << 20, payload_bytes=30 << 20, files=1, items=3, write_s=1.0)
@@ -196,10 +197,10 @@ def test_a_listener_may_close_the_bell_that_calls_it() -> None:
 
 def test_without_listeners_there_is_no_thread() -> None:
     """A bell that nobody listens to costs nothing."""
-    before = set(threading.enumerate())
+    before = own_threads()
     bell = Bell()
     bell.tell(ALL_EVENTS[0])
-    assert set(threading.enumerate()) <= before
+    assert own_threads() <= before
     assert bell.close()
 
 

@@ -24,6 +24,7 @@ from ckptfs.manager.rally import Rally
 from ckptfs.manager.schedule import Post, Rules, Schedule, calls_between, settle_round
 from ckptfs.testing.world import simulate
 from ckptfs.topology.control import Control, SoloControl
+from tests.measures import own_threads
 
 
 @dataclass
@@ -67,10 +68,10 @@ def no_control() -> Control:
 
 def test_by_steps_needs_neither_ranks_nor_threads() -> None:
     """Multiples of every_steps, step 0 never, and nobody is asked: no control, no clone, no thread."""
-    before = set(threading.enumerate())
+    before = own_threads()
     schedule = Schedule(Rules(every_steps=10), no_control)
     assert [n for n in range(31) if schedule(n)] == [10, 20, 30]
-    assert set(threading.enumerate()) <= before
+    assert own_threads() <= before
     assert not schedule.preempted
     schedule.close()
 
@@ -112,7 +113,7 @@ def test_a_closed_schedule_says_so() -> None:
 
 def test_alone_time_and_signals_count_at_once() -> None:
     """One process obeys at the very call, without a thread."""
-    before = set(threading.enumerate())
+    before = own_threads()
     rank = Rank(SoloControl(), Rules(every_s=60.0), watches=True)
     answers = []
     for step in range(1, 7):
@@ -124,8 +125,7 @@ def test_alone_time_and_signals_count_at_once() -> None:
             rank.schedule.saved(step)
     assert answers == [False, False, True, False, True, False]
     assert rank.schedule.preempted
-    # Not how many there are: one of an earlier test may end in this very moment.
-    assert set(threading.enumerate()) <= before
+    assert own_threads() <= before
     rank.schedule.close()
 
 
@@ -256,11 +256,11 @@ def test_closing_waits_for_the_last_round_so_that_nobody_is_left_in_it() -> None
         for step in range(1, 20):
             rank.schedule(step)
         rank.schedule.close()
-        return any(t.name == "ckptfs-schedule" and t.is_alive() for t in threading.enumerate())
+        return any(thread.is_alive() for thread in own_threads("ckptfs-schedule"))
 
     for end in simulate(4, body):
         end.get()
-    assert not [t for t in threading.enumerate() if t.name == "ckptfs-schedule"]
+    assert not own_threads("ckptfs-schedule")
 
 
 # -- the pure part ---------------------------------------------------------------------------------

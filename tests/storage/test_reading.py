@@ -16,6 +16,7 @@ from ckptfs.errors import IntegrityError, StorageError
 from ckptfs.storage.posix import DirectAlignment, Posix
 from ckptfs.storage.reading import LocalReader
 from ckptfs.uri import Uri
+from tests.measures import descriptors_below
 
 KIB, MIB = 1 << 10, 1 << 20
 PAGE = 4096
@@ -123,11 +124,6 @@ def read(open_: LocalReader, offset: int, sizes: Sequence[int]) -> bytes:
     return b"".join(parts)
 
 
-def open_fds() -> int:
-    """Descriptors of this process."""
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
-
-
 @settings(
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -179,7 +175,7 @@ def test_a_failure_at_any_call_is_cured_or_typed(path: str, number: int, is_cach
 
     clean = Kernel(lambda _: is_cached)
     assert act(clean) == DATA[100:]
-    before, cured = open_fds(), 0
+    cured = 0
     for nth in range(1, len(clean.names) + 1):
 
         def script(name: str, count: int, nth: int = nth) -> None:
@@ -191,7 +187,7 @@ def test_a_failure_at_any_call_is_cured_or_typed(path: str, number: int, is_cach
         with contextlib.suppress(allowed):
             assert act(Kernel(lambda _: is_cached, script)) == DATA[100:]
             cured += 1
-        assert open_fds() == before
+        assert descriptors_below(path) == []
     # Opening may fail; reading has another way, but for a disk that cannot.
     assert cured >= len(clean.names) - 2 - (number in (errno.EIO, errno.EINVAL, errno.ENOMEM))
 
