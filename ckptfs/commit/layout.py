@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ckptfs.storage.base import Shape
@@ -33,6 +34,7 @@ __all__ = [
     "TMP",
     "TRASH",
     "AttemptKeys",
+    "is_save_id",
     "log_key",
     "shared_key",
     "staging_key",
@@ -50,6 +52,15 @@ MANIFEST = "ckptfs.json"
 METADATA = ".metadata"
 SHARED = "_data"
 PARTIAL_PREFIX = ".partial-"  # how backends with directories name a file on its way
+
+# The time and a random number; "dcp-" and a digest for copies of stock checkpoints; copies of either
+# have "~" and a number of their own behind it (``resuming.AGAIN``).
+_SAVE_ID = re.compile(r"(\d{8}T\d{6}-[0-9a-f]{12,16}|dcp-[0-9a-f]{16})(~[0-9a-f]{8})*", re.ASCII)
+
+
+def is_save_id(name: str) -> bool:
+    """Whether a directory of this name is one that ckptfs made for the data of a save or of a copy."""
+    return _SAVE_ID.fullmatch(name) is not None
 
 
 def log_key(number: int) -> str:

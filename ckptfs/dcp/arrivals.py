@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 
 from ckptfs.commit.arriving import Joined, give_up, join_attempt
+from ckptfs.commit.layout import is_save_id
 from ckptfs.errors import (
     AlreadyExistsError,
     CkptfsError,
@@ -31,11 +32,10 @@ from ckptfs.storage.base import DataWriter, Shape, Storage
 from ckptfs.topology.agreement import agreed_id, is_first, renew_id
 from ckptfs.uri import Uri
 
-__all__ = ["SAVE_ID", "Arrivals", "arrives"]
+__all__ = ["Arrivals", "arrives"]
 
 logger = logging.getLogger(__name__)
 
-SAVE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}")
 _SHARD = re.compile(r"[^/]+\.distcp")
 _WAITS = re.compile(r"[^/]+\.distcp|\.metadata\.tmp")
 _PER_RANK = re.compile(r"__\d+\.metadata(\.tmp)?")
@@ -52,7 +52,7 @@ def arrives(file: Uri) -> bool:
             uri=file,
             hint="save with collectives, so that one rank knows that all have written",
         )
-    return bool(_WAITS.fullmatch(file.name) and not SAVE_ID.fullmatch(file.parent.name))
+    return bool(_WAITS.fullmatch(file.name) and not is_save_id(file.parent.name))
 
 
 class Arrivals:

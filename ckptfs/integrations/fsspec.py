@@ -22,9 +22,9 @@ from typing import Any
 
 from ckptfs.commit.arriving import on_the_way
 from ckptfs.commit.deleting import delete_checkpoint, holds
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX
+from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
 from ckptfs.commit.looking import unprojected
-from ckptfs.dcp.arrivals import SAVE_ID, Arrivals, arrives
+from ckptfs.dcp.arrivals import Arrivals, arrives
 from ckptfs.errors import NotFoundError, UnsupportedError
 from ckptfs.storage.bare import options_for_storage, told
 from ckptfs.storage.base import DataWriter
@@ -90,7 +90,7 @@ class CheckpointFileSystem(WholeFileSystem):
         it is in the attempt, as for ckptfs's own readers. NotFoundError: it is nowhere.
         """
         uri = self._uri(path)
-        deep = bool(SAVE_ID.fullmatch(uri.parent.name))
+        deep = is_save_id(uri.parent.name)
         step = uri.parent.parent if deep else uri.parent
         if step.name and (deep or uri.name in (METADATA, MANIFEST)) and self._is_run(step.parent):
             options = options_for_storage(self._protocol, self._options)
@@ -146,7 +146,7 @@ class CheckpointFileSystem(WholeFileSystem):
     def _rm_dir(self, path: str) -> None:
         uri = self._uri(path)
         todo: list[tuple[Uri, str | None]] = [(uri, None)]
-        if SAVE_ID.fullmatch(uri.name):
+        if is_save_id(uri.name):
             # A program that empties a step name by name: without its data nothing is left of it.
             todo.append((uri.parent, uri.name))
         for step, save_id in todo:
@@ -206,7 +206,7 @@ class CheckpointFileSystem(WholeFileSystem):
     ) -> list[tuple[str, Any]]:
         """Object stores: the data of an attempt have their final keys, in the step, from the start."""
         waiting: set[str] = set()
-        if any(SAVE_ID.fullmatch(name) for name, _ in seen):
+        if any(is_save_id(name) for name, _ in seen):
             waiting = set(on_the_way(self._storage(self._uri(path).parent)))
         elif is_run:
             names = on_the_way(self._storage(self._uri(path))).values()

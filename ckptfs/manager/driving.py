@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckptfs.commit.layout import MANIFEST
+from ckptfs.commit.layout import MANIFEST, is_save_id
 from ckptfs.commit.opening import Place
 from ckptfs.commit.part_dir import wait_sealed
 from ckptfs.commit.tickets import Ticket, TicketPart
@@ -37,7 +36,6 @@ from ckptfs.topology.control import SoloControl
 __all__ = ["Saving", "StepDriver"]
 
 _SEEN_S = 5.0  # a reader on NFS sees another client's entry a little late
-_SAVE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class StepDriver:
 
         def mine(path: str, _: Sequence[int] = ()) -> bool:
             top = path.split("/", 1)[0]
-            return top not in parts and top != MANIFEST and not _SAVE_ID.fullmatch(top)
+            return top not in parts and top != MANIFEST and not is_save_id(top)
 
         with self._manager.reading(step, only=mine) as opened:
             if opened is None:

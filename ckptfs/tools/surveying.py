@@ -26,6 +26,7 @@ from ckptfs.commit.layout import (
     TMP,
     TRASH,
     AttemptKeys,
+    is_save_id,
     shared_key,
 )
 from ckptfs.commit.looking import Look
@@ -44,7 +45,6 @@ from ckptfs.tools.measured import Tree, files_below, is_link, listed, measured
 __all__ = ["survey_debris"]
 
 _WRITE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8,32}")
-_SAVE_ID = re.compile(r"(\d{8}T\d{6}-[0-9a-f]{8,32}|dcp-[0-9a-f]{16})(~[0-9a-f]+)?")
 _PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kept-.+)")
 _DAY_S = 24 * 3600.0
 
@@ -269,7 +269,7 @@ class _Finder:
         copied = listed_by_copies(self._look)
         for entry in listed(self._storage, SHARED):
             writer = entry.name
-            if not entry.is_dir or writer in self._records or not _SAVE_ID.fullmatch(writer):
+            if not entry.is_dir or writer in self._records or not is_save_id(writer):
                 continue
             if writer in self._state.saves and writer not in dead:
                 continue

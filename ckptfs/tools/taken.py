@@ -15,14 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.layout import CONTROL, MANIFEST
+from ckptfs.commit.layout import CONTROL, MANIFEST, is_save_id
 from ckptfs.errors import AccessError, AlreadyExistsError, NotFoundError, StateError, UriError
 from ckptfs.storage.base import Entry, Storage
 from ckptfs.uri import Uri
 
 __all__ = ["There", "look", "refuse_place", "refuse_taken", "strangers"]
 
-_SAVE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{12,16}(~[0-9a-f]{8})*")
 _SAME = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "wasbs": "wasb"}
 _MOST = 3
 
@@ -67,7 +66,7 @@ def refuse_place(
     to = [*_components(target.parent), target.name]
     # By its letters too: a link may lead out of a run, and the name of it still is the run's.
     for one in (*to, *target.path.split("/")):
-        if one == CONTROL or _SAVE_ID.fullmatch(one):
+        if one == CONTROL or is_save_id(one):
             raise StateError(
                 f"{one!r} belongs to a run: an export is never written there",
                 uri=target,

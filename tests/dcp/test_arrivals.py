@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
@@ -40,6 +42,7 @@ from ckptfs.integrations.fsspec import CheckpointFileSystem, FileCheckpoints, Me
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fault, Hold, Plan
+from ckptfs.tools.copying import copy_to
 from ckptfs.topology import agreement
 from ckptfs.uri import Uri
 
@@ -365,3 +368,34 @@ def test_a_refused_overwrite_leaves_no_copy_behind(tmp_path: Path) -> None:
                 commit(fs, f"{run}/step_1")
         assert list((run / ".ckptfs" / "attempts").iterdir()) == []
     assert seen(fs, f"{run}/step_1") == [1, 1]
+
+
+# -- ids of saves -----------------------------------------------------------------------------------
+
+
+def test_put_of_a_copy_keeps_its_data(tmp_path: Path) -> None:
+    """A checkpoint that ``ckptfs cp`` made, and one that was copied on from there, keep their data
+    when they are put by fsspec: their shards lie below the id of a copy, and wait for no commit.
+    """
+    value = torch.arange(3000.0)
+    ckptfs.save({"w": value}, tmp_path / "a/step_100")
+    dcp.save({"w": value}, checkpoint_id=str(tmp_path / "stock/step_100"))
+    for made in ("a", "stock"):
+        copy_to(
+            Uri.parse(tmp_path / made / "step_100"), Uri.parse(tmp_path / f"{made}-copy/step_100")
+        )
+        copy_to(
+            Uri.parse(tmp_path / f"{made}-copy/step_100"),
+            Uri.parse(tmp_path / f"{made}-again/step_100"),
+        )
+        for copied in (f"{made}-copy", f"{made}-again"):
+            files = FileCheckpoints()
+            put = tmp_path / f"{copied}-put"
+            files.put(f"{tmp_path}/{copied}/step_100", f"{put}/step_100", recursive=True)
+            assert not (put / "step_100/.ckptfs").exists()
+            into = {"w": torch.zeros(3000)}
+            ckptfs.load(into, put / "step_100")
+            assert torch.equal(into["w"], value)
+            newest = ckptfs.latest(put)
+            assert newest is not None
+            assert newest.uri.name == "step_100"
