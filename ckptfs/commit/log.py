@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -27,6 +27,7 @@ from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_sna
 from ckptfs.commit.layout import CONTROL, HINT, LOG, TMP, log_key, staging_key
 from ckptfs.commit.ops import (
     Create,
+    List,
     MakeDir,
     Pause,
     Program,
@@ -45,14 +46,19 @@ from ckptfs.errors import (
     StorageError,
     TransientError,
 )
+from ckptfs.storage.base import Entry as Listed
 
 __all__ = [
     "SNAPSHOT_EVERY",
     "Appended",
+    "Checked",
+    "Gap",
     "Refused",
     "append",
     "catch_up",
     "catch_up_again",
+    "check_whole",
+    "gap_in",
     "make_log",
     "write_snapshot",
 ]
@@ -79,6 +85,56 @@ class Refused(Generic[R]):
 
     reason: R
     state: LogState
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """An entry that is missing, and the number of one that lies behind it."""
+
+    missing: int
+    there: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A log that was folded and then listed. gap: None where nothing lies behind the fold."""
+
+    state: LogState
+    gap: Gap | None
+
+
+def gap_in(names: Iterable[str], end: int) -> Gap | None:
+    """The first entry that is missing of a log whose fold ends before ``end``. Pure.
+
+    names: of the files in the log's directory. Without exclusive creates they are
+    <number>.<write id>: who wrote number n saw n entries before it.
+    """
+    parts = [name.partition(".") for name in names]
+    plain = [int(number) for number, dot, _ in parts if not dot and number.isdecimal()]
+    behind = [number for number in plain if number >= end]
+    if behind:
+        return Gap(end, max(behind))
+    numbers = sorted(int(number) for number, dot, _ in parts if dot and number.isdecimal())
+    return next((Gap(at, n) for at, n in enumerate(numbers) if n > at), None)
+
+
+def check_whole(state: LogState) -> Program[Checked]:
+    """See by a listing that nothing lies behind the end of ``state``, the fold of all that was seen.
+    Reads only. Whoever acts on a log must know this: what lies behind a gap is read by nobody, and
+    an append would take the number of the missing entry for good.
+    """
+    yield Refresh(LOG)
+    try:
+        found: list[Listed] = yield List(LOG)
+    except NotFoundError:
+        return Checked(state, None)
+    names = [one.name for one in found if not one.is_dir]
+    gap = gap_in(names, state.next)
+    if gap is not None:
+        # Somebody may have appended between the two looks: only what a second one misses is a gap.
+        state = yield from catch_up(state)
+        gap = gap_in(names, state.next)
+    return Checked(state, gap)
 
 
 def make_log() -> Program[None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ckptfs.commit.catalog import read_view
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import CONTROL, LOG, MANIFEST, METADATA, SHARED
-from ckptfs.commit.log import catch_up
+from ckptfs.commit.log import check_whole
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import List, Program, Refresh, StatOf
 from ckptfs.commit.shared_data import file_key
@@ -49,30 +49,27 @@ class Missing:
 def look() -> Program[Sight]:
     """Fold this domain's log; see by a listing that nothing lies behind the fold's end."""
     view = yield from read_view()
-    last = yield from _last_number()
     if view is None:
-        if last is None:
+        if not (yield from _has_entries()):
             return Sight()
         return Sight(unread=f"{LOG} has entries, and {CONTROL}/domain is missing")
     domain, state = view
-    if last is not None and last >= state.next:
-        # Somebody may have appended between the two looks: only what a second one misses is a gap.
-        state = yield from catch_up(state)
-        if last >= state.next:
-            why = f"entry {state.next} is missing or cannot be seen, and entry {last} is there"
-            return Sight(domain, state, why)
-    return Sight(domain, state)
+    checked = yield from check_whole(state)
+    if checked.gap is not None:
+        lost, there = checked.gap.missing, checked.gap.there
+        why = f"entry {lost} is missing or cannot be seen, and entry {there} is there"
+        return Sight(domain, checked.state, why)
+    return Sight(domain, checked.state)
 
 
-def _last_number() -> Program[int | None]:
+def _has_entries() -> Program[bool]:
     yield Refresh(LOG)
     try:
         entries: list[Entry] = yield List(LOG)
     except NotFoundError:
-        return None
+        return False
     # Where entries are advisory their names go on after the number.
-    numbers = (e.name.partition(".")[0] for e in entries)
-    return max((int(n) for n in numbers if n.isdecimal()), default=None)
+    return any(e.name.partition(".")[0].isdecimal() for e in entries)
 
 
 def leftovers(

@@ -18,13 +18,14 @@ from dataclasses import dataclass, replace
 from ckptfs.commit.beside import look_beside, names_beside
 from ckptfs.commit.catalog import Origin
 from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, log_key
+from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG
+from ckptfs.commit.log import check_whole
 from ckptfs.commit.looking import Look
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Live, Standing, catalog, commits, hidden, seal_of, standing
 from ckptfs.commit.recovery import AttemptRecord, read_record
 from ckptfs.errors import NotFoundError
-from ckptfs.storage.base import Entry, Storage
+from ckptfs.storage.base import Entry
 from ckptfs.tools.details import from_beside, from_seal
 from ckptfs.tools.holding import Hold, holding_of
 from ckptfs.tools.lines import (
@@ -215,7 +216,7 @@ def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]
 
 def _notes(look: Look) -> tuple[str, ...]:
     if look.views:
-        told = [gap(look.storage, view.next) for view in look.views.values()]
+        told = [gap(look)]
         told += [_NEWER for view in look.views.values() if view.foreign]
         return tuple(note for note in told if note)
     try:
@@ -227,17 +228,13 @@ def _notes(look: Look) -> tuple[str, ...]:
     return (f"{CONTROL}/domain is missing: the log is not read, each checkpoint speaks for itself",)
 
 
-def gap(storage: Storage, end: int) -> str:
-    """Entries are numbered without gaps: one beyond the end means that one was taken away."""
-    # In this order: a writer may go on meanwhile.
-    if _is_there(storage, log_key(end + 1)) and not _is_there(storage, log_key(end)):
-        return f"entry {end} of the log is missing, and what comes after it is not read: ckptfs log"
+def gap(look: Look) -> str:
+    """What is wrong where entries of the log are missing and later ones are there; "" where none is."""
+    for state in look.views.values():
+        found = drive(check_whole(state), look.storage).gap
+        if found is not None:
+            return (
+                f"entry {found.missing} of the log is missing, and what comes after it is not read: "
+                "ckptfs log"
+            )
     return ""
-
-
-def _is_there(storage: Storage, key: str) -> bool:
-    try:
-        storage.stat(key)
-    except NotFoundError:
-        return False
-    return True

@@ -122,10 +122,9 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
     found may be an old one.
     """
     with looking_at(run_uri, storage_options) as look:
-        for view in look.views.values():
-            told = gap(look.storage, view.next)
-            if told:
-                raise ManifestError(told, uri=look.root, hint="the newest may be among these")
+        told = gap(look)
+        if told:
+            raise ManifestError(told, uri=look.root, hint="the newest may be among these")
         found = drive(newest_of(look.views, look.root, kind), look.storage)
         if found is not None:
             run = list_run(look, names=[found.uri.name])

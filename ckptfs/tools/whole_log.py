@@ -7,9 +7,8 @@ is not known. So nothing is deleted, pinned or called dead by such a log.
 
 from __future__ import annotations
 
-from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import DOMAIN, LOG
-from ckptfs.commit.log import catch_up
+from ckptfs.commit.log import check_whole
 from ckptfs.commit.looking import Look
 from ckptfs.commit.ops import drive
 from ckptfs.errors import ManifestError
@@ -20,16 +19,11 @@ __all__ = ["refuse_gap", "refuse_lost_domain", "refuse_newer"]
 
 def refuse_gap(look: Look) -> None:
     """ManifestError where an entry is missing and later ones are there. Read-only."""
-    for seen in look.views.values():
-        state = seen
-        if _gap(look, state):
-            # What was appended between the two looks.
-            state = drive(catch_up(state), look.storage)
-        gap = _gap(look, state)
-        if gap:
-            missing, there = gap
+    for state in look.views.values():
+        gap = drive(check_whole(state), look.storage).gap
+        if gap is not None:
             raise ManifestError(
-                f"the run log has a gap: entry {missing} is missing, {there} is there",
+                f"the run log has a gap: entry {gap.missing} is missing, {gap.there} is there",
                 uri=look.root / LOG,
                 hint="entries are never removed: restore it; until then nobody sees what was said "
                 "after it",
@@ -55,15 +49,3 @@ def refuse_lost_domain(look: Look) -> None:
             hint="its id stands in the seals (ckptfs log): write it back, or copy the checkpoints "
             "that you need into another run",
         )
-
-
-def _gap(look: Look, state: LogState) -> tuple[int, int] | None:
-    """The first entry that is missing, and one behind it."""
-    names = [entry.name for entry in listed(look.storage, LOG)]
-    behind = sorted(int(name) for name in names if name.isdecimal() and int(name) >= state.next)
-    if behind:
-        return state.next, behind[-1]
-    # Without exclusive creates an entry is <number>.<write id>: who wrote number n saw n before it.
-    parts = (name.partition(".") for name in names)
-    numbers = sorted(int(number) for number, dot, _ in parts if dot and number.isdecimal())
-    return next(((at, n) for at, n in enumerate(numbers) if n > at), None)

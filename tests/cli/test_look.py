@@ -18,6 +18,7 @@ from ckptfs.cli.main import COMMANDS
 from ckptfs.commit.entries import GENESIS, Kind, Seal
 from ckptfs.commit.log import append
 from ckptfs.commit.ops import drive
+from ckptfs.errors import IncompleteCheckpointError
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import DAMAGES, state_now
 
@@ -301,6 +302,30 @@ def test_latest_says_what_is_odd(
     assert ran.exit == code
     assert word in ran.err
     assert ran.out == ("" if code else f"{hurt.uri}/step_20\n")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_latest_does_not_answer_with_a_stale_checkpoint(cli: Cli, local: Place, count: int) -> None:
+    """However many entries are missing before the last one: ``latest`` exits with 1 and prints no
+    checkpoint, ``ls`` and ``rm`` say what is missing, and a restore refuses.
+    """
+    for step in (1, 2, 3, 4, 5):
+        ckptfs.save(state_of(step), f"{local.uri}/step_{step}")
+    log = Path(local.uri, ".ckptfs/log")
+    last = max(int(entry.name) for entry in log.iterdir())
+    lost = range(last - count, last)
+    for number in lost:
+        (log / f"{number:08d}").unlink()
+    ran = cli("latest", local.uri)
+    assert (ran.exit, ran.out) == (1, "")
+    assert f"entry {lost[0]} of the log is missing" in ran.err
+    assert f"entry {lost[0]} of the log is missing" in cli("ls", local.uri).out
+    assert cli("rm", f"{local.uri}/step_1", "--yes").exit == 1
+    with (
+        ckptfs.CheckpointManager(local.uri) as manager,
+        pytest.raises(IncompleteCheckpointError, match=f"entry {lost[0]} is missing"),
+    ):
+        manager.restore(state_of())
 
 
 # -- at once ----------------------------------------------------------------------------------

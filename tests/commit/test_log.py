@@ -9,12 +9,24 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptfs.commit import log
 from ckptfs.commit.entries import Body, Entry, Foreign, Pin, decode_entry, encode_entry
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import HINT, LOG, log_key
-from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log import (
+    Appended,
+    Gap,
+    Refused,
+    append,
+    catch_up,
+    check_whole,
+    gap_in,
+    make_log,
+    write_snapshot,
+)
 from ckptfs.commit.ops import Program, drive
 from ckptfs.errors import (
     AccessError,
@@ -320,3 +332,38 @@ def test_two_hundred_processes_race_for_one_log(tmp_path: Path) -> None:
     assert set(counted.values()) == {1}
     assert len(counted) == processes * appends
     assert storage.list(".ckptfs/tmp") == []
+
+
+# -- gaps -------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 12), st.sets(st.integers(0, 11)), st.booleans())
+def test_a_gap_is_found_wherever_it_is(length: int, lost: set[int], advisory: bool) -> None:
+    """Whatever entries of a log are lost: a gap is found, with the first of them, exactly if a later
+    entry is there, whether entries are named by their number or by number and write id.
+    """
+    there = [n for n in range(length) if n not in lost]
+    end = next(n for n in range(length + 1) if n not in there)
+    names = [f"{n:08d}.w" if advisory else f"{n:08d}" for n in there]
+    # An advisory log is counted through: its fold ends after as many entries as there are.
+    found = gap_in([*names, ".partial-x"], len(there) if advisory else end)
+    if there and there[-1] > end:
+        assert found is not None
+        assert found.missing == end
+        assert found.there in there
+        assert found.there > end
+    else:
+        assert found is None
+
+
+def test_entries_that_come_between_two_looks_are_no_gap() -> None:
+    """A log that grew after it was folded is whole, and is folded to its end."""
+    storage = memory()
+    write(storage, [fence(G1)])
+    old = drive(catch_up(), storage)
+    write(storage, [Pin(str(number)) for number in range(5)])
+    checked = drive(check_whole(old), storage)
+    assert (checked.gap, checked.state.next) == (None, 6)
+    storage.remove(log_key(4))
+    found = drive(check_whole(old), storage)
+    assert (found.gap, found.state.next) == (Gap(4, 5), 4)
