@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-__all__ = ["keys_of", "until_key"]
+__all__ = ["keys_of", "until", "until_key"]
 
 
 def keys_of(store: Any) -> list[str]:
@@ -19,7 +20,12 @@ def keys_of(store: Any) -> list[str]:
 
 def until_key(store: Any, part: str) -> None:
     """Return when a key with this part in it is there."""
+    until(lambda: any(part in key for key in keys_of(store)), f"a key with {part}")
+
+
+def until(is_there: Callable[[], bool], what: str) -> None:
+    """Return when it is there."""
     deadline = time.monotonic() + 20
-    while not any(part in key for key in keys_of(store)):
-        assert time.monotonic() < deadline, f"no key with {part}"
+    while not is_there():
+        assert time.monotonic() < deadline, f"there is not {what}"
         time.sleep(0.01)

@@ -17,7 +17,7 @@ import pytest
 
 from ckptfs.topology.control import Control
 from tests.multiprocess.harness import Rank, launch
-from tests.multiprocess.store_keys import keys_of, until_key
+from tests.multiprocess.store_keys import keys_of, until, until_key
 
 
 def total(values: list[int]) -> int:
@@ -143,6 +143,70 @@ def test_hello_of_a_dead_process_is_replaced_by_the_living_one() -> None:
             ranks.release("open", rank=number)
         until_key(ranks.store, "/welcome/")  # the offer to the dead
         ranks.release("open", rank=3)  # the second rank 1
+        results = ranks.results(ranks=[0, 1, 3])
+    assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
+
+
+class _HoldsAt:
+    """The store of a rank that stops right after, or right before, it sets a key of the handshake."""
+
+    def __init__(self, inner: Any, part: str, *, before: Callable[[], None] | None = None) -> None:
+        self._inner, self._part, self._before = inner, part, before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _HoldsAt:
+        return _HoldsAt(self._inner.clone(), self._part, before=self._before)
+
+    def set(self, key: str, value: Any) -> None:
+        if self._part in key and self._before is not None:
+            self._before()
+        self._inner.set(key, value)
+        if self._part in key and self._before is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def acknowledge_and_die(rank: Rank) -> object:
+    """Rank 1 is this process first, which dies once it has answered rank 0's offer, and then another;
+    rank 2 answers when the second one has said hello.
+    """
+    who, store = rank.args["ranks"][rank.number], rank.store()
+    if rank.number == rank.args["dies"]:
+        store = _HoldsAt(store, "/ack/")
+    if who == 2:
+        held: list[object] = []
+
+        def until_said() -> None:
+            if not held:
+                rank.tell("offered")
+                held.append(rank.hold("answer"))
+
+        store = _HoldsAt(store, "/ack/", before=until_said)
+    rank.hold("open")
+    try:
+        control = _open(store, who, 3, timeout_s=20.0)
+        numbers: list[int] = control.step("who", lambda: rank.number)
+        control.close()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return numbers
+
+
+def test_a_process_that_dies_after_its_answer_is_replaced_by_the_living_one() -> None:
+    """Rank 1 answers the offer and dies, its successor says hello before rank 2 has answered: rank 0
+    looks at every hello again before it says "go", and offers anew to the successor.
+    """
+    with launch(acknowledge_and_die, 4, args={"ranks": [0, 2, 1, 1], "dies": 2}) as ranks:
+        for number in (0, 1, 2):
+            ranks.release("open", rank=number)
+        until_key(ranks.store, "/ack/")  # the first rank 1 has answered
+        (hello,) = [key for key in keys_of(ranks.store) if key.endswith("/hello/1")]
+        first = ranks.store.get(hello)
+        ranks.wait("offered", rank=1)
+        ranks.release("open", rank=3)  # the second rank 1
+        until(lambda: ranks.store.get(hello) != first, "a new hello of rank 1")
+        ranks.release("answer", rank=1)
         results = ranks.results(ranks=[0, 1, 3])
     assert [r.value for r in results] == [[0, 3, 1]] * 3, results[0].log
 

@@ -162,6 +162,25 @@ def step_until_released(rank: Rank) -> float:
     return 0.0
 
 
+def step_after_a_death(rank: Rank) -> dict[str, Any]:
+    """What the step tells in which a rank died, and the one after it."""
+    rank.init_group()
+    control = open_control(timeout_s=TIMEOUT_S)
+    control.step("first", lambda: None)
+    rank.tell("ready")
+    rank.hold("never" if rank.number == rank.args["victim"] else "go")
+    worked: list[str] = []
+
+    def failed(label: str) -> str:
+        try:
+            control.step(label, lambda: worked.append(label))
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return {"errors": [failed("second"), failed("third")], "worked": worked}
+
+
 def works_for_long(rank: Rank) -> int:
     """A rank that computes for far longer than timeout_s, with a living heartbeat."""
     rank.init_group()
@@ -395,6 +414,25 @@ def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list
             assert [int(r) for r in result.error["data"]["failures"]] == victims
             assert "gone" in result.error["message"]
             assert took_s(ranks, result.rank) < 10
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_after_a_death_every_later_step_ends_before_it_begins(victim: int) -> None:
+    """The dead do not come back: the next step raises the error of the one in which the death was seen,
+    on every rank, and no rank does its part of it (which may write) for a step that cannot succeed.
+    """
+    with launch(step_after_a_death, 3, args={"victim": victim}) as ranks:
+        ranks.wait("ready")
+        alive = [n for n in range(3) if n != victim]
+        for number in alive:
+            ranks.release("go", rank=number)
+        ranks.kill(victim)
+        for result in ranks.results(ranks=alive, timeout_s=30):
+            assert result.value, result.log
+            second, third = result.value["errors"]
+            assert second.startswith("CollectiveError: second failed on 1 of 3 ranks")
+            assert third == second
+            assert result.value["worked"] == ["second"]
 
 
 def test_zombie_counts_as_dead() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -410,6 +411,56 @@ def test_uploads_of_many_parts(bucket: type[Bucket], raised: type[BaseException]
     else:
         writer.__exit__(raised, raised(), None)
         assert bucket.backing.find("/bucket") == []
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_an_abort_completes_no_upload_and_leaves_none_pending(
+    bucket: type[Bucket], monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    """Some clients complete the upload with its last part, when the stream is closed: an aborted file
+    is not closed, neither at once nor by the collector, and its upload is given back.
+    """
+    pending: set[str] = set()
+
+    class Eager(BucketFile):
+        def _initiate_upload(self) -> None:
+            super()._initiate_upload()
+            pending.add(self.path)
+
+        def _upload_chunk(self, final: bool = False) -> bool:  # noqa: FBT002
+            super()._upload_chunk(final)
+            if final:
+                super().commit()
+                pending.discard(self.path)
+            return True
+
+        def commit(self) -> None:
+            assert self.closed  # the last part did it
+
+        def discard(self) -> None:
+            super().discard()
+            pending.discard(self.path)
+
+    def opened(fs: Bucket, path: str, mode: str = "rb", **kwargs: Any) -> Eager:
+        return Eager(fs, path, mode, **kwargs)
+
+    monkeypatch.setattr(bucket, "_open", opened)
+    storage = open_storage("oss://bucket/run")
+    writer = storage.open_write("f")
+    for _ in range(parts):
+        writer.write(b"x" * (17 << 20))
+    assert len(pending) == bool(parts)
+    writer.abort()
+    assert not pending, "parts stay in the bucket and are paid for"
+    # The client keeps its files, so that they are collected with it: in a job, at its end.
+    del writer, storage
+    bucket.clear_instance_cache()
+    gc.collect()
+    assert bucket.backing.find("/bucket") == [], "a truncated object stands under the key"
+    storage = open_storage("oss://bucket/run")
+    with storage.open_write("f") as whole:
+        whole.write(b"whole")
+    assert storage.read("f") == b"whole"
 
 
 def test_reads_that_fail_are_transient(

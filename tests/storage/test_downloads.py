@@ -144,6 +144,36 @@ def test_nobody_writes_into_the_buffer_after_an_error() -> None:
     storage.close()
 
 
+@pytest.mark.parametrize("raised", [StorageError, KeyboardInterrupt])
+def test_a_read_that_fails_waits_for_the_threads_that_help(raised: type[BaseException]) -> None:
+    """The calling thread's own range fails while a helper writes into the caller's buffer: the read
+    returns when the helper has ended, or whoever uses that memory next gets bytes of this object.
+    """
+    helping, returned = threading.Event(), threading.Event()
+    caller = threading.current_thread()
+    late: list[bool] = []
+
+    class Slow(MemoryObjectClient):
+        def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if threading.current_thread() is caller:
+                assert helping.wait(20)
+                raise raised("broken")
+            helping.set()
+            returned.wait(0.5)  # a read that waits for this thread cannot return meanwhile
+            late.append(returned.is_set())
+            super().get_range(key, offset, out, etag)
+
+    store = MemoryObjects()
+    store.put_behind("run/f", BIG[: 2 * RANGE_BYTES])
+    storage = over(Slow(store), concurrency=2)
+    with storage.open_read("f") as reader:
+        with pytest.raises(raised, match="broken"):
+            read_all(reader, 2 * RANGE_BYTES)
+        returned.set()
+    storage.close()
+    assert late == [False], "the read returned while a helper still wrote into its buffer"
+
+
 def test_the_first_error_is_the_one_raised() -> None:
     """One range finds another object, a retrying one gives up because of it: the cause is raised."""
     stale = threading.Event()

@@ -405,6 +405,67 @@ def test_refresh_opens_what_exists(tmp_path: Path) -> None:
     assert opened == ["/run/log/a/b", "/run/log/a", "/run/log", "/run/log/a", "/run/log/a/b"]
 
 
+class Cached(Posix):
+    """A network client as some are (NFS with ``nocto``, for one): it opens a directory that it knows
+    without asking the server, and believes the absences that it remembers; fstat asks.
+    """
+
+    def __init__(self) -> None:
+        self._absent: dict[str, set[str]] = {}
+        self._opened: dict[int, str] = {}
+        self.replaced: str | None = None  # a directory whose inode the server knows no more
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+        folder, name = os.path.split(path)
+        if name in self._absent.get(folder, ()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        try:
+            fd = super().open(path, flags, mode, dir_fd=dir_fd)
+        except FileNotFoundError:
+            self._absent.setdefault(folder, set()).add(name)
+            raise
+        self._opened[fd] = path
+        return fd
+
+    def fstat(self, fd: int) -> os.stat_result:
+        path = self._opened.get(fd, "")
+        if path == self.replaced:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        self._absent.pop(path, None)
+        if self.replaced is not None and path == os.path.dirname(self.replaced):
+            self.replaced = None  # its holder was asked: the name is looked up anew
+        return super().fstat(fd)
+
+
+def test_refresh_asks_the_server_where_opening_asks_nobody(tmp_path: Path) -> None:
+    """What another node wrote after it was seen to be absent is read after a refresh, also where
+    this node opens a directory from its cache.
+    """
+    storage = ready(tmp_path, Cached())
+    with pytest.raises(NotFoundError):
+        storage.read("log/0")
+    (tmp_path / "run/log/0").write_bytes(b"entry")
+    with pytest.raises(NotFoundError):
+        storage.read("log/0")  # as such a client is
+    storage.refresh("log")
+    assert storage.read("log/0") == b"entry"
+
+
+def test_refresh_of_a_directory_that_was_replaced_looks_at_its_holder(tmp_path: Path) -> None:
+    """The server knows the directory no more that this node has open (ESTALE): one above is asked,
+    which drops the old name, and then the new directory is.
+    """
+    kernel = Cached()
+    storage = ready(tmp_path, kernel)
+    with pytest.raises(NotFoundError):
+        storage.read("log/0")
+    (tmp_path / "run/log/0").write_bytes(b"entry")
+    kernel.replaced = str(tmp_path / "run/log")
+    storage.refresh("log")
+    assert kernel.replaced is None
+    assert storage.read("log/0") == b"entry"
+
+
 def test_remove_dir_leaves_what_is_no_directory(tmp_path: Path) -> None:
     """A link to a directory, a dead link and a file are somebody's; below a file there is nothing."""
     (tmp_path / "far").mkdir()

@@ -141,6 +141,42 @@ def test_a_refusal_that_was_none_is_found_out() -> None:
     assert not storage.probe("").exclusive_create
 
 
+def test_a_second_create_that_is_accepted_excludes_nobody() -> None:
+    """A server that answers "done" to both creates tells two writers that they won, whatever a read
+    gives afterwards: here the first writer's bytes, from a cache on the way or because the server
+    drops the second. Its creates are refused.
+    """
+
+    class Accepting(MemoryObjectClient):
+        def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+            try:
+                return super().put(key, data, condition)
+            except AlreadyExistsError:
+                return '"as if written"'
+
+    storage = over(Accepting(MemoryObjects()))
+    assert not storage.probe("").exclusive_create
+    with pytest.raises(UnsupportedError):
+        storage.create("log/0", b"x", staging="")
+
+
+def test_a_second_replace_that_is_accepted_is_no_conditional_replace() -> None:
+    """The same of replacing by an etag that is no longer the object's: two writers were told "done"."""
+
+    class Accepting(MemoryObjectClient):
+        def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+            try:
+                return super().put(key, data, condition)
+            except AlreadyExistsError:
+                if not isinstance(condition, IfMatch):
+                    raise
+                return '"as if written"'
+
+    caps = over(Accepting(MemoryObjects())).probe("")
+    assert caps.exclusive_create
+    assert not caps.conditional_replace
+
+
 @pytest.mark.parametrize("nth", range(1, 7))
 @pytest.mark.parametrize("fault", [Lose(), Lose(done=False), Fail(busy())])
 def test_faults_do_not_fool_the_probe(nth: int, fault: Any) -> None:
