@@ -48,10 +48,15 @@ __all__ = [
     "Seal",
     "Snapshot",
     "Stamp",
+    "UnknownValueError",
+    "body_fields",
+    "body_from",
+    "component",
     "decode_entry",
     "decode_parts",
     "encode_entry",
     "encode_parts",
+    "member",
 ]
 
 FORMAT = 1
@@ -337,7 +342,7 @@ def decode_entry(data: bytes, where: str) -> Entry:
         partial = not {*[f.name for f in fields(cls)], *_ENVELOPE}.issuperset(record)
         try:
             return Entry(write_id, body_from(cls, record), stamp, partial)
-        except _UnknownValueError:
+        except UnknownValueError:
             return Entry(write_id, Foreign(kind), stamp)
     except (
         ValueError,
@@ -372,13 +377,13 @@ def _rich(name: str, value: Any) -> Any:
         case "metrics":
             return tuple((str(name), float(number)) for name, number in value)
         case "save_id" | "name" | "of" | "part":
-            return _component(value)
+            return component(value)
         case "outcome":
-            return _member(Outcome, value)
+            return member(Outcome, value)
         case "mode":
-            return _member(FenceMode, value)
+            return member(FenceMode, value)
         case "artifact":
-            return _member(Kind, value)
+            return member(Kind, value)
     if not isinstance(value, _TYPES.get(name, object)):
         raise TypeError(f"{name} is {value!r}")
     return value
@@ -393,8 +398,8 @@ def decode_parts(value: Sequence[Mapping[str, Any]]) -> tuple[PartRef, ...]:
     """What ``encode_parts`` made."""
     return tuple(
         PartRef(
-            _component(p["name"]),
-            _component(p["save_id"]),
+            component(p["name"]),
+            component(p["save_id"]),
             str(p["digest"]),
             tuple(str(domain) for domain in p.get("domains", ())),
             tuple(str(host) for host in p.get("hosts", ())),
@@ -403,19 +408,20 @@ def decode_parts(value: Sequence[Mapping[str, Any]]) -> tuple[PartRef, ...]:
     )
 
 
-def _component(value: Any) -> str:
+def component(value: Any) -> str:
     """One path component: keys are made of it, and a log in a bucket is not trusted."""
     if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:
         raise ValueError(f"{value!r} is not one path component")
     return value
 
 
-class _UnknownValueError(Exception):
+class UnknownValueError(Exception):
     """A word that this version does not know: the entry means something to a newer one only."""
 
 
-def _member(kind: type[_E], value: Any) -> _E:
+def member(kind: type[_E], value: Any) -> _E:
+    """The word of a closed set; UnknownValueError where this version does not have it."""
     try:
         return kind(value)
     except ValueError as error:
-        raise _UnknownValueError(str(error)) from error
+        raise UnknownValueError(str(error)) from error

@@ -30,11 +30,22 @@ from ckptfs.commit.entries import (
     Release,
     Seal,
     Snapshot,
+    UnknownValueError,
     body_fields,
     body_from,
+    component,
+    member,
 )
+from ckptfs.errors import ManifestError
 
-__all__ = ["LogState", "Overwrite", "SaveState", "fold_entry", "snapshot_of"]
+__all__ = [
+    "LogState",
+    "Overwrite",
+    "SaveState",
+    "fold_entry",
+    "snapshot_of",
+    "state_from_snapshot",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,36 +186,72 @@ def snapshot_of(state: LogState) -> Snapshot:
 
 
 def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
-    """The state after a snapshot entry that lies at ``number``, without the entries below it."""
-    raw: Mapping[str, Any] = snapshot.state
+    """The state after a snapshot entry that lies at ``number``, without the entries below it.
+
+    ManifestError: this version cannot read it. A newer one wrote a word that this one does not know, or
+    the entry was damaged; the entries below it still say the same.
+    """
+    try:
+        return _state_from(number, snapshot.state)
+    except (
+        UnknownValueError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        raise ManifestError(
+            f"snapshot {number} of the run log cannot be read: {error!r}"
+        ) from error
+
+
+def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
+    """The state that a snapshot's fields say; what is wrong with them is raised as it comes."""
     fields = {*SaveState.__dataclass_fields__}
     # A newer version's snapshot tells more than is read here: it must not be summed up again.
     newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
         not fields.issuperset(s) for s in raw["saves"]
     )
-    saves = {
-        s["save_id"]: SaveState(
-            s["save_id"],
-            None if s["seal"] is None else body_from(Seal, s["seal"]),
-            s["sealed_at"],
-            s["aborted"],
-            None if s["decided"] is None else Outcome(s["decided"]),
-            s["deleted"],
-            s["gone"],
-            s["pinned"],
-            body_from(Part, s["part"]) if "part" in s else None,
-        )
-        for s in raw["saves"]
-    }
+    saves = [_save_from(s) for s in raw["saves"]]
     return LogState(
         next=number + 1,
         fence=body_from(Fence, raw["fence"]),
-        fence_at=raw["fence_at"],
-        released=raw["released"],
+        fence_at=_number(raw["fence_at"]),
+        released=_flag(raw["released"]),
         overwrites=tuple(
-            Overwrite(Generation(int(g[0]), str(g[1])), at) for g, at in raw["overwrites"]
+            Overwrite(Generation(int(g[0]), str(g[1])), _number(at)) for g, at in raw["overwrites"]
         ),
         foreign=newer,
         snapshot_at=number,
-        saves=saves,
+        saves={save.save_id: save for save in saves},
     )
+
+
+def _save_from(raw: Mapping[str, Any]) -> SaveState:
+    """One save of a snapshot."""
+    return SaveState(
+        component(raw["save_id"]),
+        None if raw["seal"] is None else body_from(Seal, raw["seal"]),
+        None if raw["sealed_at"] is None else _number(raw["sealed_at"]),
+        _flag(raw["aborted"]),
+        None if raw["decided"] is None else member(Outcome, raw["decided"]),
+        _flag(raw["deleted"]),
+        _flag(raw["gone"]),
+        _flag(raw["pinned"]),
+        body_from(Part, raw["part"]) if "part" in raw else None,
+    )
+
+
+def _number(value: Any) -> int:
+    """An entry's number: compared with others, and used to find that entry."""
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no entry number")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value

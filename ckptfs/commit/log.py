@@ -178,16 +178,32 @@ def catch_up_again(known: LogState | None) -> Program[LogState]:
 
 
 def _from_snapshot() -> Program[LogState]:
-    """Start at the snapshot that the hint names; the hint is no authority, the entry is."""
+    """Start at the snapshot that the hint names; the hint is no authority, the entry is.
+
+    A hint or a snapshot that cannot be read is passed over: the entries from 0 on say the same, and a
+    newer version may have written words there that this one does not know.
+    """
     try:
         yield Refresh(CONTROL)
         number = int(json.loads((yield Read(HINT)))["snapshot"])
+        if number < 0:
+            return LogState()
         entry = yield from _read_entry(number)
-    except (StorageError, ManifestError, ValueError, KeyError, TypeError):
+        if entry is None or not isinstance(entry.body, Snapshot):
+            return LogState()
+        state = state_from_snapshot(number, entry.body)
+    except (
+        StorageError,
+        ManifestError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:
+        if not isinstance(error, NotFoundError):
+            logger.warning("the run log is read from its first entry on: %s", error)
         return LogState()
-    if entry is None or not isinstance(entry.body, Snapshot):
-        return LogState()
-    state = state_from_snapshot(number, entry.body)
     return replace(state, foreign=True) if entry.partial else state
 
 

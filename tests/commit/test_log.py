@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs.commit import log
-from ckptfs.commit.entries import Body, Entry, Foreign, Pin, decode_entry, encode_entry
+from ckptfs.commit.entries import (
+    Body,
+    Entry,
+    Foreign,
+    Pin,
+    body_fields,
+    decode_entry,
+    encode_entry,
+)
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import HINT, LOG, log_key
 from ckptfs.commit.log import (
@@ -228,6 +239,10 @@ def test_a_cold_fold_of_ten_thousand_entries_reads_few() -> None:
         b'{"snapshot": 99999999}',
         b'{"snapshot": -1}',
         b'{"snapshot": null}',
+        b'{"snapshot": Infinity}',
+        b'{"snapshot": 4000000000000000000000}',
+        b'{"snapshot": [[[[0]]]]}',
+        b"[" * 100_000,
     ],
 )
 def test_the_hint_is_no_authority(hint: bytes) -> None:
@@ -236,6 +251,45 @@ def test_the_hint_is_no_authority(hint: bytes) -> None:
     state = _long_log(storage, 230)
     storage.replace(HINT, hint)
     assert drive(catch_up(), storage).saves == state.saves
+
+
+def _rewritten(storage: Storage, edit: Callable[[dict[str, Any]], None]) -> None:
+    """The newest snapshot says something else, as if another version had written it."""
+    number = json.loads(storage.read(HINT))["snapshot"]
+    record = json.loads(storage.read(log_key(number)))
+    edit(record)
+    storage.replace(log_key(number), json.dumps(record).encode())
+
+
+UNREADABLE: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a new outcome": lambda r: r["state"]["saves"][0].update(decided="postponed"),
+    "a new kind": lambda r: r["state"]["saves"][0].update(
+        seal=body_fields(seal("s")) | {"artifact": "dream"}
+    ),
+    "a new fence mode": lambda r: r["state"]["fence"].update(mode="share"),
+    "a field that is gone": lambda r: r["state"].pop("released"),
+    "a field of a save that is gone": lambda r: r["state"]["saves"][0].pop("pinned"),
+    "no saves": lambda r: r["state"].update(saves=None),
+    "a save that is none": lambda r: r["state"].update(saves=[7]),
+    "a name with a path": lambda r: r["state"]["saves"][0].update(save_id="../x"),
+    "a number for ever": lambda r: r["state"]["fence"].update(generation=[1e400, ""]),
+    "a flag that is a word": lambda r: r["state"]["saves"][0].update(deleted="no"),
+    "a place that is a word": lambda r: r["state"].update(fence_at="last"),
+    "an overwrite without a place": lambda r: r["state"].update(overwrites=[[[1, "a"]]]),
+}
+
+
+@pytest.mark.parametrize("edit", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_snapshot_that_cannot_be_read_is_passed_over(
+    edit: Callable[[dict[str, Any]], None],
+) -> None:
+    """A newer version's words or damage in a snapshot: the entries below it still say everything."""
+    storage = memory()
+    state = _long_log(storage, 230)
+    _rewritten(storage, edit)
+    found = drive(catch_up(), storage)
+    assert (found.saves, found.fence, found.next) == (state.saves, state.fence, state.next)
+    pin("after", storage)
 
 
 def test_no_snapshot_above_a_foreign_entry_or_fields() -> None:
