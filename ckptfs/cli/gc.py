@@ -1,7 +1,7 @@
 """``ckptfs gc``: what dead jobs left in a run, and away with it.
 
     ckptfs gc s3://bucket/run                   shows it, changes nothing
-    ckptfs gc s3://bucket/run --delete          removes it; asks first on a terminal
+    ckptfs gc s3://bucket/run --delete          removes it; asks first; without a terminal it takes --yes
     ckptfs gc s3://bucket/runs --recursive      every run below
 
 The rules of what is dead, and of when nothing is touched, are in ``ckptfs.tools.collecting``.
@@ -76,8 +76,11 @@ def gc(
     """What dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
 
     Shows it, with bytes, age and why. With --delete it takes the run as a new job does, removes it, and
-    leaves. Checkpoints that are committed, files of others and a run whose owner lives are not touched.
+    leaves; it asks first, and without a terminal it needs --yes. Checkpoints that are committed, files of others and a run whose owner lives are not touched.
     """
+    if delete and not yes and not sys.stdin.isatty():
+        # Before anything is read, so that a cron job fails on its first day, not on the first debris.
+        raise click.UsageError("nobody can be asked here: --yes deletes without asking")
     look = partial(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
         told = _Outcome(Uri.parse(uri), look(uri))
@@ -105,7 +108,7 @@ def _tried(act: Callable[[Uri], Collected], run: Uri) -> _Outcome:
 
 def _sure(outcomes: Sequence[_Outcome], *, yes: bool) -> bool:
     going = [one for o in outcomes if o.collected is not None for one in o.collected.going]
-    if yes or not going or not sys.stdin.isatty():
+    if yes or not going:
         return True
     for one in going:
         click.echo(f"  {one.debris}: {one.uri}", err=True)

@@ -276,6 +276,23 @@ def test_it_asks_on_a_terminal(local: Place, cli: Cli, monkeypatch: pytest.Monke
     assert state_now(hurt) != before
 
 
+def test_it_does_not_delete_unasked(
+    local: Place, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a terminal --delete is a wrong call, as it is for rm, whether something would go or not;
+    nothing changes. With --yes it deletes.
+    """
+    hurt = DAMAGES["deleted save"].made(local)
+    before = state_now(hurt)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    for flags in ((), ("--recursive",), ("--older-than", "900d")):
+        ran = cli("gc", hurt.uri, "--delete", *flags)
+        assert (ran.exit, "--yes" in ran.err, state_now(hurt)) == (2, True, before)
+    assert cli("gc", hurt.uri, "--delete", "--yes").exit == 0
+    assert state_now(hurt) != before
+    assert cli("gc", hurt.uri, "--delete").exit == 2
+
+
 def test_what_is_no_run(local: Place, cli: Cli) -> None:
     """A checkpoint is a wrong call that names its run; an age that is none is one too."""
     a_run(local)
