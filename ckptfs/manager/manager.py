@@ -224,8 +224,12 @@ class CheckpointManager(RunManager):
         self._settle(1)
         crew = self._hired()
         given = self._ground.where.place.storage_options
+        ticket = crew.begin(
+            name, step, parts, given if storage_options is None else storage_options
+        )
+        # Not before: whoever catches an error of begin is still to save this step.
         self._schedule.saved(step)
-        return crew.begin(name, step, parts, given if storage_options is None else storage_options)
+        return ticket
 
     # -- restoring ----------------------------------------------------------------------
 

@@ -46,6 +46,17 @@ def test_retention_deletes_a_checkpoint_of_parts_as_one(tmp_path: Path) -> None:
     assert all(result.total.payload_bytes >= 2 * 9 * 8 for result in committed)
 
 
+@pytest.mark.parametrize("manager_of", [ckptfs.CheckpointManager, ckptfs.DirectoryManager])
+def test_a_begin_that_fails_counts_as_no_save(tmp_path: Path, manager_of: Any) -> None:
+    """Whoever catches the error is still asked to save that step; a begin that succeeds settles it."""
+    with manager_of(tmp_path / "run", every_steps=10) as manager:
+        with pytest.raises(ckptfs.CkptfsError):
+            manager.begin(10, ["a/b"])
+        assert manager.should_save(10)
+        manager.begin(10, PARTS)
+        assert not manager.should_save(10)
+
+
 def test_a_ticket_that_is_committed_late_does_not_take_the_run_back(tmp_path: Path) -> None:
     """What began after it stays the latest, and retention keeps that, not the late one."""
     run = str(tmp_path / "run")
