@@ -6,7 +6,8 @@
 Overwriting is asked for, and takes nothing but the files of an older export (see ``taken``). On a
 filesystem the old directory is moved aside and looked at once more, the new one takes its name, the old
 files are removed by their names: a crash between leaves both, under names that say so. On an object store
-the old marker goes first: until the new one is there, there is no export.
+the old marker goes before the first of its files is replaced: from then until the new one is there, there
+is no export. One that fails before that leaves the old export as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.spec import fresh_ids
-from ckptfs.errors import StateError, StorageError
+from ckptfs.errors import AnswerLostError, NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.taken import There, look, refuse_taken, strangers
@@ -39,7 +40,7 @@ class Landing:
     written: list[str] = field(default_factory=list)
 
     def key(self, name: str) -> str:
-        """The key to write a file of this name to; it is removed again if the export fails."""
+        """The key to write a file of this name to; what is new is removed if the export fails."""
         self.written.append(f"{self.prefix}{name}")
         return self.written[-1]
 
@@ -131,17 +132,72 @@ def _is_there(storage: Storage, key: str) -> bool:
     return True
 
 
+@dataclass(slots=True)
+class _InPlace(Landing):
+    """Files under their final names, each replaced at once by one PUT.
+
+    old: the names of the older export. markers: see ``landing``. taken: the bytes of its markers that
+    were removed. before: the ETag of each old file when its replacement began.
+    """
+
+    old: Sequence[str] = ()
+    markers: Sequence[str] = ()
+    taken: dict[str, bytes] = field(default_factory=dict)
+    before: dict[str, str | None] = field(default_factory=dict)
+
+    def key(self, name: str) -> str:
+        """As ``Landing.key``. The old marker goes before the first file that it stands for changes."""
+        if name in self.old:
+            if name not in self.markers:
+                self._take_markers()
+            self.before[name] = _etag(self.storage, f"{self.prefix}{name}")
+        return Landing.key(self, name)
+
+    def _take_markers(self) -> None:
+        for name in self.markers:
+            if name in self.old and name not in self.taken:
+                key = f"{self.prefix}{name}"
+                self.taken[name] = self.storage.read(key)
+                self.storage.remove_many([key])
+
+    def undo(self, error: BaseException) -> None:
+        """Remove what is only new; bring the old marker back if all that it stands for is unchanged."""
+        replaced = {name for name in self.before if self._is_replaced(name)}
+        if replaced & set(self.markers):
+            return  # the new marker is there, or may be: what it names stays
+        old = {f"{self.prefix}{name}" for name in self.old}
+        self.storage.remove_many([key for key in self.written if key not in old])
+        # After a lost answer or Ctrl-C a PUT may still arrive, and two exports would be mixed.
+        in_doubt = isinstance(error, AnswerLostError) or not isinstance(error, Exception)
+        if not replaced and not in_doubt:
+            for name, data in self.taken.items():
+                self.storage.replace(f"{self.prefix}{name}", data)
+
+    def _is_replaced(self, name: str) -> bool:
+        """Also where nobody can know."""
+        if name in self.taken:
+            return False
+        before = self.before[name]
+        return before is None or _etag(self.storage, f"{self.prefix}{name}") != before
+
+
+def _etag(storage: Storage, key: str) -> str | None:
+    try:
+        return storage.stat(key).etag
+    except NotFoundError:
+        return None
+
+
 @contextlib.contextmanager
 def _in_place(
     storage: Storage, name: str, there: Sequence[str], markers: Sequence[str]
 ) -> Iterator[Landing]:
-    storage.remove_many([f"{name}/{n}" for n in there if n in markers])
-    made = Landing(storage, f"{name}/")
+    made = _InPlace(storage, f"{name}/", old=there, markers=markers)
     try:
         yield made
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(StorageError):
-            storage.remove_many(made.written)
+            made.undo(error)
         raise
     kept = set(made.written)
     storage.remove_many([f"{name}/{n}" for n in there if f"{name}/{n}" not in kept])

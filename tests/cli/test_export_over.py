@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckptfs.errors import StateError, UriError
+from ckptfs.errors import AnswerLostError, StateError, UriError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.registry import open_storage
 from ckptfs.tools.exporting import ExportFormat
 from ckptfs.tools.landing import landing
 from ckptfs.tools.taken import refuse_place
@@ -125,6 +130,101 @@ def test_what_comes_while_an_export_is_written_stays(tmp_path: Path) -> None:
         write()
     left = {"hf": None, "hf/README.md": b"mine", "hf/model.safetensors": b"old"}
     assert tree(tmp_path) == left
+
+
+BUCKET = "objects+memory://export-over"
+SHARDS = re.compile(r"model(-\d+)?\.safetensors|index\.json")
+
+
+@pytest.fixture
+def bucket() -> Iterator[Storage]:
+    """An object store that nobody else has."""
+    with contextlib.closing(open_storage(f"{BUCKET}/{uuid.uuid4().hex}", None)) as storage:
+        yield storage
+
+
+class BrokenError(Exception):
+    """What ends an export half way."""
+
+
+def write_some(
+    storage: Storage,
+    names: Sequence[str],
+    half: str,
+    *,
+    done: bool = False,
+    error: BaseException | None = None,
+) -> None:
+    """Export files of these names over what is there; it ends inside the last one, or after it."""
+    place = Uri.parse(storage.uri("out").full)
+    with landing(place, None, overwrite=True, ours=SHARDS, markers=("index.json",)) as made:
+        for name in names:
+            made.put(name, b"new")
+        with contextlib.ExitStack() as opened:
+            writer = opened.enter_context(made.storage.open_write(made.key(half)))
+            writer.write(b"ne")
+            if not done:
+                raise error or BrokenError
+        raise BrokenError
+
+
+def files_of(storage: Storage) -> dict[str, bytes]:
+    """What lies at the target."""
+    return {e.name: storage.read(f"out/{e.name}") for e in storage.list("out")}
+
+
+@pytest.mark.parametrize("old", [("model.safetensors",), ("model-1.safetensors", "index.json")])
+@pytest.mark.parametrize(
+    ("names", "half"),
+    [
+        ((), "model.safetensors"),
+        ((), "model-1.safetensors"),
+        (("model-2.safetensors",), "model-1.safetensors"),
+        (("model-2.safetensors", "model-3.safetensors"), "index.json"),
+    ],
+)
+def test_an_export_that_fails_leaves_the_old_one(
+    bucket: Storage, old: tuple[str, ...], names: tuple[str, ...], half: str
+) -> None:
+    """On an object store, where files are replaced one by one: as long as no file of the old export was
+    replaced, a failure leaves it whole, its marker too, and nothing of the new one.
+    """
+    for name in old:
+        bucket.replace(f"out/{name}", b"old")
+    with pytest.raises(BrokenError):
+        write_some(bucket, names, half)
+    assert files_of(bucket) == dict.fromkeys(old, b"old")
+
+
+def test_an_export_that_replaced_a_file_has_no_marker(bucket: Storage) -> None:
+    """Of two exports mixed nobody takes either: the old marker is gone, and so is what is only new."""
+    for name in ("model-1.safetensors", "model-2.safetensors", "index.json"):
+        bucket.replace(f"out/{name}", b"old")
+    with pytest.raises(BrokenError):
+        write_some(bucket, ("model-3.safetensors", "model-1.safetensors"), "model-4.safetensors")
+    left = {"model-1.safetensors": b"new", "model-2.safetensors": b"old"}
+    assert files_of(bucket) == left
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), AnswerLostError("cut off")])
+def test_an_export_whose_last_write_is_in_doubt_has_no_marker(
+    bucket: Storage, error: BaseException
+) -> None:
+    """A PUT that nobody waited for may still replace a file: then the old marker does not come back."""
+    old = {"model-1.safetensors": b"old", "index.json": b"old"}
+    for name, data in old.items():
+        bucket.replace(f"out/{name}", data)
+    with pytest.raises(type(error)):
+        write_some(bucket, (), "model-1.safetensors", error=error)
+    assert files_of(bucket) == {"model-1.safetensors": b"old"}
+
+
+def test_an_export_that_fails_after_its_one_file_leaves_that(bucket: Storage) -> None:
+    """A file that replaced the only one of an old export is there, whole: it is never removed."""
+    bucket.replace("out/model.safetensors", b"old")
+    with pytest.raises(BrokenError):
+        write_some(bucket, (), "model.safetensors", done=True)
+    assert files_of(bucket) == {"model.safetensors": b"ne"}
 
 
 def test_places_are_compared_with_their_servers() -> None:
