@@ -2,7 +2,7 @@
 
     survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
     watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free
-    fence     every owner appends fence(generation)  -> a newer one came first: higher, again
+    fence     every owner appends fence(generation)  -> another one came first: undo, survey again
     report    what lies in every domain              -> one plan for all
     settle    abort, record, project, wipe
     token     every rank reads the new fence through its own path
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfs.commit.background import Background
-from ckptfs.commit.decisions import may_fence
+from ckptfs.commit.decisions import may_claim, unreleased
 from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG, log_key
@@ -33,7 +33,7 @@ from ckptfs.commit.owners import alive_here, describe, who_am_i
 from ckptfs.commit.protocol import catalog
 from ckptfs.commit.recovery import Report, plan_recovery, report, settle
 from ckptfs.commit.recovery_plan import Plan, with_equal_seals_once
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Run, release_fence
 from ckptfs.commit.saving import survey
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
@@ -86,7 +86,7 @@ class _Holder(Enum):
 class _Survey:
     holder: _Holder
     number: int
-    fence: Fence
+    fence: Fence | None  # whom to watch
     last: Seal | None
 
 
@@ -139,6 +139,7 @@ class _Claimant:
         self._ids = fresh_ids()
         world = seat.control.world
         self._stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
+        self._judged = GENESIS  # the fence that stood in this domain when its owner was judged
         self._fenced: Appended | None = None
 
     def claim(self) -> Run:
@@ -150,6 +151,7 @@ class _Claimant:
             fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
             outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
             if outcome.beaten_by is not None:
+                control.step("give back", lambda: self._give_back(fence.generation))  # noqa: B023
                 continue
             try:
                 return self._recover(fence.generation)
@@ -167,6 +169,7 @@ class _Claimant:
             return None
         state = drive(survey(), self._seat.storage)
         self._seat.known.learn(state)
+        self._judged = state.generation
         return self._domain, state
 
     @property
@@ -183,22 +186,20 @@ class _Claimant:
                 uri=self._seat.storage.root,
                 hint='mode="resume" goes on with them, mode="overwrite" replaces them',
             )
-        newest = max(views.values(), key=lambda v: v.generation)
-        held = [v for v in views.values() if v.generation == newest.generation]
-        fence = newest.fence
-        survey = _Survey(_Holder.FREE, fence.generation.number, fence, last)
-        free = fence.generation == GENESIS or all(v.released for v in held)
+        number = max(view.generation.number for view in views.values())
         me = who_am_i(self._seat.control.world)
-        same_job = fence.job is not None and fence.job == me.job
-        same_job = same_job and self._takeover is not Takeover.DEAD
-        if free or same_job or self._takeover is Takeover.FORCE:
-            return survey
+        claims = unreleased(views)
+        if self._takeover is not Takeover.DEAD and me.job is not None:
+            claims = tuple(fence for fence in claims if fence.job != me.job)
+        if not claims or self._takeover is Takeover.FORCE:
+            return _Survey(_Holder.FREE, number, None, last)
         if self._takeover is Takeover.NEVER:
-            raise _busy(survey, self._seat.storage.root)
+            raise _busy(claims[0], last, self._seat.storage.root)
         # A process of this very node whose pid is gone needs no waiting for its lease.
-        if fence.node == me.node and not alive_here(fence):
-            return survey
-        return _Survey(_Holder.WATCH, survey.number, fence, last)
+        perhaps = [fence for fence in claims if fence.node != me.node or alive_here(fence)]
+        if not perhaps:
+            return _Survey(_Holder.FREE, number, None, last)
+        return _Survey(_Holder.WATCH, number, perhaps[0], last)
 
     def _watch(self, found: _Survey) -> None:
         """RunBusyError on every rank while any domain's lease moves."""
@@ -207,8 +208,8 @@ class _Claimant:
             return self._owner and moves(self._seat.storage, self._times)
 
         def decide(moved: Sequence[bool]) -> None:
-            if any(moved):
-                raise _busy(found, self._seat.storage.root)
+            if any(moved) and found.fence is not None:
+                raise _busy(found.fence, found.last, self._seat.storage.root)
 
         self._seat.control.step("watch", local, decide)
 
@@ -219,12 +220,13 @@ class _Claimant:
         return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
 
     def _fence(self, fence: Fence) -> int | None:
-        """Append the fence here; the number that stands instead where a newer one came first."""
+        """Append the fence here; the number that stands instead where another one came first."""
         if not self._owner:
             return None
+        judged, self._fenced = self._judged, None
         outcome = drive(
             append(
-                lambda seen: may_fence(seen, fence),
+                lambda seen: may_claim(seen, fence, judged),
                 write_id=next(self._ids),
                 stamp=self._stamp,
                 state=self._known,
@@ -237,6 +239,15 @@ class _Claimant:
         self._fenced = outcome
         self._seat.touch_log_later()
         return None
+
+    def _give_back(self, generation: Generation) -> None:
+        """Release the fence where this domain took it and another one did not: two newcomers that
+        each got a part of the domains would hold each other for owners.
+        """
+        if self._owner and self._fenced is not None:
+            program = release_fence(generation, self._ids, self._known, self._stamp)
+            self._seat.known.learn(drive(program, self._seat.storage).state)
+            self._fenced = None
 
     def _recover(self, generation: Generation) -> Run:
         seat = self._seat
@@ -347,10 +358,10 @@ def _beaten(answers: Sequence[int | None]) -> _Round:
     return _Round(max((a for a in answers if a is not None), default=None))
 
 
-def _busy(found: _Survey, root: Uri) -> RunBusyError:
-    last = "nothing committed yet" if found.last is None else f"last commit {found.last.name}"
+def _busy(fence: Fence, last: Seal | None, root: Uri) -> RunBusyError:
+    told = "nothing committed yet" if last is None else f"last commit {last.name}"
     return RunBusyError(
-        f"the run is held by {describe(found.fence)}, {last}",
+        f"the run is held by {describe(fence)}, {told}",
         uri=root,
         hint='wait for it to end, give this job another run, or takeover="force"',
     )

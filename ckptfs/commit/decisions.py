@@ -1,7 +1,8 @@
 """What an append decides, each time it folds: the entry, or why it may not be made. Pure, no I/O.
 
     may_seal  may_seal_part  may_publish      a save, a part of one, what a part's home decided
-    may_fence                                 a newer generation
+    unreleased                                who may still hold the run
+    may_claim  may_fence                      a newer generation: a newcomer's own, one that is known
     may_abort  may_delete  may_forget         the newest owner gives up, deletes, says that bytes are gone
 
 Each sees the log as it is at this very try: a number lost to somebody else is decided again.
@@ -9,9 +10,11 @@ Each sees the log as it is at this very try: a number lost to somebody else is d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from ckptfs.commit.entries import (
+    GENESIS,
     Abort,
     Delete,
     Fence,
@@ -28,12 +31,14 @@ from ckptfs.commit.pieces import promised_here
 __all__ = [
     "Refusal",
     "may_abort",
+    "may_claim",
     "may_delete",
     "may_fence",
     "may_forget",
     "may_publish",
     "may_seal",
     "may_seal_part",
+    "unreleased",
 ]
 
 
@@ -129,6 +134,29 @@ def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | Refused[R
     if known.seal is not None or known.aborted or known.deleted:
         return Refused(Refusal.NOTHING, state)
     return seal
+
+
+def unreleased(views: Mapping[str, LogState]) -> tuple[Fence, ...]:
+    """The fences of the newest number that nobody released, the newest first: who may hold the run.
+
+    Several where newcomers that reach different domains took the same number.
+    """
+    number = max((v.generation.number for v in views.values()), default=GENESIS.number)
+    fences = {
+        view.fence.generation: view.fence
+        for view in views.values()
+        if view.generation.number == number and view.generation != GENESIS and not view.released
+    }
+    return tuple(fences[generation] for generation in sorted(fences, reverse=True))
+
+
+def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | Refused[Refusal]:
+    """Fence as a newcomer that judged the owner of ``judged``, unless another fence stands by now:
+    nobody looked whether that one's owner lives.
+    """
+    if state.generation != judged:
+        return Refused(Refusal.FENCED, state)
+    return may_fence(state, fence)
 
 
 def may_fence(state: LogState, fence: Fence) -> Fence | Refused[Refusal]:

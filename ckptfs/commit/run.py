@@ -32,7 +32,7 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri
 
-__all__ = ["Run"]
+__all__ = ["Run", "release_fence"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Run:
             known = self.seat.known.state if self.seat.caps.exclusive_create else None
             world = self.seat.control.world
             stamp = Stamp(now_text(), world.hostname, os.getpid(), self.seat.control.rank)
-            program = _release(self.generation, fresh_ids(), known, stamp)
+            program = release_fence(self.generation, fresh_ids(), known, stamp)
             drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, the next owner will wait: %s", error)
@@ -119,9 +119,11 @@ class Run:
         self.release()
 
 
-def _release(
+def release_fence(
     generation: Generation, ids: Iterator[str], known: LogState | None, stamp: Stamp
 ) -> Program[Appended | Refused[Refusal]]:
+    """Append that the owner of ``generation`` left; refused where it is not the newest any more."""
+
     def decide(state: LogState) -> Release | Refused[Refusal]:
         if state.generation != generation or state.released:
             return Refused(Refusal.NOTHING, state)

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfs.commit.decisions import Refusal, may_abort, may_delete, may_fence, may_forget, may_seal
+from ckptfs.commit.decisions import (
+    Refusal,
+    may_abort,
+    may_claim,
+    may_delete,
+    may_fence,
+    may_forget,
+    may_seal,
+    unreleased,
+)
 from ckptfs.commit.entries import (
+    GENESIS,
     Abort,
     Body,
     Decided,
@@ -16,8 +26,10 @@ from ckptfs.commit.entries import (
     Kind,
     Outcome,
     Pin,
+    Release,
     Seal,
 )
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Refused
 from ckptfs.commit.protocol import Standing, catalog, doomed, latest, name_taken, next_seq, standing
 from tests.commit.logs import G1, G2, G3, fence, folded, seal
@@ -185,6 +197,28 @@ def test_a_newer_fence_stops_every_append_of_an_older_generation() -> None:
     assert refusal(may_fence(state, fence(G2))) is Refusal.FENCED
     assert refusal(may_fence(state, fence(Generation(2, "a")))) is Refusal.FENCED
     assert may_fence(state, fence(Generation(2, "z"))) == fence(Generation(2, "z"))
+
+
+def test_a_newcomer_fences_only_what_it_judged() -> None:
+    """Any other fence than the one that was judged refuses a claim, were it the older one."""
+    state = folded(fence(G1))
+    assert may_claim(state, fence(G2), G1) == fence(G2)
+    assert refusal(may_claim(state, fence(G2), GENESIS)) is Refusal.FENCED
+    between = folded(fence(G1), fence(Generation(2, "a")))
+    assert refusal(may_claim(between, fence(Generation(2, "z")), G1)) is Refusal.FENCED
+    assert may_claim(LogState(), fence(G1), GENESIS) == fence(G1)
+
+
+def test_who_may_still_hold_a_run() -> None:
+    """Every unreleased fence of the newest number does, in whichever domain it stands."""
+    a, b = fence(Generation(2, "a")), fence(Generation(2, "b"))
+    assert unreleased({}) == ()
+    assert unreleased({"A": LogState()}) == ()
+    assert unreleased({"A": folded(fence(G1)), "B": folded(a)}) == (a,)
+    assert unreleased({"A": folded(a), "B": folded(b)}) == (b, a)
+    assert unreleased({"A": folded(a), "B": folded(b, Release(b.generation))}) == (a,)
+    assert unreleased({"A": folded(a, Release(a.generation))}) == ()
+    assert unreleased({"A": folded(a, Release(a.generation)), "B": folded(a)}) == (a,)
 
 
 def test_an_abort_and_a_seal_are_final() -> None:

@@ -6,7 +6,8 @@
     I4  a stock reader sees a committed whole save or nothing
     I7  after a recovery that ended, nothing older is unsettled, and the newest live save of every
         name is projected
-    I8  when all is over, the newest fence's holder is ready
+    I8  when all is over, the newest fence's holder is ready, or gave it back
+    I10 a newcomer that takes no run from its owner fences only what nobody holds
     C   the code's own fold, catalog and latest agree with the oracle
 
 Windows that protocol.md documents: a deleted but whole save before its removal; ``late-put``: on
@@ -105,6 +106,9 @@ class Judge:
         top = max(reading.fences.values())
         if top == (0, "") or top in self._held():
             return []
+        marked = [log_of(d) for d in disks]
+        if all(oracle.released(log) for log in marked if oracle.read({"": log}).fences[""] == top):
+            return []
         if not any(f[0] == "ready" and (int(f[1]), f[2]) == top for f in told):
             return [f"I8 all processes ended and the holder of {top} is not ready"]
         return []
@@ -130,6 +134,8 @@ class Judge:
         told = dict(facts)
         bases = {f[1]: oracle.gen(v[0]) for f, v in told.items() if f[0] == "base"}
         bad = oracle.judge_logs({n: log_of(d) for n, d in by_name.items()}, bases)
+        for disk in disks:
+            bad += oracle.robbed(log_of(disk), self._scenario.polite)
         for fact in told:
             if fact[0] == "acknowledged" and not reading.committed(fact[1]):
                 bad.append(f"I1 {fact[1]} was acknowledged and is not committed")

@@ -112,6 +112,30 @@ def _fences(log: Log) -> list[tuple[int, Gen, bool]]:
     return out
 
 
+def robbed(log: Log, polite: frozenset[Gen]) -> list[str]:
+    """I10: a newcomer that takes no run from its owner fenced only what nobody held."""
+    bad = []
+    owner: Gen | None = None
+    newest: Gen = (0, "")
+    for e in log:
+        if e["kind"] == "release" and gen(e["generation"]) == newest:
+            owner = None
+        if e["kind"] == "fence" and gen(e["generation"]) > newest:
+            newest = gen(e["generation"])
+            if owner is not None and newest in polite:
+                bad.append(f"I10 {newest} took the run from {owner}, which did not release it")
+            owner = newest
+    return bad
+
+
+def released(log: Log) -> bool:
+    """Whether the newest fence of a log was released."""
+    marks = _fences(log)
+    return bool(marks) and any(
+        e["kind"] == "release" and gen(e["generation"]) == marks[-1][1] for e in log
+    )
+
+
 def read(logs: Logs) -> Reading:
     """Fold all logs together, every domain reached."""
     sealed = {d: _sealed(log) for d, log in logs.items()}

@@ -109,6 +109,31 @@ def _deleting_without_looking_who_it_is() -> list[Patch]:
     return [(erase, "_names_it", names_it)]
 
 
+def _old_judgement_trusted() -> list[Patch]:
+    def claim(state: Any, fence: Any, judged: Generation) -> Any:
+        return decisions.may_fence(state, fence)
+
+    return [(programs, "may_claim", claim)]
+
+
+def _fence_not_given_back() -> list[Patch]:
+    def release(*_: Any) -> Steps:
+        return None
+        yield
+
+    return [(programs, "release_fence", release)]
+
+
+def _newest_fence_only() -> list[Patch]:
+    real = decisions.unreleased
+
+    def unreleased(views: Mapping[str, Any]) -> Any:
+        newest = max(v.generation for v in views.values())
+        return real({d: v for d, v in views.items() if v.generation == newest})
+
+    return [(programs, "unreleased", unreleased)]
+
+
 def _aborting_the_rest() -> list[Patch]:
     real = recovery.plan_recovery
 
@@ -366,6 +391,15 @@ PLANTED: dict[str, Mistake] = {
     "deleting a step by name": Mistake("delete-saved-again", "foreign", _deleting_a_step_by_name),
     "deleting without looking who it is": Mistake(
         "delete-beside-foreign", "foreign", _deleting_without_looking_who_it_is
+    ),
+    "a newcomer that trusts an old judgement of the owner": Mistake(
+        "newcomers", "I10", _old_judgement_trusted
+    ),
+    "a newcomer that keeps a part of the domains": Mistake(
+        "newcomers-two-domains", "I8", _fence_not_given_back
+    ),
+    "a newcomer that looks at the newest fence only": Mistake(
+        "newcomers-fewer-domains", "I10", _newest_fence_only
     ),
     "aborting the rest, newer bases too": Mistake("plain", "I6", _aborting_the_rest),
     "unlinking entries below a snapshot": Mistake("plain", "", _unlinking_below_a_snapshot),

@@ -11,14 +11,14 @@ facts: ``Tell`` states one, ``Hear`` waits for it. They belong to the model alon
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
-from ckptfs.commit.decisions import may_fence
+from ckptfs.commit.decisions import may_claim, unreleased
 from ckptfs.commit.deleting import make_trash, remove_save
-from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal
+from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up
@@ -27,6 +27,7 @@ from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
 from ckptfs.commit.parts import word_of
 from ckptfs.commit.protocol import catalog, name_taken, next_seq
 from ckptfs.commit.reclaim import delete_save
+from ckptfs.commit.run import release_fence
 from ckptfs.commit.saving import Means
 from ckptfs.commit.turns import is_long
 from ckptfs.errors import (
@@ -357,7 +358,9 @@ class Speak:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One prepare_run and what follows."""
+    """One prepare_run and what follows. polite: it takes no run that somebody did not release.
+    later: its generation once it had to give back what it fenced.
+    """
 
     gen: Generation
     domains: tuple[str, ...] = ("A",)
@@ -365,6 +368,8 @@ class Holder:
     mode: FenceMode = FenceMode.RESUME
     caps: Capabilities = FILESYSTEM
     fenced: bool = field(default=False)
+    polite: bool = False
+    later: Generation | None = None
 
 
 def holder(spec: Holder) -> Steps:
@@ -374,9 +379,9 @@ def holder(spec: Holder) -> Steps:
     first = spec.domains[0]
     try:
         if not spec.fenced:
-            ok = yield from _claim(spec, own)
-            if not ok:
-                return "fenced"
+            end = yield from _claim(spec, own)
+            if end != "ready":
+                return end
         for act in spec.acts:
             if isinstance(act, Delete):
                 yield from _delete(spec, act.name, own)
@@ -398,17 +403,21 @@ def _text(gen: Generation) -> tuple[str, str]:
 
 
 def _claim(spec: Holder, own: Iterator[str]) -> Steps:
-    fence = Fence(spec.gen, spec.mode)
-    folded: dict[str, LogState] = {}
-    for domain in spec.domains:
-        yield from on(domain, saving.survey())
-    for domain in spec.domains:
-        outcome = yield from on(
-            domain, append(lambda seen: may_fence(seen, fence), write_id=next(own))
-        )
-        if isinstance(outcome, Refused):
-            return False
-        folded[domain] = outcome.state
+    folded: dict[str, LogState] | None = None
+    while folded is None:
+        views: dict[str, LogState] = {}
+        for domain in spec.domains:
+            views[domain] = yield from on(domain, saving.survey())
+        if spec.polite and unreleased(views):
+            return "busy"
+        if any(view.generation >= spec.gen for view in views.values()):
+            return "fenced"
+        judged = {domain: view.generation for domain, view in views.items()}
+        del views
+        folded = yield from _fence(spec, judged, own)
+        del judged
+        if folded is None and spec.later is not None:
+            spec = replace(spec, gen=spec.later, later=None)
     reports = {}
     for domain in spec.domains:
         reports[domain] = yield from on(
@@ -416,12 +425,36 @@ def _claim(spec: Holder, own: Iterator[str]) -> Steps:
         )
     plan = recovery.plan_recovery(reports, spec.gen)
     if any(v.generation > spec.gen for v in plan.views.values()):
-        return False
-    del reports, outcome
+        return "fenced"
+    del reports
     for domain in spec.domains:
         yield from on(domain, recovery.settle(plan, domain, spec.gen, spec.caps, ids=own))
     yield spec.domains[0], Tell(("ready", *_text(spec.gen), *spec.domains))
-    return True
+    return "ready"
+
+
+def _fence(spec: Holder, judged: dict[str, Generation], own: Iterator[str]) -> Steps:
+    """Every owner's append; None where one was refused, and what the others took was given back."""
+    fence = Fence(spec.gen, spec.mode)
+    folded: dict[str, LogState] = {}
+    beaten = False
+    for domain in spec.domains:
+        stood = judged[domain]
+        program = append(
+            lambda seen, stood=stood: may_claim(seen, fence, stood),  # type: ignore[misc]
+            write_id=next(own),
+        )
+        outcome = yield from on(domain, program)
+        if isinstance(outcome, Refused):
+            beaten = True
+        else:
+            folded[domain] = outcome.state
+        del outcome, program
+    if not beaten:
+        return folded
+    for domain, state in folded.items():
+        yield from on(domain, release_fence(spec.gen, own, state, Stamp()))
+    return None
 
 
 def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:

@@ -20,6 +20,7 @@ from ckptfs.commit.entries import (
     Kind,
     Outcome,
     Pin,
+    Release,
 )
 from ckptfs.commit.log import Refused
 from ckptfs.storage.base import Capabilities, Shape
@@ -80,6 +81,60 @@ def fresh() -> Scenario:
             "R": partial(reader, _saves(a), "s1"),
         },
         committed_disk(Shape.FILESYSTEM, [F1]),
+    )
+
+
+def newcomers() -> Scenario:
+    """The run was released; two newcomers that take nothing from a living owner come at once."""
+    a = What("aaa", name="s1", gen=G2, clears=False)
+    return _one(
+        "newcomers",
+        _saves(a),
+        {
+            "P2": partial(holder, Holder(G2, acts=(a,), polite=True)),
+            "Q2": partial(holder, Holder(G2B, polite=True)),
+            "P3": partial(holder, Holder(G3, polite=True)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1)]),
+        lost=1,
+        polite=frozenset({G2, G2B, G3}),
+    )
+
+
+def newcomers_two_domains() -> Scenario:
+    """The run was released in both domains, and two newcomers go through them in another order: each
+    may get one of them first.
+    """
+    return Scenario(
+        "newcomers-two-domains",
+        {},
+        {
+            "P2": partial(holder, Holder(G2, ("A", "B"), polite=True)),
+            "Q2": partial(holder, Holder(G2B, ("B", "A"), polite=True)),
+        },
+        {
+            domain: committed_disk(Shape.FILESYSTEM, [F1, Release(G1)], domain=domain)
+            for domain in ("A", "B")
+        },
+        lost=1,
+        polite=frozenset({G2, G2B}),
+    )
+
+
+def newcomers_fewer_domains() -> Scenario:
+    """As before, and one of the two newcomers reaches one domain only."""
+    return Scenario(
+        "newcomers-fewer-domains",
+        {},
+        {
+            "P2": partial(holder, Holder(G2, ("A",), polite=True)),
+            "Q2": partial(holder, Holder(G2B, ("B", "A"), polite=True, later=G3)),
+        },
+        {
+            domain: committed_disk(Shape.FILESYSTEM, [F1, Release(G1)], domain=domain)
+            for domain in ("A", "B")
+        },
+        polite=frozenset({G2, G2B, G3}),
     )
 
 
@@ -908,6 +963,9 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     function().name: function
     for function in (
         fresh,
+        newcomers,
+        newcomers_two_domains,
+        newcomers_fewer_domains,
         fine,
         lost,
         replace,

@@ -54,7 +54,8 @@ class Scenario:
     programs: name -> a function that starts it. files: what each domain's disk holds at first.
     lost: how many answers may be lost, come late (Create, Replace) or be
     those of a request that was sent twice (Rename). windows: names of the
-    documented windows that may be seen (see judge.py).
+    documented windows that may be seen (see judge.py). polite: generations of newcomers that may not
+    take a run from an owner that did not release it.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Scenario:
     lost: int = 0
     windows: frozenset[str] = frozenset()
     foreign: Mapping[str, bytes] = field(default_factory=dict)
+    polite: frozenset[tuple[int, str]] = frozenset()
 
 
 class State(NamedTuple):

@@ -29,7 +29,16 @@ def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["fine", "lost", "plain", "save-delete-save", "delete-saved-again"]
+    "name",
+    [
+        "fine",
+        "lost",
+        "plain",
+        "save-delete-save",
+        "delete-saved-again",
+        "newcomers-two-domains",
+        "newcomers-fewer-domains",
+    ],
 )
 def test_small_scenarios_are_searched_whole(name: str) -> None:
     """These have few enough states to be searched to the end every time."""
