@@ -32,7 +32,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
 .PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
-.PHONY: scale campaign-scale campaign-mutants
+.PHONY: scale campaign-scale campaign-mutants public
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
 .PHONY: lab-sink lab-nodes lab-nfs lab-nfs3 test-integrations integrations-matrix campaign-nodes campaign-nfs nfs-counts
@@ -53,6 +53,7 @@ help:
 	@echo "make lab-powercut    an ext4 whose power you can cut, in the foreground (root); lab-powercut-xfs, -btrfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
 	@echo "make docs            the manual: build/docs/index.html (no network; warnings are errors)"
+	@echo "make public          docs/reference/public.md anew, where what is public was changed on purpose"
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
@@ -125,13 +126,17 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_layers.py tests/test_exports.py
+	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/test_public.py
 
 # tests/test_manual.py looks at what this leaves, and builds it itself where it is older than its sources.
 docs: $(STAMP)
 	@rm -f build/docs/.whole
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
 	@touch build/docs/.whole
+
+# tests/test_public.py compares the page with the code.
+public: $(STAMP)
+	$(BIN)/python -m tests.public
 
 # Under five minutes, with what pip downloads; PASTE=--paste puts what came out into the page.
 first-run:
