@@ -20,6 +20,20 @@ def has_default_group() -> bool:
     return bool(dist and dist.is_available() and dist.is_initialized())
 
 
+def is_called_by_dcp() -> bool:
+    """Whether the caller acts for torch.distributed.checkpoint, on this thread.
+
+    Its writers hand files to fsspec under names that a copying program uses too, and nothing but the
+    caller tells the two apart before the first byte.
+    """
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 def rank_and_size(group: Any) -> tuple[int, int]:
     """(rank, size) of this process in a group (None: the default one); rank -1: not a member."""
     import torch.distributed as dist

@@ -1,5 +1,6 @@
-"""What one process has on its way: files under final names, told apart from those that only wait.
+"""What a DCP writer of this process has on its way: files under final names that only wait.
 
+    is_called_by_dcp()         torch's writers wait; what another program copies in is ``copied``'s
     open_write(step, name)     a file of the attempt that the process group agreed on
     commit(step, ".metadata.tmp")    all of them have arrived: seal, project
     put_metadata(step, data)   .metadata written in place: the commit comes with the last file
@@ -32,7 +33,7 @@ from ckptfs.storage.base import DataWriter, Shape, Storage
 from ckptfs.topology.agreement import agreed_id, is_first, renew_id
 from ckptfs.uri import Uri
 
-__all__ = ["Arrivals", "arrives"]
+__all__ = ["Arrivals", "arrives", "refuse_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +43,20 @@ _PER_RANK = re.compile(r"__\d+\.metadata(\.tmp)?")
 _KEPT = 16  # attempts that are remembered
 
 
-def arrives(file: Uri) -> bool:
-    """Whether a file of this name waits for a commit. What lies below a save_id was committed
-    elsewhere and is copied: it keeps its place.
-    """
+def refuse_alone(file: Uri) -> None:
+    """UnsupportedError: a DCP writer is about to write the metadata of one rank."""
     if _PER_RANK.fullmatch(file.name):
         raise UnsupportedError(
             "every rank would commit alone (use_collectives=False)",
             uri=file,
             hint="save with collectives, so that one rank knows that all have written",
         )
+
+
+def arrives(file: Uri) -> bool:
+    """Whether a file of this name waits for a commit if a DCP writer writes it. What lies below a
+    save_id was committed elsewhere and is copied: it keeps its place.
+    """
     return bool(_WAITS.fullmatch(file.name) and not is_save_id(file.parent.name))
 
 
@@ -91,12 +96,12 @@ class Arrivals:
         return _Arriving(self, step, joined, writer, whole=bool(_SHARD.fullmatch(name)))
 
     def put_metadata(self, step: Uri, data: bytes) -> bool:
-        """``.metadata`` written in place, as copies of directories do: committed when all that it
-        refers to has arrived. False: it is nothing that waits, write it as it is.
+        """``.metadata`` written in place by a DCP writer: committed when all that it refers to has
+        arrived. False: it is nothing that waits, write it as it is.
         """
-        from ckptfs.dcp.arriving import ARRIVED, references
+        from ckptfs.dcp.arriving import ARRIVED, needed
 
-        files = references(data, step)
+        files = needed(data, step)
         if files is None or any("/" in file for file in files):
             return (
                 False  # not DCP's; or what a commit elsewhere wrote, whose files keep their places

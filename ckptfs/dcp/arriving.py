@@ -31,7 +31,7 @@ from ckptfs.errors import IncompleteCheckpointError, ManifestError, NotFoundErro
 from ckptfs.events import Counters
 from ckptfs.storage.threads import Threads
 
-__all__ = ["ARRIVED", "ARRIVES", "commit_arrived", "missing", "references"]
+__all__ = ["ARRIVED", "ARRIVES", "commit_arrived", "missing", "needed"]
 
 # Where metadata waits that was written in place, and all that only waits for the commit.
 ARRIVED = ".metadata.arrived"
@@ -80,10 +80,12 @@ def missing(joined: Joined, metadata_file: str) -> list[str]:
     return _short(needs, _sizes(joined, needs))
 
 
-def references(data: bytes, where: object) -> frozenset[str] | None:
-    """The files that a stock ``.metadata`` refers to; None where it is nothing of DCP's."""
+def needed(data: bytes, where: object) -> Mapping[str, int] | None:
+    """The files that a stock ``.metadata`` refers to, and how long each has to be, in bytes; None where
+    it is nothing of DCP's, or names classes that are not read.
+    """
     try:
-        return frozenset(_needs(decode_metadata(data, where)))
+        return _needs(decode_metadata(data, where))
     except ManifestError:
         return None
 

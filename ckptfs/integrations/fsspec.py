@@ -3,11 +3,12 @@
     dcp.save(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     nothing to import
     dcp.load(state, checkpoint_id="ckptfs+s3://bucket/run/step_100")     or bare s3://, or ckptfs.load
 
-    *.distcp  .metadata.tmp      arrive in an attempt, invisible, from every rank's own process
+    *.distcp  .metadata.tmp      of a DCP writer: arrive in an attempt, invisible, from every rank's process
     mv .metadata.tmp .metadata   the commit: all that it refers to is there, or nothing is visible
     rm .metadata                 of a committed step: put off until that commit, which replaces it
     rm step_100, recursive       deletes the checkpoint: entry first, bytes later
-    any other file               plain, whole or not at all when it is closed
+    any other file               plain, whole or not at all when it is closed; a stock checkpoint that
+                                 this process has copied in whole is committed (``dcp.copied``)
     .ckptfs/, attempts           never listed
 
 Entry points register the names, so a spawned process knows them too. Second choice, for programs that
@@ -20,12 +21,14 @@ import contextlib
 import re
 from typing import Any
 
+from ckptfs._torch import is_called_by_dcp
 from ckptfs.commit.arriving import on_the_way
 from ckptfs.commit.deleting import delete_checkpoint, holds
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
 from ckptfs.commit.looking import unprojected
-from ckptfs.dcp.arrivals import Arrivals, arrives
-from ckptfs.errors import NotFoundError, UnsupportedError
+from ckptfs.dcp.arrivals import Arrivals, arrives, refuse_alone
+from ckptfs.dcp.copied import CopiedFiles
+from ckptfs.errors import CommitConflictError, NotFoundError, UnsupportedError
 from ckptfs.storage.bare import options_for_storage, told
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.stream import DurableWriter, HeldWriter
@@ -46,6 +49,7 @@ class CheckpointFileSystem(WholeFileSystem):
     def _forked(self) -> None:
         super()._forked()
         self._arrivals_here = Arrivals(self._storage)
+        self._copied_here = CopiedFiles(self._storage, self._copy_bare)
 
     @property
     def _arrivals(self) -> Arrivals:
@@ -55,11 +59,33 @@ class CheckpointFileSystem(WholeFileSystem):
     # -- files that arrive, and plain ones ---------------------------------------------------
 
     def _writing(self, path: str, uri: Uri) -> DataWriter:
-        if uri.name == METADATA:
-            return HeldWriter(lambda data: self._put_metadata(path, uri, data))
-        if arrives(uri):
-            return self._arrivals.open_write(uri.parent, uri.name)
+        if is_called_by_dcp():
+            refuse_alone(uri)
+            if uri.name == METADATA:
+                return HeldWriter(lambda data: self._put_metadata(path, uri, data))
+            if arrives(uri):
+                return self._arrivals.open_write(uri.parent, uri.name)
+        elif uri.parent.name and (uri.name == METADATA or arrives(uri)):
+            self._refuse_committed(uri)
+            return _Copying(super()._writing(path, uri), self._copied, uri)
         return super()._writing(path, uri)
+
+    @property
+    def _copied(self) -> CopiedFiles:
+        self._check_fork()
+        return self._copied_here
+
+    def _copy_bare(self, source: Uri, target: Uri) -> None:
+        self._bare.cp_file(self._strip_protocol(source.full), self._strip_protocol(target.full))
+
+    def _refuse_committed(self, uri: Uri) -> None:
+        """Shards and ``.metadata`` of another save have no place beside those of a committed one."""
+        if self._is_committed(uri.parent):
+            raise CommitConflictError(
+                "a committed checkpoint has this name",
+                uri=uri.parent,
+                hint="remove it first (rm, recursive), or copy to another name",
+            )
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         try:
@@ -176,10 +202,12 @@ class CheckpointFileSystem(WholeFileSystem):
             raise UnsupportedError(
                 "a committed checkpoint keeps its name", uri=uri, hint="save it under the other one"
             )
-        elif self._is_bucket:
-            self._bare.mv(source, target, **{"recursive": True, **kwargs})
         else:
-            self._bare.mv(source, target)
+            if self._uri(target).name == METADATA:
+                self._refuse_committed(self._uri(target))
+            self._bare.mv(
+                source, target, **({"recursive": True, **kwargs} if self._is_bucket else {})
+            )
 
     # -- what is there ----------------------------------------------------------------------
 
@@ -224,6 +252,27 @@ class CheckpointFileSystem(WholeFileSystem):
         if self._is_bucket and found["type"] == "directory" and "/" in path:
             self.ls(path)  # NotFoundError where only an attempt is there
         return found
+
+
+class _Copying(DataWriter):
+    """A plain file that may be one of a stock checkpoint."""
+
+    def __init__(self, plain: DataWriter, copied: CopiedFiles, uri: Uri) -> None:
+        self._plain, self._copied, self._uri = plain, copied, uri
+        self._metadata = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        if self._uri.name == METADATA:
+            self._metadata += data
+        return self._plain.write(data)
+
+    def close(self) -> None:
+        self._plain.close()
+        self._copied.wrote(self._uri.parent, self._uri.name, bytes(self._metadata))
+
+    def abort(self) -> None:
+        self._plain.abort()
+        self._copied.failed(self._uri.parent)
 
 
 class ChainedCheckpoints(CheckpointFileSystem, ChainedFileSystem):

@@ -22,28 +22,29 @@ from ckptfs import _torch
 from ckptfs.topology.client import StoreClient
 from ckptfs.topology.control import default_timeout_s
 
-__all__ = ["agreed_id", "is_first", "renew_id"]
+__all__ = ["agreed_id", "fresh_id", "is_first", "renew_id"]
 
 _ANSWER_S = 60.0  # one small request to a process that lives
 
 
 def agreed_id(topic: str) -> str:
     """The id of ``topic``, alike in all processes of the default group. ControlPlaneLostError."""
-    return _HERE.ask(_fresh(), topic, "")
+    return _HERE.ask(fresh_id(), topic, "")
 
 
 def is_first(topic: str) -> bool:
     """Whether nobody asked for this topic before, in any process of the default group."""
-    mine = _fresh()
+    mine = fresh_id()
     return _HERE.ask(mine, topic, "") == mine
 
 
 def renew_id(topic: str, spent: str) -> str:
     """The id of ``topic`` after ``spent``; a fresh one unless somebody renewed it before."""
-    return _HERE.ask(_fresh(), topic, spent)
+    return _HERE.ask(fresh_id(), topic, spent)
 
 
-def _fresh() -> str:
+def fresh_id() -> str:
+    """An id that nobody else has."""
     return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
 
 

@@ -591,6 +591,7 @@ def test_pyarrow_by_uri(store: Store, tmp_path: Path) -> None:
     assert {"marker.json", "ck/.metadata"} < names
     assert "half.json" not in names
     assert loaded(ours(store, "exp/ck")) == 5
+    assert [c.uri.name for c in ckptfs.list_checkpoints(f"{store.uri}/exp") if c.save_id] == ["ck"]
     arrow.copy_files(f"{top}/exp/ck", str(tmp_path / "back"), fs, here)
     assert loaded(str(tmp_path / "back")) == 5
     fs.delete_dir(f"{top}/exp/ck")
@@ -690,8 +691,11 @@ def test_what_cannot_be_meant_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     fs = fsspec.filesystem("ckptfs+file")
     with pytest.raises(ckptfs.UnsupportedError, match="whole"):
         fs.open(f"{tmp_path}/x", "r+b")
-    with pytest.raises(ckptfs.UnsupportedError, match="collectives"):
-        fs.open(f"{tmp_path}/step/__0.metadata.tmp", "wb")
+    torchs = FileSystem()
+    torchs.fs = fs
+    alone = torchs.create_stream(f"{tmp_path}/step/__0.metadata.tmp", "wb")
+    with pytest.raises(ckptfs.UnsupportedError, match="collectives"), alone:
+        pass
     dcp.save(state(1), checkpoint_id=f"ckptfs+file://{tmp_path}/run/step_1")
     with pytest.raises(ckptfs.UnsupportedError, match="keeps its name"):
         fs.mv(f"{tmp_path}/run/step_1", f"{tmp_path}/run/step_2")
@@ -704,18 +708,20 @@ def test_a_fork_begins_anew(store: Store) -> None:
     url = ours(store, "step_1")
     fs, path = fsspec.core.url_to_fs(url, skip_instance_cache=True)
     assert not fs.exists(f"{url}/note")
-    file = fs.open(f"{url}/__0_0.distcp", "wb")
-    file.write(b"parent's")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        with contextlib.suppress(BaseException):
-            fs.pipe(f"{url}/__0_0.distcp", b"child's")
-            fs.pipe(f"{url}/note", b"child")
-            code = int(not fs.exists(f"{url}/note"))
-        os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
-    file.close()
+    torchs = FileSystem()
+    torchs.fs = fs
+    with torchs.create_stream(f"{url}/__0_0.distcp", "wb") as file:
+        file.write(b"parent's")
+        child = os.fork()
+        if child == 0:
+            code = 1
+            with contextlib.suppress(BaseException):
+                with torchs.create_stream(f"{url}/__0_0.distcp", "wb") as mine:
+                    mine.write(b"child's")
+                fs.pipe(f"{url}/note", b"child")
+                code = int(not fs.exists(f"{url}/note"))
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
     bare, _ = fsspec.core.url_to_fs(url.removeprefix("ckptfs+"), use_listings_cache=False)
     left = [n for n in bare.find(path.rpartition("/")[0]) if n.endswith("__0_0.distcp")]
     assert sorted(bare.cat(left).values()) == [b"child's", b"parent's"]
