@@ -2,20 +2,123 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.catalog import read_view
 from ckptfs.commit.claim import claim
+from ckptfs.commit.layout import ATTEMPTS
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.seat import Seat
-from ckptfs.errors import FencedError
+from ckptfs.commit.spec import SaveSpec, WrittenPart
+from ckptfs.errors import CommitInDoubtError, FencedError
+from ckptfs.storage.local import LocalStorage
+from ckptfs.testing.disk import PowerCut, SimulatedDisk
+from ckptfs.testing.faults import Fail, Fault, Lose, Plan, When
+from ckptfs.testing.world import End, SimulatedDeath
+from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
 from tests.crash import rig
 
 ONLY_A = rig.Layout(("a",), shared=False)  # the first of the two domains, alone
 
 
+def _save(name: str, label: str) -> rig.Body:
+    return lambda seat: rig.save(seat, name, label)
+
+
 def _claimed(seat: Seat) -> None:
     claim(seat).release()
+
+
+def _two_saves(layout: rig.Layout, base: str, plan: Plan) -> list[End[Any]]:
+    """step_1 is saved; then step_2, by ranks of which the first meets the plan."""
+    rig.values(rig.seats(layout, base, _save("step_1", "one"), job="j"))
+    return rig.seats(layout, base, _save("step_2", "two"), job="j", plans={0: plan})
+
+
+def _attempts(layout: rig.Layout, base: str) -> list[str]:
+    homes = layout.directories(base).values()
+    return [name for home in homes for name in os.listdir(f"{home}/{ATTEMPTS}")]
+
+
+@pytest.mark.parametrize("layout", [rig.SOLO, rig.TWO_DOMAINS], ids=["one", "two"])
+def test_nothing_of_a_save_in_doubt_is_aborted_or_removed(
+    layout: rig.Layout, tmp_path: Path
+) -> None:
+    """Its seal was lost on the way and may arrive yet: the error says that nothing was deleted, every
+    byte is there, and where the seal does arrive the save is committed and whole.
+    """
+    base = str(tmp_path)
+    plan = Plan(
+        [
+            Fault("create", "*/log/*", 1, Lose(done=False, later=True)),
+            Fault("create", "*/log/*", 2, Fail(PermissionError(13, "read-only by now"))),
+        ]
+    )
+    for end in _two_saves(layout, base, plan):
+        with pytest.raises(CommitInDoubtError, match="nothing was deleted"):
+            end.get()
+    assert len(_attempts(layout, base)) == len(layout.directories(base))
+    plan.deliver()
+    seen = rig.look(layout, base, ["step_1", "step_2"]).state
+    assert seen == {"step_1": "one", "step_2": "two"}
+
+
+def test_what_is_projected_is_recorded_as_committed_first(tmp_path: Path) -> None:
+    """An owner dies when its domain shows a save of two: this domain alone knows that it is committed,
+    also where the other never comes back.
+    """
+    base = str(tmp_path)
+    plan = Plan([Fault("rename", f"{ATTEMPTS}/*", 1, Fail(SimulatedDeath(), When.AFTER))])
+    ends = _two_saves(rig.TWO_DOMAINS, base, plan)
+    assert ends[0].died
+    home = rig.TWO_DOMAINS.directory(base, "a")
+    (save_id,) = [n for n in os.listdir(f"{home}/step_2") if "." not in n and n != "ckptfs"]
+
+    def alone(seat: Seat) -> Standing:
+        view = drive(read_view(), seat.storage)
+        assert view is not None
+        return standing(save_id, dict([view]))
+
+    (end,) = rig.seats(ONLY_A, base, alone, job="reader", write=False, read_only=True)
+    assert end.get() is Standing.COMMITTED
+
+
+def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:
+    """The power goes while data is written, and of all names that nobody synced the disk keeps just
+    the data's: the next owner still finds who wrote it, and removes it.
+    """
+    base = tmp_path / "disk"
+    rig.prepare(rig.SCENARIOS["fresh"], rig.SOLO, str(base))
+    disk = SimulatedDisk(str(base))
+    root = Uri.parse("/simulated/run")
+    home = rig.SOLO.directory(str(base), "a")
+    seat = sit_down(
+        SoloControl(), LocalStorage(root, posix=disk, directory=home), Place(), write=True
+    )
+    attempt = Attempt(seat, SaveSpec("step_2", None))
+
+    def write() -> WrittenPart:
+        with seat.storage.open_write(f"{attempt.prefix}__0_0.distcp") as writer:
+            writer.write(b"data")
+        disk.cut()
+        return WrittenPart((FileRecord("x", 4, seat.placement.mine.id),))
+
+    attempt.begin()
+    with pytest.raises(PowerCut):
+        attempt.commit(write, lambda _: {})
+    after = tmp_path / "after"
+    disk.materialise(str(after), lucky=lambda path: path.endswith(".distcp"))
+    rig.values(rig.seats(rig.SOLO, str(after), _claimed, job="next"))
+    assert _attempts(rig.SOLO, str(after)) == []
 
 
 def test_several_domains_are_as_old_as_the_oldest(tmp_path: Path) -> None:
@@ -23,10 +126,9 @@ def test_several_domains_are_as_old_as_the_oldest(tmp_path: Path) -> None:
     the claim fences it.
     """
     base = str(tmp_path)
-    rig.values(rig.seats(rig.TWO_DOMAINS, base, lambda s: rig.save(s, "step_1", "one"), job="one"))
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="one"))
     rig.values(rig.seats(ONLY_A, base, _claimed, job="two"))
-    ends = rig.seats(rig.TWO_DOMAINS, base, lambda s: rig.save(s, "step_2", "two"), job="one")
-    for end in ends:
+    for end in rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="one"):
         with pytest.raises(FencedError, match="claimed at different times"):
             end.get()
     assert rig.look(rig.TWO_DOMAINS, base, ["step_1", "step_2"]).state == {"step_1": "one"}
