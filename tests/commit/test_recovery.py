@@ -1,0 +1,129 @@
+"""The programs of recovery in one domain: what it does when the log moved on since its plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptfs.commit.entries import Body, Outcome
+from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
+from ckptfs.commit.project import discard_source, project
+from ckptfs.commit.recovery import plan_recovery, report, settle
+from ckptfs.commit.recovery_plan import Plan as Recovery
+from ckptfs.commit.saving import begin, prepare
+from ckptfs.commit.trash import move_to_trash, take_trash, trash_of
+from ckptfs.errors import FencedError
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.testing.faults import Fault, FaultyStorage, Lose, Plan
+from tests.commit.logs import G1, G2, G3, fence, memory, write
+from tests.commit.test_reclaim import lay
+from tests.model.lying import committed_disk
+from tests.model.programs import What, ids
+
+LATE = What("late", gen=G1)
+
+
+def _judged(storage: Storage) -> Recovery:
+    """The plan of a newcomer who found an attempt without a seal."""
+    write(storage, [fence(G1)])
+    storage.make_dir(ATTEMPTS)
+    drive(begin(LATE.keys, G1), storage)
+    storage.replace(f"{LATE.keys.data}/__A_0.distcp", LATE.data("A"))
+    drive(prepare(LATE.keys, LATE.small()), storage)
+    write(storage, [fence(G2)])
+    plan = plan_recovery({"A": drive(report("A", G2, storage.capabilities), storage)}, G2)
+    assert [record.save_id for record in plan.abort] == ["late"]
+    return plan
+
+
+def test_bytes_stay_where_the_abort_came_too_late() -> None:
+    """The plan says abort, and then the seal is there, as it may be where an entry slips in beside a
+    fence: the log orders the two, and the save is committed, whole and projected.
+    """
+    storage = memory()
+    plan = _judged(storage)
+    write(storage, [LATE.seal(G1, 1)])
+    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    assert not drive(catch_up(), storage).save("late").aborted
+    assert storage.read("s1/late/__A_0.distcp") == LATE.data("A")
+    assert storage.read("s1/.metadata") == LATE.metadata
+
+
+def test_a_recovery_that_was_fenced_meanwhile_stops() -> None:
+    """A newer owner came between its plan and its first entry: FencedError, and nothing is touched."""
+    storage = memory()
+    plan = _judged(storage)
+    write(storage, [fence(G3)])
+    with pytest.raises(FencedError, match="newer owner"):
+        drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    assert [entry.name for entry in storage.list(ATTEMPTS)] == ["late"]
+
+
+def test_a_recovery_that_was_fenced_before_it_recorded_a_decision_stops() -> None:
+    """The same where it has nothing to abort: a save of two domains is committed, and unrecorded."""
+    both = {"A": memory(), "B": memory()}
+    saved = What("two", gen=G1, domains=("A", "B"))
+    reports = {}
+    for domain, place in both.items():
+        write(place, [fence(G1), saved.seal(G1, 1), fence(G2)])
+        drive(take_trash(G1, place.capabilities), place)
+        reports[domain] = drive(report(domain, G2, place.capabilities), place)
+    plan = plan_recovery(reports, G2)
+    assert (plan.abort, plan.decided) == ((), (("two", Outcome.COMMITTED),))
+    write(both["A"], [fence(G3)])
+    for domain, place in both.items():
+        program = settle(plan, domain, G2, place.capabilities, ids=ids("r"))
+        if domain == "A":
+            with pytest.raises(FencedError, match="newer owner"):
+                drive(program, place)
+        else:
+            drive(program, place)
+            assert drive(catch_up(), place).save("two").decided is Outcome.COMMITTED
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["undone", "done"])
+@pytest.mark.parametrize("key", ["s1/.metadata", "s1/ckptfs.json"])
+def test_a_lost_answer_to_a_projection_is_looked_into(key: str, done: bool) -> None:
+    """Whether a PUT arrived is read from the object itself: stock readers see the save in any case."""
+    place = memory(Shape.OBJECT)
+    saved = What("new", gen=G1, caps=place.capabilities)
+    bodies: list[Body] = [fence(G1), saved.seal(G1, 1)]
+    lay(committed_disk(Shape.OBJECT, bodies), place)
+    for name, data in saved.small().items():
+        place.replace(f"s1/new/{name}", data)
+    storage = FaultyStorage(place, Plan([Fault("replace", key, 1, Lose(done=done))]))
+    state = drive(catch_up(), storage)
+    drive(project(saved.seal(G1, 1), {"A": state}, "A", place.capabilities), storage)
+    for name, data in saved.small().items():
+        assert place.read(f"s1/{name}") == data
+
+
+def _left(storage: Storage, source: str, target: str) -> None:
+    """An earlier try died in the middle of its removal, and the source is there again."""
+    for place in (source, target):
+        storage.make_dir(place)
+        storage.replace(f"{place}/data", b"data")
+
+
+def test_what_an_earlier_try_left_in_the_trash_does_not_hide_the_source() -> None:
+    """The name in the trash is taken by a half-removed piece: both go, and nothing else is said."""
+    storage = memory()
+    drive(take_trash(G1, storage.capabilities), storage)
+    source, target = "s1/old", f"{trash_of(G1)}/old.data"
+    _left(storage, source, target)
+    assert drive(move_to_trash(source, target), storage) is True
+    assert storage.list("s1") == []
+    assert storage.list(trash_of(G1)) == []
+    assert drive(move_to_trash(source, target), storage) is False
+
+
+def test_what_an_earlier_try_left_does_not_hide_an_attempt() -> None:
+    """The same of an attempt that its own process gives up."""
+    storage = memory()
+    keys = AttemptKeys(Shape.FILESYSTEM, "s1", "given-up")
+    storage.make_dir(ATTEMPTS)
+    _left(storage, keys.attempt, ".ckptfs/trash/given-up.own")
+    drive(discard_source(keys), storage)
+    assert storage.list(ATTEMPTS) == []
+    assert storage.list(".ckptfs/trash") == []
