@@ -99,6 +99,24 @@ def test_a_lost_answer_to_a_projection_is_looked_into(key: str, done: bool) -> N
         assert place.read(f"s1/{name}") == data
 
 
+def test_a_projection_that_slept_does_not_show_the_older_save() -> None:
+    """Its writer folded the log, slept, and wakes when a newer save of the name is committed and shown:
+    the log as it is now decides, and the newer one stays.
+    """
+    place = memory(Shape.OBJECT)
+    old, new = (What(name, gen=G1, caps=place.capabilities) for name in ("old", "new"))
+    for saved in (old, new):
+        for name, data in saved.small().items():
+            place.replace(f"s1/{saved.save_id}/{name}", data)
+    asleep = write(place, [fence(G1), old.seal(G1, 1)])
+    awake = write(place, [new.seal(G1, 2)])
+    for saved, state in ((new, awake), (old, asleep)):
+        program = project(saved.seal(G1, 1), {"A": state}, "A", place.capabilities)
+        drive(program, place)
+        for name, data in new.small().items():
+            assert place.read(f"s1/{name}") == data
+
+
 def _left(storage: Storage, source: str, target: str) -> None:
     """An earlier try died in the middle of its removal, and the source is there again."""
     for place in (source, target):

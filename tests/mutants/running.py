@@ -32,7 +32,7 @@ class Outcome(StrEnum):
     SEEN = "seen"
     UNSEEN = "UNSEEN"
     TIMED_OUT = "TIMED OUT"  # nobody learns from it what is wrong
-    BROKEN = "BROKEN"  # no test ran
+    BROKEN = "BROKEN"  # it could not be planted, or no test ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,10 @@ class Answer:
 def run_mistake(mistake: Mistake, limit_s: float = LIMIT_S) -> Answer:
     """Run the tests of a mistake over a copy that has it."""
     with _copy() as copy:
-        planted = plant(mistake, copy / "ckptfs")
+        try:
+            planted = plant(mistake, copy / "ckptfs")
+        except ValueError as error:
+            return Answer(Outcome.BROKEN, str(error))
         target = copy / "ckptfs" / planted.path
         # The copy brings compiled files along, which are known by the second they were made in.
         for compiled in target.parent.glob(f"__pycache__/{target.stem}.*"):
