@@ -128,6 +128,17 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, ShardedTensor)
 
 
+def boxes_here(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the parts of a tensor that lie on this rank, as torch's load planner cuts
+    them: private, and nothing public says it of a ShardedTensor and of a tensor that cuts itself.
+    """
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+
+    if is_dtensor(value) and value.device_mesh.get_coordinate() is None:
+        return []
+    return [(tuple(one.offsets), tuple(one.sizes)) for one in _create_chunk_list(value)]
+
+
 def is_wrapper_subclass(value: object) -> bool:
     """True for tensor subclasses without memory of their own (quantised, nested, functional)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

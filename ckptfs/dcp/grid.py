@@ -1,22 +1,88 @@
 """Whether the pieces of many tensors tile them: for all at once, and sure where it says yes.
 
     is_tiled(...)    one answer per tensor: in bounds, no overlap, nothing left out
+    fills(...)       of one box, for every tiling that there is
 
-Pieces are taken for the cells of a grid: along each dimension their intervals are the same or apart.
+For ``is_tiled`` pieces are taken for the cells of a grid: along each dimension their intervals are the same or apart.
 That is so for every sharding of a mesh. Another tiling may be a good one too: the answer is no, and
 somebody has to compare the pieces pair by pair.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptfs.dcp.packed import Ints
 
-__all__ = ["is_tiled"]
+__all__ = ["fills", "is_tiled"]
 
 Flags = NDArray[np.bool_]
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in the box, and its sizes
+
+_AT_ONCE = 1024  # pieces that are compared with all others in one go
+
+
+def fills(pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]) -> bool:
+    """Whether these pieces, (offsets, lengths) each, fill a box of these sizes: every one inside of
+    it, none over another, nothing left out. The same piece twice counts once.
+
+    That the volumes add up proves nothing: two pieces at one place hide a hole of their size.
+    """
+    if not math.prod(sizes):
+        return True
+    found: list[Piece] = list(
+        dict.fromkeys((tuple(begin), tuple(length)) for begin, length in pieces)
+    )
+    volume = 0
+    for begin, length in found:
+        if len(begin) != len(sizes) or len(length) != len(sizes):
+            return False
+        if any(a < 0 or n < 0 or a + n > m for a, n, m in zip(begin, length, sizes, strict=True)):
+            return False
+        volume += math.prod(length)
+    if volume != math.prod(sizes):
+        return False
+    found = [piece for piece in found if 0 not in piece[1]]
+    return len(found) == 1 or _is_row(found, sizes) or not _any_overlap(found)
+
+
+def _is_row(pieces: list[Piece], sizes: Sequence[int]) -> bool:
+    """Whether they lie behind one another along one dimension: most shardings, without numpy."""
+    cut = [
+        dim
+        for dim, size in enumerate(sizes)
+        if any(begin[dim] or length[dim] != size for begin, length in pieces)
+    ]
+    if len(cut) != 1:
+        return False
+    ends = sorted((begin[cut[0]], begin[cut[0]] + length[cut[0]]) for begin, length in pieces)
+    return all(last[1] == following[0] for last, following in itertools.pairwise(ends))
+
+
+def _any_overlap(pieces: list[Piece]) -> bool:
+    """Whether two of them share an element."""
+    begins = np.array([begin for begin, _ in pieces], np.int64)
+    ends = begins + np.array([length for _, length in pieces], np.int64)
+    order = np.argsort(begins[:, 0], kind="stable")
+    begins, ends = begins[order], ends[order]
+    for first in range(0, len(pieces), _AT_ONCE):
+        low, high = begins[first : first + _AT_ONCE], ends[first : first + _AT_ONCE]
+        # Of those that begin behind the end of all of these none can meet one.
+        last = int(np.searchsorted(begins[:, 0], high[:, 0].max()))
+        meets = np.ones((len(low), last - first), np.bool_)
+        for dim in range(begins.shape[1]):
+            meets &= low[:, dim, None] < ends[None, first:last, dim]
+            meets &= begins[None, first:last, dim] < high[:, dim, None]
+        # Each meets itself.
+        if int(meets.sum()) > len(low) and bool(np.triu(meets, 1).any()):
+            return True
+    return False
 
 
 def is_tiled(

@@ -23,16 +23,17 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.flattening import flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
 from ckptfs.dcp.leaves import load_leaf
 from ckptfs.dcp.per_rank import listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
-from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box
+from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box, refuse_untiled
 from ckptfs.dcp.reads import Read
 from ckptfs.errors import CkptfsError, StateError
 
@@ -52,6 +53,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.strict = strict
         self.weights_only = weights_only
         self.missing: tuple[str, ...] = ()
+        self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
 
     def set_up_planner(
         self,
@@ -69,6 +71,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 return
             # Where torch gives meta tensors memory, it makes None of every object it does not know.
             kept = [*_objects((), state_dict)]
+            self._made = frozenset(_without_memory("", state_dict))
             try:
                 super().set_up_planner(state_dict, metadata, is_coordinator)
             except ValueError as error:
@@ -85,6 +88,9 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._check()
                 raise StateError(f"the state dict does not fit: {error}") from error
             self._check()
+            self._zero_missing()
+            assert self.metadata is not None  # noqa: S101 - _check would have failed
+            refuse_untiled(plan, self.state_dict, _tensors_of(self.metadata))
             return plan
 
     def create_reads(self, inventory: Inventory) -> list[Read]:
@@ -106,7 +112,15 @@ class LoadPlanner(DefaultLoadPlanner):
             except (ValueError, RuntimeError) as error:
                 self._refuse(inventory)
                 raise StateError(f"the state dict does not fit: {error}") from error
+            self._zero_missing()
             return reads
+
+    def _zero_missing(self) -> None:
+        """What came without memory and is not in the checkpoint: fresh memory holds anything."""
+        for key in self.missing:
+            value = self.state_dict[key] if key in self._made else None
+            if isinstance(value, torch.Tensor):
+                value.detach().zero_()
 
     def _reads(self, inventory: Inventory) -> list[Read]:
         reads: list[Read] = []
@@ -135,6 +149,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """What torch itself plans: only it knows how that is cut."""
         metadata = inventory.metadata()
         plan = create_default_local_load_plan(state_dict, metadata, strict=False)
+        refuse_untiled(plan, state_dict, state_dict)
         return self._in_our_words(plan, metadata)
 
     def _in_our_words(self, plan: LoadPlan, metadata: Metadata) -> list[Read]:
@@ -239,6 +254,11 @@ def _is_asked(key: str, asked: Collection[str]) -> bool:
     return key in asked or ((own := unmarked_key(key)) is not None and own[0] in asked)
 
 
+def _tensors_of(metadata: Metadata) -> frozenset[str]:
+    saved = metadata.state_dict_metadata.items()
+    return frozenset(key for key, one in saved if isinstance(one, TensorStorageMetadata))
+
+
 def _is_alike(value: Any, saved: SavedTensor | None) -> bool:
     """Whether there is nothing to compare: a plain tensor, and the same shape and dtype saved."""
     return (
@@ -276,6 +296,18 @@ def _objects(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...
             yield from _objects((*path, place), inner)
     elif value is not None and not isinstance(value, (torch.Tensor, int, float, str, bytes)):
         yield path, value
+
+
+def _without_memory(before: str, value: Any) -> Iterator[str]:
+    """The flattened keys of tensors on the meta device."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _without_memory(f"{before}{key}.", inner)
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _without_memory(f"{before}{place}.", inner)
+    elif isinstance(value, torch.Tensor) and not _torch.is_sharded_tensor(value) and value.is_meta:
+        yield before.removesuffix(".")
 
 
 def _put(root: Any, path: tuple[str | int, ...], leaf: object) -> None:

@@ -2,25 +2,29 @@
 
 plain tensor   the whole of it is asked for
 DTensor        the box that lies on this rank; where that is, is computed once per sharding
-read_of        of anything else: torch plans ReadItems, and each is put into our words
+refuse_untiled     of anything else: torch plans ReadItems, and they are counted here
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 
 from ckptfs import _torch
 from ckptfs.dcp.boxes import narrowed
+from ckptfs.dcp.grid import fills
 from ckptfs.dcp.inventory import Inventory, SavedTensor
 from ckptfs.dcp.overlaps import meetings
 from ckptfs.dcp.reads import Read
-from ckptfs.errors import ManifestError
+from ckptfs.errors import IntegrityError
 
-__all__ = ["PLAIN", "Mine", "Shardings", "read_box"]
+__all__ = ["PLAIN", "Mine", "Shardings", "read_box", "refuse_untiled", "untiled"]
 
 # Their memory is exactly what their shape says; a subclass may mean something else by it.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -76,19 +80,46 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
                 reads.append(_new(Read, made))
             return
     hint = inventory.number(key, offsets) if len(saved.chunks) > 1 else None
-    filled = 0
+    pieces = []
     for number, in_chunk, in_box, lengths in meetings(saved, offsets, sizes, hint):
-        filled += math.prod(lengths)
+        pieces.append((in_box, lengths))
         begins, chunk_sizes = saved.box(number)
         path, at, length = inventory.place(key, begins)
         part = _part(target, in_box, lengths)
         reads.append(Read(key, path, at, length, chunk_sizes, saved.dtype, in_chunk, lengths, part))
-    if filled < math.prod(sizes):
-        # What no chunk holds would keep the values that the tensor had before.
-        raise ManifestError(
-            f".metadata has {filled} of the {math.prod(sizes)} values that {key!r} asks for here",
-            hint="it was saved incompletely; load another checkpoint",
-        )
+    if not fills(pieces, sizes):
+        raise untiled(key, pieces, sizes)
+
+
+def untiled(
+    key: str, pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]
+) -> IntegrityError:
+    """The error where the chunks that were saved do not fill a box exactly: what none of them holds
+    would keep the values that the tensor had before, or whatever lay in fresh memory.
+    """
+    held, wanted = sum(math.prod(lengths) for _, lengths in pieces), math.prod(sizes)
+    what = "overlap and leave a part of it out" if held >= wanted else "do not fill it"
+    return IntegrityError(
+        f".metadata has {held} of the {wanted} values that {key!r} asks for here: its chunks {what}",
+        hint="it was saved incompletely, or changed; load another checkpoint",
+    )
+
+
+def refuse_untiled(plan: LoadPlan, values: Mapping[str, Any], keys: Container[str]) -> None:
+    """IntegrityError unless torch's plan fills every tensor of ``values`` that is among ``keys``. Torch
+    plans whatever chunks meet a tensor and counts nothing.
+    """
+    planned: dict[MetadataIndex, list[tuple[Sequence[int], Sequence[int]]]] = defaultdict(list)
+    for item in plan.items:
+        if item.type is LoadItemType.TENSOR:
+            planned[item.dest_index].append((item.dest_offsets, item.lengths))
+    for key, value in values.items():
+        if key not in keys or not isinstance(value, torch.Tensor):
+            continue
+        for offsets, sizes in _torch.boxes_here(value):
+            pieces = planned.get(MetadataIndex(key, torch.Size(offsets)), [])
+            if not fills(pieces, sizes):
+                raise untiled(key, pieces, sizes)
 
 
 def _box_of(value: Any) -> tuple[Any, ...] | None:

@@ -20,10 +20,15 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckptfs._torch import is_sharded_tensor
+from ckptfs.errors import ManifestError
 
 __all__ = ["NOT_LOADED", "Path", "Saved", "get_at", "is_loaded", "key_of", "put_at"]
 
 Path = tuple[str | int, ...]
+
+# Items of a list that a checkpoint may lack before one that it has: flattening drops empty dicts, and
+# a number that somebody made up is not memory.
+_MOST_LEFT_OUT = 4096
 
 # Any leaf will do to ask for an object; a text is one that torch hands through as it is.
 NOT_LOADED: str = str.__new__(type("_NotLoaded", (str,), {}), "not loaded yet")
@@ -72,8 +77,12 @@ class Saved:
 
     def _rest(self, key: str, prefix: str, path: Path) -> Path:
         whole = self._paths.get(key)
-        # Stock checkpoints of flat state dicts have no paths: the key's text must do.
-        return tuple(key[len(prefix) :].split(".")) if whole is None else whole[len(path) :]
+        # Stock checkpoints of flat state dicts have no paths, or one of a single name: the key's text
+        # must do. By a path that is not the key's own, a blank would be made that nothing fills.
+        fits = whole is not None and key_of(whole) == key
+        if whole is None or not fits or key_of(whole[: len(path)]) != key_of(path):
+            return tuple(key[len(prefix) :].split("."))
+        return whole[len(path) :]
 
     def roots(self) -> list[str]:
         """The first components of all keys."""
@@ -169,4 +178,10 @@ def _assign(container: Any, part: Any, value: Any) -> None:
 
 
 def _grow(container: list[Any], index: int) -> None:
-    container.extend([None] * (index + 1 - len(container)))
+    more = index + 1 - len(container)
+    if index < 0 or more > _MOST_LEFT_OUT:
+        raise ManifestError(
+            f".metadata has a list with item {index}, and {len(container)} items before it",
+            hint="it was changed, or written by something else; load another checkpoint",
+        )
+    container.extend([None] * more)

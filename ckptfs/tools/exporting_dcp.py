@@ -22,8 +22,10 @@ from ckptfs.commit.layout import METADATA
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.dcp.boxes import pieces_of
 from ckptfs.dcp.engine import auto_engine
+from ckptfs.dcp.grid import fills
 from ckptfs.dcp.layout import Cancelled, FileTask, data_name
 from ckptfs.dcp.metadata import describe, encode_metadata
+from ckptfs.dcp.reading_plan import untiled
 from ckptfs.progress import Meter
 from ckptfs.tools.contents import Box, Contents, ObjectLeaf, TensorLeaf
 from ckptfs.tools.landing import Landing
@@ -103,6 +105,9 @@ def _items_of(one: Chosen) -> Iterator[_Item]:
 
 def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
     """The tensor as it was sharded, in shards of at most 512 MiB."""
+    pieces = [(shard.offsets, shard.sizes) for shard in leaf.shards]
+    if not fills(pieces, leaf.shape):
+        raise untiled(leaf.key, pieces, leaf.shape)
     seen: set[tuple[int, ...]] = set()
     window = _CHUNK_BYTES // leaf.dtype.itemsize
     for shard in leaf.shards:

@@ -20,7 +20,9 @@ from ckptfs.commit.digests import ItemDigests
 from ckptfs.dcp.boxes import narrowed
 from ckptfs.dcp.datafile import DataFile, Source, Verify, open_data, read_digests
 from ckptfs.dcp.fetch import fetch
-from ckptfs.errors import IncompleteCheckpointError, ManifestError
+from ckptfs.dcp.grid import fills
+from ckptfs.dcp.reading_plan import untiled
+from ckptfs.errors import ManifestError
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
 
 __all__ = ["SavedContents"]
@@ -52,22 +54,22 @@ class SavedContents(Contents):
         described: Any = self._metadata.state_dict_metadata[box.leaf.key]
         asked = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths))
         found = create_read_items_for_chunk_list(box.leaf.key, described, [asked])
-        if sum(math.prod(item.lengths) for item in found) < math.prod(box.lengths):
-            raise IncompleteCheckpointError(
-                f".metadata knows no bytes for a part of {box.leaf.key!r}",
-                uri=self._source.storage.uri(self._source.home),
-                hint="it was saved incompletely; use another checkpoint",
-            )
+        pieces = [(item.dest_offsets, item.lengths) for item in found]
+        if not fills(pieces, box.lengths):
+            # The memory of the box is fresh: what is not filled would be whatever lay there before.
+            error = untiled(box.leaf.key, pieces, box.lengths)
+            error.uri = str(self._source.storage.uri(self._source.home))
+            raise error
         return found
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
         """As ``Contents.blob``, compared with its digests where the source verifies."""
-        data = bytearray(leaf.length)
         verifies = self._source.verify is Verify.READ
         known = read_digests(self._source, leaf.file) if verifies else None
         with open_data(self._source, leaf.file) as reader:
             file = DataFile(reader, self._source, leaf.file, known)
             file.check_size(leaf.start + leaf.length)
+            data = bytearray(leaf.length)  # not before: a length that cannot be is not memory
             reader.read_into(leaf.start, memoryview(data))
             item = file.item(leaf.start, leaf.length, leaf.key)
             if item is not None and file.verifies:

@@ -41,7 +41,7 @@ from ckptfs.dcp.overlaps import meetings
 from ckptfs.dcp.per_rank import marked_key, unmarked_key, view_for
 from ckptfs.dcp.reads import Read
 from ckptfs.dcp.standins import Columns, read_inventory
-from ckptfs.errors import ManifestError, StateError
+from ckptfs.errors import IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import fake_rank, our_save, stock_save
 from tests.dcp.test_metadata import FLATTENED, dtensor
@@ -561,7 +561,7 @@ def test_a_tensor_that_no_chunk_fills_is_an_error() -> None:
     metadata = Metadata({"a": saved}, planner_data={"a": ("a",)}, storage_data=place)
     planner = LoadPlanner(strict=True)
     planner.set_up_planner({"a": torch.zeros(4)})
-    with pytest.raises(ManifestError, match="2 of the 4 values that 'a' asks for"):
+    with pytest.raises(IntegrityError, match="2 of the 4 values that 'a' asks for"):
         planner.create_reads(Whole(metadata))
 
 
