@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, WrittenPart
-from ckptfs.errors import CommitInDoubtError, FencedError
+from ckptfs.errors import CollectiveError, CommitInDoubtError, FencedError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.disk import PowerCut, SimulatedDisk
-from ckptfs.testing.faults import Fail, Fault, Lose, Plan, When
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Lose, Plan, When
 from ckptfs.testing.world import End, SimulatedDeath
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
@@ -72,6 +73,23 @@ def test_nothing_of_a_save_in_doubt_is_aborted_or_removed(
     assert seen == {"step_1": "one", "step_2": "two"}
 
 
+def test_a_sure_failure_in_one_domain_is_undone_in_the_other(tmp_path: Path) -> None:
+    """The second owner may not write its seal: every rank hears of that, what was never sealed goes
+    there, and the name is free in both for whoever tries once more, without a claim.
+    """
+    base = str(tmp_path)
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
+    denied = Plan([Fault("create", "*/log/*", 1, Fail(PermissionError(13, "denied")))])
+    ends = rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "two"), job="j", plans={1: denied})
+    for end in ends:
+        with pytest.raises(CollectiveError, match="could not seal step_2"):
+            end.get()
+    assert len(_attempts(rig.TWO_DOMAINS, base)) == 1
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_2", "again"), job="j"))
+    seen = rig.look(rig.TWO_DOMAINS, base, ["step_1", "step_2"]).state
+    assert seen == {"step_1": "one", "step_2": "again"}
+
+
 def test_what_is_projected_is_recorded_as_committed_first(tmp_path: Path) -> None:
     """An owner dies when its domain shows a save of two: this domain alone knows that it is committed,
     also where the other never comes back.
@@ -90,6 +108,27 @@ def test_what_is_projected_is_recorded_as_committed_first(tmp_path: Path) -> Non
 
     (end,) = rig.seats(ONLY_A, base, alone, job="reader", write=False, read_only=True)
     assert end.get() is Standing.COMMITTED
+
+
+class _Watched(FaultyStorage):
+    """Notes whether the seat's turn is taken whenever a name is moved."""
+
+    turn: threading.Lock
+    taken: list[bool]
+
+    def rename(self, source: str, target: str) -> None:
+        self.taken.append(self.turn.locked())
+        super().rename(source, target)
+
+
+def test_a_projection_is_alone_in_its_domain(tmp_path: Path) -> None:
+    """Retention removes beside it, in a thread of the same process: never in the middle of a move."""
+    storage = _Watched(LocalStorage(Uri.parse(str(tmp_path / "run"))), Plan([]))
+    seat = sit_down(SoloControl(), storage, Place(), write=True)
+    storage.turn, storage.taken = seat.turn, []
+    rig.save(seat, "step_1", "one")
+    assert storage.taken == [True]
+    assert not seat.turn.locked()
 
 
 def test_an_attempt_has_its_record_before_any_data(tmp_path: Path) -> None:

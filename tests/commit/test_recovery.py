@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from ckptfs.commit.entries import Body, Outcome
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
@@ -48,6 +51,15 @@ def test_bytes_stay_where_the_abort_came_too_late() -> None:
     assert not drive(catch_up(), storage).save("late").aborted
     assert storage.read("s1/late/__A_0.distcp") == LATE.data("A")
     assert storage.read("s1/.metadata") == LATE.metadata
+
+
+def test_an_attempt_of_an_older_owner_is_aborted_and_removed() -> None:
+    """Nobody will ever seal it: the log says so, and then its bytes go."""
+    storage = memory()
+    plan = _judged(storage)
+    drive(settle(plan, "A", G2, storage.capabilities, ids=ids("r")), storage)
+    assert drive(catch_up(), storage).save("late").aborted
+    assert storage.list(ATTEMPTS) == []
 
 
 def test_a_recovery_that_was_fenced_meanwhile_stops() -> None:
@@ -97,6 +109,75 @@ def test_a_lost_answer_to_a_projection_is_looked_into(key: str, done: bool) -> N
     drive(project(saved.seal(G1, 1), {"A": state}, "A", place.capabilities), storage)
     for name, data in saved.small().items():
         assert place.read(f"s1/{name}") == data
+
+
+class _Overtaken(FaultyStorage):
+    """A storage on which something else happens just before the first PUT."""
+
+    def __init__(self, inner: Storage, before: Callable[[], object]) -> None:
+        super().__init__(inner, Plan([]))
+        self._before: list[Callable[[], object]] = [before]
+
+    def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        while self._before:
+            self._before.pop()()
+        super().replace(key, data, if_match=if_match)
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["fresh", "shown before"])
+def test_a_projection_that_is_overtaken_at_its_last_step_does_nothing(shown: bool) -> None:
+    """A newer save is committed and shown between its look at the log and its PUT: the etag that it
+    read, or the absence, is its condition.
+    """
+    place = memory(Shape.OBJECT)
+    old, new = (What(name, gen=G1, caps=place.capabilities) for name in ("old", "new"))
+    for saved in (old, new):
+        for name, data in saved.small().items():
+            place.replace(f"s1/{saved.save_id}/{name}", data)
+    if shown:
+        for name in old.small():
+            place.replace(f"s1/{name}", b"of an earlier one")
+    state = write(place, [fence(G1), old.seal(G1, 1)])
+
+    def overtake() -> None:
+        now = write(place, [new.seal(G1, 2)])
+        drive(project(new.seal(G1, 2), {"A": now}, "A", place.capabilities), place)
+
+    storage = _Overtaken(place, overtake)
+    drive(project(old.seal(G1, 1), {"A": state}, "A", place.capabilities), storage)
+    for name, data in new.small().items():
+        assert place.read(f"s1/{name}") == data
+
+
+def _waiting(*saves: What, shown: tuple[What, ...] = ()) -> tuple[Storage, LogState]:
+    """A filesystem on which these are sealed, in this order, and wait for their projection."""
+    place = memory()
+    bodies: list[Body] = [fence(G1), *(s.seal(G1, n) for n, s in enumerate((*shown, *saves), 1))]
+    lay(committed_disk(place.capabilities.shape, bodies, projected=shown, waiting=saves), place)
+    return place, drive(catch_up(), place)
+
+
+def test_a_projection_goes_on_behind_a_piece_that_is_done() -> None:
+    """Another owner died when the data had moved: the step gets its .metadata and its manifest."""
+    new = What("new", gen=G1)
+    place, state = _waiting(new, shown=(What("old", gen=G1),))
+    place.rename(new.keys.data, new.keys.projected_data)
+    drive(project(new.seal(G1, 2), {"A": state}, "A", place.capabilities), place)
+    assert place.read("s1/.metadata") == new.metadata
+    assert place.read("s1/ckptfs.json") == new.small()["ckptfs.json"]
+    assert place.list(ATTEMPTS) == []
+
+
+def test_the_source_of_an_older_save_is_consumed_first() -> None:
+    """Two saves of one name wait: the newer is shown, the older one's data lies beside it, and nothing
+    is left that whoever stalls over the older one could rename over the newer.
+    """
+    old, new = What("old", gen=G1), What("new", gen=G1, replace=True)
+    place, state = _waiting(old, new)
+    drive(project(new.seal(G1, 2), {"A": state}, "A", place.capabilities), place)
+    assert place.read("s1/.metadata") == new.metadata
+    assert place.read("s1/old/__A_0.distcp") == old.data("A")
+    assert place.list(ATTEMPTS) == []
 
 
 def test_a_projection_that_slept_does_not_show_the_older_save() -> None:

@@ -58,3 +58,16 @@ def test_others_have_the_turn_while_something_long_is_done() -> None:
     drive(take_turns(_removes(turn, seen), turn), storage)
     assert seen == [True, False, True]
     assert not turn.locked()
+
+
+def test_nobody_has_the_turn_while_something_short_is_done() -> None:
+    """What was read in a check still holds at the rename that follows it."""
+    turn, seen = threading.Lock(), list[bool]()
+
+    class Looking(FaultyStorage):
+        def read(self, key: str) -> bytes:
+            seen.append(turn.locked())
+            return super().read(key)
+
+    drive(take_turns(_reads(), turn), Looking(_storage([]), Plan([])))
+    assert seen == [True]
