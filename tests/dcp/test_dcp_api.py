@@ -268,6 +268,35 @@ def damaged(rank: Rank, uri: str) -> Any:
     return _failures(rank, lambda: _loads(rank, uri))
 
 
+def replaced_meanwhile(rank: Rank, uri: str) -> Any:
+    """Rank 0 has found the checkpoint when it is replaced; the others find the new one."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    import ckptfs
+
+    def state(value: float) -> dict[str, Any]:
+        return {f"w{n}": torch.full((4,), value) for n in range(rank.size)}
+
+    dcp.save(state(1.0), storage_writer=_writer(uri))
+
+    class Reader(ckptfs.StorageReader):
+        def read_metadata(self) -> Any:
+            if rank.number:
+                rank.store().wait(["replaced"])
+                return super().read_metadata()
+            found = super().read_metadata()
+            new = _writer(uri, if_exists="replace")
+            dcp.save(state(2.0), storage_writer=new, no_dist=True)
+            rank.store().set("replaced", b"1")
+            return found
+
+    failed = _failures(rank, lambda: dcp.load(state(0.0), storage_reader=Reader(uri)))
+    again = state(0.0)
+    dcp.load(again, storage_reader=ckptfs.StorageReader(uri))
+    return [failed, again["w0"].tolist()]
+
+
 def agents_are_gone(rank: Rank, uri: str) -> Any:
     """Every agent of every scenario before has ended, its store client too."""
     deadline = time.monotonic() + 15
@@ -295,6 +324,7 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
     without_collectives,
     missing,
     damaged,
+    replaced_meanwhile,
     agents_are_gone,
 ]
 
@@ -419,6 +449,109 @@ def test_a_damaged_file_is_named_by_the_ranks_that_read_it(outcomes: Any) -> Non
         kinds = {kind for kind, _ in outcome["damaged"]["failures"].values()}
         assert kinds == {"IntegrityError"}
         assert "__1_0.distcp" in outcome["damaged"]["text"]
+
+
+def test_ranks_that_found_different_saves_load_neither(outcomes: Any) -> None:
+    """The checkpoint is replaced while ranks look for it: no mixture of the two, but an error on all
+    that says so; the next load takes the new one.
+    """
+    for outcome in outcomes:
+        failed, again = outcome["replaced_meanwhile"]
+        assert failed["type"] == "CheckpointException"
+        (error,) = failed["failures"].values()
+        assert error[0] == "IncompleteCheckpointError"
+        assert "found different saves" in error[1]
+        assert again == [2.0] * 4
+
+
+@pytest.mark.parametrize("lost", ["w1", "step"])
+def test_a_save_of_which_an_item_was_not_written_is_not_committed(
+    tmp_path: Path, lost: str
+) -> None:
+    """What is described and not written (by a planner or a writer that loses an item) is named; nothing
+    is committed, and the name is free.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+    import ckptfs
+    from ckptfs.errors import IncompleteCheckpointError
+
+    class Losing(ckptfs.StorageWriter):
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+            items = [item for item in plan.items if item.index.fqn != lost]
+            return super().write_data(SavePlan(items), planner)
+
+    state = {"w0": torch.ones(3), "w1": torch.ones(5), "step": 3}
+    uri = str(tmp_path / "run" / "step_1")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=Losing(uri))
+    (error,) = [found for found, _ in caught.value.failures.values()]
+    assert isinstance(error, IncompleteCheckpointError)
+    assert f"planned and not written: {lost!r}" in str(error)
+    assert ckptfs.list_checkpoints(tmp_path / "run") == []
+    dcp.save(state, storage_writer=ckptfs.StorageWriter(uri))
+    assert [c.uri.name for c in ckptfs.list_checkpoints(tmp_path / "run")] == ["step_1"]
+
+
+class _Executes:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("whose", ["none", "stock", "derived", "own"])
+def test_objects_that_execute_are_refused_whatever_planner_loads_them(
+    tmp_path: Path, whose: str
+) -> None:
+    """Stock's planner unpickles with everything allowed, one that derives from it too: the reader
+    looks at each object first, names it, and nothing of it has run. Whoever trusts it says so.
+    """
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    import ckptfs
+    from ckptfs.dcp.load_planner import LoadPlanner
+    from ckptfs.errors import StateError
+
+    class Derived(DefaultLoadPlanner):
+        pass
+
+    planners: dict[str, Callable[[], Any]] = {
+        "none": lambda: None,
+        "stock": DefaultLoadPlanner,
+        "derived": Derived,
+        "own": LoadPlanner,
+    }
+    owned, uri = tmp_path / "owned", str(tmp_path / "run" / "step_1")
+    state = {"w": torch.ones(3), "plain": {"a": [1, 2]}, "evil": _Executes(str(owned))}
+    dcp.save(state, storage_writer=ckptfs.StorageWriter(uri))
+
+    def load(**options: Any) -> dict[str, Any]:
+        found = {"w": torch.zeros(3), "plain": {"a": [0, 0]}, "evil": None}
+        reader = ckptfs.StorageReader(uri, **options)
+        dcp.load(found, storage_reader=reader, planner=planners[whose]())
+        return found
+
+    with pytest.raises(CheckpointException) as caught:
+        load()
+    (error,) = [found for found, _ in caught.value.failures.values()]
+    assert isinstance(error, StateError)
+    assert "'evil'" in str(error)
+    assert not owned.exists()
+    if whose != "own":  # that one is ckptfs's, and has a switch of its own
+        assert "weights_only=False" in str(error)
+        found = load(weights_only=False)
+        assert found["plain"] == {"a": [1, 2]}
+        assert owned.exists()
 
 
 def test_no_agent_outlives_its_save(outcomes: Any) -> None:

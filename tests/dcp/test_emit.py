@@ -165,10 +165,30 @@ def test_what_was_not_written_is_not_described() -> None:
     lost = WrittenPart(good.files, payload=b"")
     with pytest.raises(IncompleteCheckpointError, match="planned 1 items and wrote 0"):
         placed_in(decided, [lost], None)
+    twice = WrittenPart(good.files, payload=good.payload * 2)
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 2"):
+        placed_in(decided, [twice], None)
     for file, offset, length in [(1, 0, 1), (0, 1, 100), (0, 2**64 - 1, 2)]:
         told = np.array([(file, offset, length)], PLACED)
         with pytest.raises(IntegrityError, match="'w' lies outside"):
             placed_in(decided, [WrittenPart(good.files, payload=told.tobytes())], None)
+
+
+def test_what_one_rank_wrote_too_much_does_not_make_up_for_another() -> None:
+    """As many items as were planned, and one of them on the wrong rank: every place after it would be
+    that of another tensor. The first rank that is wrong is named.
+    """
+    rows = [[shard_item("w", [2 * n], [2], [4])] for n in range(2)]
+    decided = world([SavePlan(items, planner_data={}) for items in rows])
+    first, second = parts_of(decided)
+    wrong = [
+        WrittenPart(first.files, payload=first.payload * 2),
+        WrittenPart(second.files, payload=b""),
+    ]
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 2"):
+        placed_in(decided, wrong, None)
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 0"):
+        placed_in(decided, [WrittenPart(first.files, payload=b""), wrong[0]], None)
 
 
 def test_this_torch_is_known() -> None:

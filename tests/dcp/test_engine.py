@@ -129,6 +129,37 @@ def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
         assert torch.equal(torch.frombuffer(payload, dtype=torch.float32), tensor.flatten())
 
 
+@pytest.mark.parametrize("failing", [0, 2, 5])
+def test_a_write_that_failed_on_the_thread_fails_a_file_whose_writer_forgets_it(
+    failing: int,
+) -> None:
+    """A writer may take the close after a write that failed, as clients of stores do: the file is
+    aborted all the same, at whichever of its pieces it was, the last one too.
+    """
+    ends: list[str] = []
+    lent = 0
+
+    class Forgetting(Noting):
+        def lend(self, data: bytes | bytearray | memoryview) -> int:
+            nonlocal lent
+            lent += 1
+            if lent == failing + 1:
+                raise NoSpaceError("full")
+            return len(data)
+
+        def close(self) -> None:
+            ends.append("closed")
+
+        def abort(self) -> None:
+            ends.append("aborted")
+
+    storage = NotingStorage()
+    storage.open_write = lambda key, **_: Forgetting(storage)  # type: ignore[method-assign]
+    with pytest.raises(NoSpaceError, match="full"):
+        written({f"w{n}": torch.ones(2 * MIB) for n in range(6)}, storage)
+    assert ends == ["aborted"]
+
+
 def test_staged_copies_go_as_soon_as_the_writer_lets_go() -> None:
     """A writer that lets go at once never sees more than three staged copies alive."""
     made: list[weakref.ref[Any]] = []  # the memory itself, not torch's wrappers of it

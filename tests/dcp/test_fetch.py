@@ -298,6 +298,39 @@ def test_large_tensors_are_read_straight_into_their_memory() -> None:
     assert sorted(places) == sorted([*starts, starts[0] + 4 * MIB])
 
 
+@pytest.mark.parametrize("at", [0, 100, MIB // 4 - 1, MIB // 4])
+def test_of_a_part_only_the_blocks_at_its_ends_are_copied(at: int) -> None:
+    """A part that begins and ends inside a block is read straight into its memory, but for these two."""
+    storage = Wide()
+    storage.window_bytes = 4 * MIB
+    whole = values((6 * MIB,), torch.float32, 3)  # 24 MiB
+    metadata = our_save(storage, 1, lambda _: {"w": whole})
+    count = 5 * MIB - 2 * at  # the part ends at 20 MiB less as much
+    target = torch.zeros(count)
+    copied: list[int] = []
+    inner = storage.open_read
+
+    def open_read(key: str) -> DataReader:
+        reader = inner(key)
+        read = reader.read_into
+
+        def read_into(offset: int, buffer: memoryview) -> None:
+            place = torch.frombuffer(buffer, dtype=torch.uint8).data_ptr() - target.data_ptr()
+            if not 0 <= place < target.nbytes:
+                copied.append(len(buffer))
+            read(offset, buffer)
+
+        reader.read_into = read_into  # type: ignore[method-assign]
+        return reader
+
+    storage.open_read = open_read  # type: ignore[method-assign]
+    planner: Any = Asking({0: target})
+    items = [read_item(0, "w", ((at,), (count,)))]
+    fetch(source(storage, verify=Verify.READ), LoadPlan(items), planner, metadata)
+    assert torch.equal(target, whole[at : at + count])
+    assert sorted(copied) == ([] if at * 4 % MIB == 0 else [MIB, MIB])
+
+
 def objects(options: ObjectOptions | None = None) -> tuple[MemoryObjects, ObjectStorage]:
     """An object store and a storage over it."""
     store = MemoryObjects()

@@ -20,14 +20,17 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import ckptfs.errors
 from ckptfs.dcp.crossing import crossing
 from ckptfs.dcp.engine import auto_engine
-from ckptfs.dcp.layout import Written, write_files
+from ckptfs.dcp.layout import Written, sidecar_name, write_files
 from ckptfs.dcp.pipeline import plan_save, storage_data_of, written_part
 from ckptfs.dcp.resolve import host_tensor, memory_of
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NoSpaceError
 from ckptfs.storage.base import Storage
+from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
+from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.topology.control import SoloControl
+from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import source
 from tests.measures import own_threads
 
@@ -182,6 +185,29 @@ def test_planned_and_written_are_compared(tmp_path: Path) -> None:
     lost = dataclasses.replace(part, payload=part.payload[:-20])
     with pytest.raises(IncompleteCheckpointError, match="planned 9 items and wrote 8"):
         storage_data_of(planned.indexes, [lost])
+    more = dataclasses.replace(part, payload=part.payload + part.payload[-20:])
+    with pytest.raises(IncompleteCheckpointError, match="planned 9 items and wrote 10"):
+        storage_data_of(planned.indexes, [more])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_rank_wrote_is_durable_when_it_says_so(tmp_path: Path, threads: int) -> None:
+    """The power goes at a rank that has just written: its data files and sidecars are there, under
+    their names. Nobody else can see to that where each machine has its own journal of names, as
+    the clients of some cluster filesystems.
+    """
+    (tmp_path / "disk" / "save-1").mkdir(parents=True)
+    disk = SimulatedDisk(str(tmp_path / "disk"))
+    storage = LocalStorage(Uri.parse(str(tmp_path / "disk")), posix=disk)
+    written = write_state(storage, threads=threads)
+    disk.cut()
+    disk.materialise(str(tmp_path / "after"))
+    left = (tmp_path / "after" / "save-1").iterdir()
+    found = {f.name: f.stat().st_size for f in left if not f.name.startswith(".partial-")}
+    data = dict(zip(written.names, written.sizes_bytes, strict=True))
+    sidecars = zip(written.names, written.sidecars, strict=True)
+    assert found == data | {sidecar_name(name): size for name, (size, _) in sidecars}
+    assert len(data) == threads
 
 
 def test_counters_are_the_bytes_on_disk(tmp_path: Path) -> None:
