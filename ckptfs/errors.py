@@ -15,6 +15,7 @@
     |   |   `-- CredentialsError             missing, wrong or expired; or a clock that is off
     |   |-- NoSpaceError                     space, quota or inodes
     |   |-- StaleError                       the handle or name moved under us: look again
+    |   |-- SymlinkError                     a link leads out of where we write: remove it
     |   |-- TransientError                   worth a retry; nothing happened
     |   |-- AnswerLostError                  it may or may not have happened
     |   `-- UnsupportedError                 this storage cannot do that
@@ -69,6 +70,7 @@ __all__ = [
     "StaleError",
     "StateError",
     "StorageError",
+    "SymlinkError",
     "TransientError",
     "UnsupportedError",
     "UriError",
@@ -204,6 +206,14 @@ class StaleError(StorageError):
     """The handle or the name moved under us (ESTALE): look again by name."""
 
     default_errno = _errno.ESTALE
+
+
+class SymlinkError(StorageError):
+    """A symbolic link stands where only a directory of the run may: nothing behind it was written,
+    moved or deleted. The message names the link.
+    """
+
+    default_errno = _errno.ELOOP
 
 
 class TransientError(StorageError):

@@ -33,6 +33,7 @@ FROZEN = {
     "CredentialsError": ("AccessError", None),
     "NoSpaceError": ("StorageError", None),
     "StaleError": ("StorageError", None),
+    "SymlinkError": ("StorageError", None),
     "TransientError": ("StorageError", None),
     "AnswerLostError": ("StorageError", None),
     "UnsupportedError": ("StorageError", None),

@@ -102,6 +102,13 @@ def stale(where: Path) -> None:
         ckptfs.list_checkpoints(f"faults+file://{where}")
 
 
+def planted_link(where: Path) -> None:
+    saved(where)
+    (where / ".ckptfs" / "trash").symlink_to(where.parent)
+    with ckptfs.prepare_run(where):
+        raise AssertionError("a link was taken for the trash")
+
+
 def transient(where: Path) -> None:
     with fault("fail=EBUSY:open_write:*.distcp:1"):
         ckptfs.save(state(), f"faults+file://{where}/step_1")
@@ -189,6 +196,7 @@ TROUBLES: Mapping[str, Callable[[Path], None]] = MappingProxyType(
         "CredentialsError": credentials,
         "NoSpaceError": no_space,
         "StaleError": stale,
+        "SymlinkError": planted_link,
         "TransientError": transient,
         "AnswerLostError": answer_lost,
         "UnsupportedError": unsupported,

@@ -166,6 +166,10 @@ class AdvisoryLog(Storage):
         """As the inner storage."""
         return self._inner.list(key)
 
+    def refuse_link(self, key: str) -> None:
+        """As the inner storage."""
+        self._inner.refuse_link(key)
+
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         """As the inner storage."""
         return self._inner.open_write(key, size_hint_bytes=size_hint_bytes)

@@ -25,6 +25,7 @@ from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Generation, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, AttemptKeys, staging_key
+from ckptfs.commit.links import name_is_plain
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import Create, MakeDir, Pause, Program, Read, Refresh, Sync, Write, drive
@@ -81,6 +82,7 @@ def join(keys: AttemptKeys, ids: Iterator[str], *, exclusive: bool) -> Program[G
     base = yield from begun_by(keys)
     if base is not None:
         return base
+    yield from name_is_plain(keys.name, keys.shape)
     state = yield from survey()
     _refuse_spent(state, keys)
     record = encode_record(keys.save_id, keys.name, state.generation)

@@ -63,6 +63,7 @@ from ckptfs.errors import (
     CommitInDoubtError,
     StateError,
     StorageError,
+    SymlinkError,
     UriError,
 )
 from ckptfs.events import Counters
@@ -175,7 +176,7 @@ class Attempt:
         self._plan = control.step("survey", lambda: (self._asked, self._survey()), self._agree)
         self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
         self._began = True
-        control.step("begin", self._begin, self._refuse_others)
+        control.step("begin", self._begin_plainly, self._refuse_others)
         if self.seat.spans_nodes:
             with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
                 control.step("confirm", self._confirm)
@@ -214,6 +215,13 @@ class Attempt:
     def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
         return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
 
+    def _begin_plainly(self) -> tuple[str, ...] | SymlinkError:
+        try:
+            return self._begin()
+        except SymlinkError as error:
+            self._began = False  # nothing was made: nothing is to be aborted
+            return error  # a value, so that it is raised as its type
+
     def _begin(self) -> tuple[str, ...]:
         if not self._owner:
             return ()
@@ -224,8 +232,11 @@ class Attempt:
             return drive(other_attempts(self._named, state), self.storage)
         return ()
 
-    def _refuse_others(self, answers: Sequence[tuple[str, ...]]) -> None:
-        others = [save_id for answer in answers for save_id in answer]
+    def _refuse_others(self, answers: Sequence[tuple[str, ...] | SymlinkError]) -> None:
+        for answer in answers:
+            if isinstance(answer, SymlinkError):
+                raise answer
+        others = [save_id for answer in answers if isinstance(answer, tuple) for save_id in answer]
         if others:
             raise CommitConflictError(
                 f"another save of {self.spec.name} is on its way, or died: {others[0]}",

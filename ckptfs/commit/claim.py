@@ -27,6 +27,7 @@ from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Seal, S
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG, log_key
 from ckptfs.commit.lease import Keeper, LeaseTimes, moves
+from ckptfs.commit.links import control_is_plain
 from ckptfs.commit.log import Appended, Refused, append
 from ckptfs.commit.ops import drive
 from ckptfs.commit.owners import alive_here, describe, who_am_i
@@ -41,10 +42,12 @@ from ckptfs.errors import (
     AccessError,
     CommitConflictError,
     FencedError,
+    ManifestError,
     NotFoundError,
     RunBusyError,
     StaleError,
     StorageError,
+    SymlinkError,
     UnsupportedError,
 )
 from ckptfs.storage.base import Shape, Storage
@@ -57,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
 ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
+_Refusal = SymlinkError | ManifestError
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
@@ -164,10 +168,16 @@ class _Claimant:
             hint="several jobs start on one run at once: give each its own, or wait",
         )
 
-    def _survey(self) -> tuple[str, LogState] | None:
+    def _survey(self) -> tuple[str, LogState] | _Refusal | None:
         if not self._owner:
             return None
-        state = drive(survey(), self._seat.storage)
+        try:
+            drive(control_is_plain(self._seat.caps.shape), self._seat.storage)
+            state = drive(survey(), self._seat.storage)
+        except (SymlinkError, ManifestError) as error:
+            # A value, so that it is raised as its type: somebody has to look, and nothing is fenced.
+            error.uri = error.uri or str(self._seat.storage.root)
+            return error
         self._seat.known.learn(state)
         self._judged = state.generation
         return self._domain, state
@@ -176,8 +186,11 @@ class _Claimant:
     def _known(self) -> LogState | None:
         return self._seat.known.state if self._seat.caps.exclusive_create else None
 
-    def _judge(self, answers: Sequence[tuple[str, LogState] | None]) -> _Survey:
-        views = dict(a for a in answers if a is not None)
+    def _judge(self, answers: Sequence[tuple[str, LogState] | _Refusal | None]) -> _Survey:
+        for answer in answers:
+            if isinstance(answer, _Refusal):
+                raise answer
+        views = dict(a for a in answers if isinstance(a, tuple))
         lives = catalog(views)
         last = lives[-1].seal if lives else None
         if self._mode is Mode.FAIL and last is not None:

@@ -29,6 +29,7 @@ from ckptfs.errors import (
     AlreadyExistsError,
     ManifestError,
     NotFoundError,
+    SymlinkError,
     TransientError,
     UnsupportedError,
 )
@@ -66,7 +67,11 @@ def erase(
         if standing(successor.save_id, views) is not Standing.COMMITTED:
             return False
         # From here `.metadata` is the successor's: ours to leave alone.
-        yield from project(successor, views, domain, caps)
+        try:
+            yield from project(successor, views, domain, caps)
+        except SymlinkError as error:
+            logger.warning(LEFT, whole.name, error)
+            return False
     names = set() if successor is None else {seal.name for seal in pieces(successor, domain)}
     if caps.shape is Shape.FILESYSTEM and (yield from is_link(whole.name)):
         logger.warning(LEFT, whole.name, "a link, or no directory")
@@ -155,7 +160,7 @@ def _erase_real(keys: AttemptKeys, seal: Seal, holder: Generation, *, alone: boo
         return False
     try:
         return (yield from _erase_files(keys, seal, holder, alone=alone))
-    except UnsupportedError as error:
+    except (UnsupportedError, SymlinkError) as error:
         logger.warning(LEFT, seal.name, error)
         return False
 

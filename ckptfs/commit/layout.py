@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptfs.storage.base import Shape
+from ckptfs.storage.base import CONTROL, Shape
 
 __all__ = [
     "ATTEMPTS",
@@ -40,7 +40,6 @@ __all__ = [
     "staging_key",
 ]
 
-CONTROL = ".ckptfs"
 DOMAIN = ".ckptfs/domain"
 HINT = ".ckptfs/hint"
 LEASE = ".ckptfs/lease"

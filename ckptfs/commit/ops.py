@@ -34,6 +34,7 @@ __all__ = [
     "Read",
     "ReadAhead",
     "Refresh",
+    "RefuseLink",
     "Remove",
     "RemoveDir",
     "RemoveMany",
@@ -172,6 +173,13 @@ class Refresh:
 
 
 @dataclass(frozen=True, slots=True)
+class RefuseLink:
+    """A look at one name. -> None, or SymlinkError where a symbolic link stands there"""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Wait before try number ``attempt`` (0, 1, ...) of the same thing; the driver ends it with
     CommitInDoubtError at its deadline. -> None
@@ -198,6 +206,7 @@ Op = (
     | RemoveTree
     | Sync
     | Refresh
+    | RefuseLink
     | Pause
 )
 
@@ -242,6 +251,8 @@ def perform(op: Op, storage: Storage) -> Any:
             return storage.sync(key)
         case Refresh(key):
             return storage.refresh(key)
+        case RefuseLink(key):
+            return storage.refuse_link(key)
         case Pause():
             raise TypeError("Pause is executed by the driver")
 

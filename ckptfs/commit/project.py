@@ -44,6 +44,7 @@ from ckptfs.errors import (
     AlreadyExistsError,
     AnswerLostError,
     NotFoundError,
+    SymlinkError,
     TransientError,
 )
 from ckptfs.storage.base import Capabilities, Shape
@@ -166,7 +167,11 @@ def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
         names = set(newest)
     for name, seal in newest.items():
         if name in names and standing(seal.save_id, views) is Standing.COMMITTED:
-            yield from project(seal, views, domain, caps)
+            try:
+                yield from project(seal, views, domain, caps)
+            except SymlinkError as error:
+                # Somebody moved the step away and linked it back. Readers find the save in its attempt.
+                logger.warning("%s is committed and can not be put there: %s", name, error)
     if caps.shape is Shape.OBJECT:
         yield from _drop_records(unsettled, newest, views, domain, caps)
 

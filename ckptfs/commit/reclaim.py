@@ -43,6 +43,7 @@ from ckptfs.commit.trash import move_to_trash, trash_of
 from ckptfs.errors import (
     AlreadyExistsError,
     NotFoundError,
+    SymlinkError,
     UnsupportedError,
 )
 from ckptfs.storage.base import Capabilities, Entry, Shape
@@ -151,8 +152,8 @@ def discard_attempt(
     if name:
         try:
             yield from move_to_trash(keys.projected_data, f"{trash}/{save_id}.data")
-        except UnsupportedError as error:
-            # Another disk stands there; what was never committed was never moved to it.
+        except (UnsupportedError, SymlinkError) as error:
+            # Another disk or a link stands there; what was never committed was never moved to it.
             logger.warning(LEFT, name, error)
 
 

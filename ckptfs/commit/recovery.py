@@ -22,6 +22,7 @@ from ckptfs.commit.decisions import Refusal, may_abort
 from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, AttemptKeys
+from ckptfs.commit.links import is_checkpoint_name
 from ckptfs.commit.log import Refused, append, catch_up, write_snapshot
 from ckptfs.commit.ops import List, Program, Read, Refresh, Sync
 from ckptfs.commit.pieces import part_in
@@ -64,6 +65,17 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# What an attempt.json that is damaged, or that somebody made up, is read with.
+_SAYS_NOTHING = (
+    NotFoundError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
+
 
 def report(
     domain: str, generation: Generation, caps: Capabilities, state: LogState | None = None
@@ -88,7 +100,8 @@ def attempts_here(caps: Capabilities) -> Program[tuple[AttemptRecord, ...]]:
         entries = []
     records: tuple[AttemptRecord, ...] = ()
     for entry in entries:
-        records += ((yield from read_record(entry.name, caps)),)
+        if not entry.is_link:  # it is none of ours: nothing of what it leads to is an attempt
+            records += ((yield from read_record(entry.name, caps)),)
     return records
 
 
@@ -100,9 +113,13 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
         number, nonce = raw["part_base"] if "of" in raw else raw["base"]
         base = Generation(int(number), str(nonce))
         of, home = str(raw.get("of", "")), str(raw.get("home", ""))
-        return AttemptRecord(save_id, str(raw["name"]), base, of, home)
-    except (NotFoundError, ValueError, KeyError, TypeError, IndexError):
+        name = str(raw["name"])
+    except _SAYS_NOTHING:
         return AttemptRecord(save_id, "", None)
+    if not is_checkpoint_name(name, is_part=bool(of)):
+        # Recovery moves what lies below the name to the trash: it has to be a checkpoint's.
+        return AttemptRecord(save_id, "", None)
+    return AttemptRecord(save_id, name, base, of, home)
 
 
 def settle(
@@ -297,5 +314,7 @@ def sweep_empty(domain: str, views: Mapping[str, LogState], caps: Capabilities) 
         return
     known = {live.seal.save_id for live in committed(views)}
     for entry in entries:
+        if entry.is_link:
+            continue
         if entry.name not in known and entry.name not in views[domain].saves:
             yield from remove_empty_attempt(entry.name)

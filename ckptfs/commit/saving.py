@@ -20,6 +20,7 @@ from ckptfs.commit.decisions import Refusal, may_abort, may_seal
 from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
+from ckptfs.commit.links import name_is_plain
 from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
 from ckptfs.commit.ops import MakeDir, Pause, Program, Sync, Write
 from ckptfs.commit.project import project
@@ -75,6 +76,7 @@ def begin(keys: AttemptKeys, base: Generation, *, of: str = "", home: str = "") 
 
     of, home: of a part, the id of the whole and the domain that decides over that.
     """
+    yield from name_is_plain(keys.name, keys.shape)
     record = encode_record(keys.save_id, keys.name, base, of=of, home=home)
     home, attempt = keys.record.rsplit("/", 1)[0], 0
     while True:

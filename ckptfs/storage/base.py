@@ -31,6 +31,7 @@ from ckptfs.storage.unfinished import Unfinished
 from ckptfs.uri import Uri
 
 __all__ = [
+    "CONTROL",
     "Capabilities",
     "DataReader",
     "DataWriter",
@@ -43,6 +44,9 @@ __all__ = [
     "UnfinishedUpload",
     "first_of",
 ]
+
+# Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
+CONTROL = ".ckptfs"
 
 
 class Shape(Enum):
@@ -94,10 +98,11 @@ class UnfinishedUpload:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name directly under a directory."""
+    """One name directly under a directory. is_dir: it is one, or a link that leads to one."""
 
     name: str
     is_dir: bool
+    is_link: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,14 @@ class Storage(ABC):
 
         NotFoundError where directories are real and it is absent; empty on object stores.
         """
+
+    def refuse_link(self, key: str) -> None:
+        """SymlinkError where a symbolic link stands at ``key``; absent is fine. Object stores have none.
+
+        A look, for an error before anything is done: what writes, moves or deletes goes through no
+        link below the root in any case.
+        """
+        self.uri(key)
 
     # -- large, streamed ---------------------------------------------------------------
 

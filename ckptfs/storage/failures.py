@@ -5,6 +5,7 @@ EEXIST ENOTEMPTY                   AlreadyExistsError
 EACCES EPERM EROFS                 AccessError
 ENOSPC EDQUOT                      NoSpaceError
 ESTALE                             StaleError
+ELOOP                              SymlinkError     (with the link's path)
 EINTR EAGAIN ETIMEDOUT EBUSY ...   TransientError   (after a change was asked for: AnswerLostError)
 ENOTSUP ENOSYS EXDEV               UnsupportedError
 anything else                      StorageError
@@ -25,6 +26,7 @@ from ckptfs.errors import (
     NotFoundError,
     StaleError,
     StorageError,
+    SymlinkError,
     TransientError,
     UnsupportedError,
 )
@@ -47,6 +49,7 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
     errno.EROFS: (AccessError, "the mount is read-only"),
     errno.ENOSPC: (NoSpaceError, "free space or inodes there; what was committed stays"),
     errno.EDQUOT: (NoSpaceError, "the quota is used up; what was committed stays"),
+    errno.ELOOP: (SymlinkError, "remove the link; ckptfs changes nothing behind one"),
     errno.ESTALE: (StaleError, "the file moved on the server: look it up again"),
     **dict.fromkeys(
         (errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.EBUSY, errno.EMFILE, errno.ENFILE),
@@ -83,6 +86,9 @@ def typed(error: OSError, uri: Uri, action: str) -> StorageError:
             else StorageError
         )
     said = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
+    if kind is SymlinkError and error.filename is not None:
+        refused = f"{action} refused: {os.fsdecode(error.filename)} is a symbolic link"
+        return kind(refused, errno=error.errno, uri=uri, hint=hint)
     return kind(
         f"{action} failed: {said or type(error).__name__}", errno=error.errno, uri=uri, hint=hint
     )

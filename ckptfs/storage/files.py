@@ -19,7 +19,7 @@ from enum import Enum
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.failures import translated
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -244,4 +244,4 @@ def unlink_quietly(posix: Posix, path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.warning("left behind: %s (%s)", path, error)
+        log.warning("left behind: %s (%s)", without_mark(path), error)

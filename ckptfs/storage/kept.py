@@ -25,7 +25,8 @@ from ckptfs.uri import Uri
 
 __all__ = ["KeptFile", "kept_name"]
 
-_GO_ON = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+# Everybody knows the name: a link that somebody put there would be written through.
+_GO_ON = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 _TAKEN = frozenset({errno.EAGAIN, errno.EACCES})
 _TRIES = 4
@@ -79,7 +80,7 @@ class KeptFile(LocalWriter):
             try:
                 self._lock(fd)
                 mine = self._posix.fstat(fd)
-                named = self._posix.stat(self._partial)
+                named = self._posix.stat(self._partial, follow=False)
                 if stat.S_ISREG(mine.st_mode) and mine.st_ino == named.st_ino:
                     return fd
             except FileNotFoundError:

@@ -9,6 +9,10 @@ Nothing is asked before it is done (``exists`` and ``is_dir`` may be answered fr
 client's cache): each call acts, and reads the answer. What a failed or interrupted call made, it
 removes; only an answer that was lost leaves the staging file, because the link may yet happen.
 Modes are 0o666 and 0o777 & ~umask; no chmod, no chown, so that setgid and default ACLs work.
+
+The root may be reached through links. Below it, what writes, moves or deletes never goes through one:
+SymlinkError, whatever was looked at before. What only reads does, but not in ``.ckptfs``: a step that
+was moved to another disk and linked back is read as before, and nothing is decided by another run's log.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from ckptfs.errors import (
     StorageError,
     UnsupportedError,
 )
-from ckptfs.storage.base import Capabilities, Entry, Shape, Space, Stat, Storage
+from ckptfs.storage.base import CONTROL, Capabilities, Entry, Shape, Space, Stat, Storage
 from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.storage.files import LocalWriter, read_whole, unlink_quietly, write_whole
@@ -42,7 +46,7 @@ from ckptfs.storage.names import (
     unlink_if_there,
 )
 from ckptfs.storage.parallel import Engine, ParallelWriter
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.posix import Posix, beneath, holder_of, without_mark
 from ckptfs.storage.probe import probe_posix
 from ckptfs.storage.reading import LocalReader
 from ckptfs.storage.spreading import files_at_once
@@ -100,12 +104,12 @@ class LocalStorage(Storage):
 
     def local_path(self, key: str) -> str:
         """The absolute path of a key."""
-        return self._path(key)
+        return without_mark(self._path(key))
 
     # -- small, whole ------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
-        path = self._path(key)
+        path = self._readable(key)
         return self._looking_again("read", key, lambda: read_whole(self._posix, path))
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
@@ -114,7 +118,7 @@ class LocalStorage(Storage):
         UnsupportedError where the place has no hard links; ``capabilities`` says so from then on.
         """
         path, temporary, directory = self._path(key), self._path(staging), self._parent(key)
-        self._probe_once(os.path.dirname(temporary), self.uri(staging))
+        self._probe_once(holder_of(temporary), self.uri(staging))
         if not self.capabilities.exclusive_create:
             raise self._no_exclusive_create(key)
         keep = False
@@ -151,7 +155,7 @@ class LocalStorage(Storage):
         self._sync_names(directory, key, "replace")
 
     def _replace(self, path: str, data: bytes, key: str) -> None:
-        self._probe_once(os.path.dirname(path), self.uri(key))
+        self._probe_once(holder_of(path), self.uri(key))
         partial = partial_name(path)
         done = False
         try:
@@ -172,7 +176,7 @@ class LocalStorage(Storage):
             raise typed(error, self.uri(key), "write") from error
 
     def stat(self, key: str) -> Stat:
-        path = self._path(key)
+        path = self._readable(key)
         found = self._looking_again("stat", key, lambda: self._posix.stat(path))
         is_dir = stat.S_ISDIR(found.st_mode)
         if is_dir and self.capabilities.shape is Shape.OBJECT:
@@ -181,14 +185,24 @@ class LocalStorage(Storage):
         return Stat(size_bytes, is_dir, modified_s=found.st_mtime)
 
     def list(self, key: str) -> list[Entry]:
-        path = self._path(key)
+        path = self._readable(key)
         try:
             found = self._looking_again("list", key, lambda: self._posix.scandir(path))
         except NotFoundError:
             if self.capabilities.shape is Shape.OBJECT:
                 return []
             raise
-        return [Entry(name, is_dir) for name, is_dir in sorted(found)]
+        return [Entry(*one) for one in sorted(found)]
+
+    def refuse_link(self, key: str) -> None:
+        path = self._path(key)
+        with translated(self.uri(key), "write"):
+            try:
+                found = self._posix.stat(path, follow=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            if stat.S_ISLNK(found.st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
 
     # -- large, streamed ---------------------------------------------------------------
 
@@ -209,7 +223,7 @@ class LocalStorage(Storage):
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
         """As ``Storage.files_at_once``: more than one in memory only, see ``spreading``."""
-        return files_at_once(self._posix, self._path(key), size_bytes)
+        return files_at_once(self._posix, self.local_path(key), size_bytes)
 
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
@@ -245,7 +259,7 @@ class LocalStorage(Storage):
             )
 
     def open_read(self, key: str) -> LocalReader:
-        path, uri = self._path(key), self.uri(key)
+        path, uri = self._readable(key), self.uri(key)
         return self._looking_again("open", key, lambda: LocalReader(self._posix, uri, path))
 
     # -- names -------------------------------------------------------------------------
@@ -338,7 +352,7 @@ class LocalStorage(Storage):
 
     def refresh(self, key: str) -> None:
         with translated(self.uri(key), "refresh"):
-            refresh_dir(self._posix, self._path(key), self._directory)
+            refresh_dir(self._posix, self._readable(key), self._directory)
 
     def touch(self, key: str) -> None:
         with translated(self.uri(key), "touch"):
@@ -364,11 +378,17 @@ class LocalStorage(Storage):
     # -- inside ------------------------------------------------------------------------
 
     def _path(self, key: str) -> str:
+        """For what changes something: no link below the root is followed (``posix``)."""
         tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
-        return f"{self._directory.rstrip('/')}/{tail}" if tail else self._directory
+        return beneath(self._directory, tail) if tail else self._directory
+
+    def _readable(self, key: str) -> str:
+        """For what only reads."""
+        is_ours = key == CONTROL or key.startswith(f"{CONTROL}/")
+        return self._path(key) if is_ours else self.local_path(key)
 
     def _parent(self, key: str) -> str:
-        return os.path.dirname(self._path(key))
+        return holder_of(self._path(key))
 
     def _stands(self, path: str) -> bool:
         """For the wording of an error only; nothing is decided by it."""

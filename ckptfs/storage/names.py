@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.posix import Posix, holder_of
 
 __all__ = ["make_dirs", "refresh_dir", "remove_tree", "sync_dir", "unlink_if_there"]
 
@@ -61,11 +61,11 @@ def make_dirs(posix: Posix, path: str, root: str) -> None:
     made = _make(posix, path)
     below = path
     while below != root:
-        below = os.path.dirname(below)
+        below = holder_of(below)
         sync_dir(posix, below)
     for name in made:
         if name != root and not name.startswith(f"{root}/"):
-            sync_dir(posix, os.path.dirname(name))
+            sync_dir(posix, holder_of(name))
     try:
         sync_dir(posix, os.path.dirname(root))
     except PermissionError:
@@ -82,7 +82,7 @@ def _make(posix: Posix, path: str) -> list[str]:
     except FileExistsError:
         return []
     except FileNotFoundError:
-        parent = os.path.dirname(path)
+        parent = holder_of(path)
         if parent == path:
             raise
     else:
@@ -104,7 +104,7 @@ def refresh_dir(posix: Posix, path: str, root: str) -> None:
     """
     if _look(posix, path):
         return
-    parent = os.path.dirname(path)
+    parent = holder_of(path)
     if parent == path:
         return
     if path == root or not path.startswith(f"{root}/"):
@@ -177,7 +177,7 @@ def _remove(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
 
 def _empty(posix: Posix, fd: int) -> list[str]:
     left: list[str] = []
-    for name, is_dir in posix.scandir(fd):
+    for name, is_dir, _ in posix.scandir(fd):
         below = _remove(posix, name, fd) if is_dir else _unlink(posix, name, fd)
         left += [f"{name}/{entry}" if is_dir else entry for entry in below]
     return left

@@ -7,6 +7,13 @@ A method here decides nothing: no retry, no default, no translation of errors. W
 what its manual page says; OSError comes out as it is. Whoever replaces it sees the exact sequence
 of calls on which durability rests. While one runs it is known to be under way: over a dead hard mount
 it never returns, and somebody has to be able to say so.
+
+    /data/run/step_1             links anywhere in it are followed, as open(2) does
+    /data/run/./step_1/x         behind the "/./" none is (``beneath``): ELOOP, with the link's path
+
+The kernel looks up a path in one call and follows every link on the way. A path with the mark is
+looked up one directory after the other, each opened with O_NOFOLLOW, and the call itself is made in the
+last of them: nobody can put a link in between. What the mark stands behind is the caller's own choice.
 """
 
 from __future__ import annotations
@@ -15,17 +22,95 @@ import ctypes
 import errno
 import fcntl
 import os
+import stat
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ckptfs.storage.under_way import path_of, under_way
 
-__all__ = ["DirectAlignment", "Posix"]
+__all__ = ["DirectAlignment", "Posix", "beneath", "holder_of", "without_mark"]
 
 Buffer = bytes | bytearray | memoryview
+T = TypeVar("T")
+
+_MARK = "/./"
+_DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
+# O_PATH needs no right to list, as the lookup of a whole path does not.
+_STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
+
+
+def beneath(root: str, below: str) -> str:
+    """The path of ``below`` in a directory, with the mark: links behind it are not followed."""
+    return f"{root.rstrip('/')}{_MARK}{below}"
+
+
+def without_mark(path: str) -> str:
+    """The same path for people, and for calls that are not ours."""
+    return path.replace(_MARK, "/")
+
+
+def holder_of(path: str) -> str:
+    """The directory that holds ``path``; the mark stays while something stands behind it."""
+    holder = os.path.dirname(path)
+    return (holder.removesuffix("/.") or "/") if holder.endswith("/.") else holder
+
+
+@contextmanager
+def _holder(path: str, *, afresh: bool) -> Iterator[tuple[str, int | None]]:
+    """The last name of a path, and the open directory to use it in; an unmarked path as it is.
+
+    afresh: open for reading, which makes an NFS client ask the server for each directory.
+    """
+    root, mark, below = path.rpartition(_MARK)
+    if not mark:
+        yield path, None
+        return
+    *folders, name = below.split("/")
+    step = os.O_RDONLY | _DIRECTORY if afresh else _STEP
+    at, fd = root or "/", os.open(root or "/", step)
+    try:
+        for folder in folders:
+            at = f"{at.rstrip('/')}/{folder}"
+            try:
+                deeper = os.open(folder, step | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError as error:
+                _refuse_link(error, at, folder, fd)
+                raise
+            os.close(fd)
+            fd = deeper
+        yield name, fd
+    finally:
+        os.close(fd)
+
+
+def _refuse_link(error: OSError, path: str, name: str, dir_fd: int) -> None:
+    """ELOOP where a link is why ``name`` did not open as a directory; it says ENOTDIR on Linux."""
+    if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
+        return
+    try:
+        is_link = stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    except OSError:
+        return  # it went away meanwhile: the first error is the answer
+    if is_link:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path)) from error
+
+
+def _in_holder(path: str, call: Callable[[str, int | None], T]) -> T:
+    """``call`` with the last name and its directory. What an NFS server calls stale is looked up again
+    once, as the kernel does with a whole path.
+    """
+    try:
+        with _holder(path, afresh=False) as (name, fd):
+            return call(name, fd)
+    except OSError as error:
+        if error.errno != errno.ESTALE or _MARK not in path:
+            raise
+    with _holder(path, afresh=True) as (name, fd):
+        return call(name, fd)
 
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -66,9 +151,24 @@ class Posix:
     """The real kernel. Stateless: one instance may serve all threads and be pickled."""
 
     def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
-        """open(2) or openat(2); the mode is narrowed by the umask and default ACLs as usual."""
-        with under_way("open", path):
-            return os.open(path, flags, mode, dir_fd=dir_fd)
+        """open(2) or openat(2); the mode is narrowed by the umask and default ACLs as usual.
+
+        A marked path that is to be a directory is not opened through a link either.
+        """
+
+        def opened(name: str, fd: int | None) -> int:
+            if fd is None:
+                return os.open(name, flags, mode, dir_fd=dir_fd)
+            own = os.O_NOFOLLOW if flags & os.O_DIRECTORY else 0
+            try:
+                return os.open(name, flags | own, mode, dir_fd=fd)
+            except OSError as error:
+                if (flags | own) & os.O_NOFOLLOW:
+                    _refuse_link(error, path, name, fd)
+                raise
+
+        with under_way("open", without_mark(path)):
+            return _in_holder(path, opened)
 
     def close(self, fd: int) -> None:
         """close(2); a network filesystem may report a failed write here."""
@@ -172,39 +272,59 @@ class Posix:
                 _sync_file_range(fd, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
 
     def link(self, source: str, target: str) -> None:
-        """link(2): one of many wins the target."""
-        with under_way("link", target):
-            os.link(source, target)
+        """link(2): one of many wins the target. Of a link it makes another link."""
+        with under_way("link", without_mark(target)):
+            _between(source, target, _linked)
 
     def rename(self, source: str, target: str) -> None:
         """rename(2)."""
-        with under_way("rename", target):
-            os.rename(source, target)
+        with under_way("rename", without_mark(target)):
+            _between(source, target, _renamed)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
-        """mkdir(2)."""
-        with under_way("mkdir", path):
-            os.mkdir(path, mode)
+        """mkdir(2). ELOOP rather than EEXIST where a link stands at a marked path: "exists" is success
+        to who makes a directory, and then uses it.
+        """
+
+        def made(name: str, fd: int | None) -> None:
+            try:
+                os.mkdir(name, mode, dir_fd=fd)
+            except FileExistsError as error:
+                if fd is not None:
+                    _refuse_link(error, path, name, fd)
+                raise
+
+        with under_way("mkdir", without_mark(path)):
+            _in_holder(path, made)
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         """unlink(2)."""
-        with under_way("unlink", path):
-            os.unlink(path, dir_fd=dir_fd)
+        with under_way("unlink", without_mark(path)):
+            _in_holder(path, lambda name, fd: os.unlink(name, dir_fd=dir_fd if fd is None else fd))
 
     def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
         """rmdir(2)."""
-        with under_way("rmdir", path):
-            os.rmdir(path, dir_fd=dir_fd)
+        with under_way("rmdir", without_mark(path)):
+            _in_holder(path, lambda name, fd: os.rmdir(name, dir_fd=dir_fd if fd is None else fd))
 
-    def scandir(self, where: str | int) -> list[tuple[str, bool]]:
-        """(name, is it a directory) of everything in a directory, unsorted; links are followed."""
-        with under_way("listing", where), os.scandir(where) as entries:
-            return [(entry.name, entry.is_dir()) for entry in entries]
+    def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
+        """(name, is it or does it lead to a directory, is it a link) of what is there, unsorted."""
+        if isinstance(where, str) and _MARK in where:
+            fd = Posix.open(self, where, os.O_RDONLY | _DIRECTORY)  # one call, whoever counts
+            try:
+                return _entries(fd)
+            finally:
+                os.close(fd)
+        return _entries(where)
 
     def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
         """stat(2), or lstat(2) with follow=False."""
-        with under_way("stat", path):
-            return os.stat(path, dir_fd=dir_fd, follow_symlinks=follow)
+
+        def seen(name: str, fd: int | None) -> os.stat_result:
+            return os.stat(name, dir_fd=dir_fd if fd is None else fd, follow_symlinks=follow)
+
+        with under_way("stat", without_mark(path)):
+            return _in_holder(path, seen)
 
     def fstat(self, fd: int) -> os.stat_result:
         """fstat(2)."""
@@ -212,11 +332,40 @@ class Posix:
             return os.fstat(fd)
 
     def utime(self, path: str) -> None:
-        """utime(2) with the server's own clock."""
-        with under_way("touch", path):
-            os.utime(path)
+        """utime(2) with the server's own clock; of what a link at a marked path leads to, nothing."""
+
+        def touched(name: str, fd: int | None) -> None:
+            os.utime(name, dir_fd=fd, follow_symlinks=fd is None)
+
+        with under_way("touch", without_mark(path)):
+            _in_holder(path, touched)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """statvfs(2)."""
         with under_way("statvfs", path):
             return os.statvfs(path)
+
+
+def _entries(where: str | int) -> list[tuple[str, bool, bool]]:
+    with under_way("listing", where), os.scandir(where) as entries:
+        return [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+
+
+def _between(
+    source: str, target: str, call: Callable[[str, int | None, str, int | None], None]
+) -> None:
+    """``call`` with both names, each in the directory that holds it."""
+
+    def from_here(name: str, fd: int | None) -> None:
+        _in_holder(target, lambda end, end_fd: call(name, fd, end, end_fd))
+
+    _in_holder(source, from_here)
+
+
+def _renamed(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
+    os.rename(start, end, src_dir_fd=start_fd, dst_dir_fd=end_fd)
+
+
+def _linked(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
+    # Python's own default follows a link at the source, but only where a directory is given.
+    os.link(start, end, src_dir_fd=start_fd, dst_dir_fd=end_fd, follow_symlinks=False)

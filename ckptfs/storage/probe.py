@@ -18,7 +18,7 @@ import secrets
 from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.files import read_whole, unlink_quietly, write_whole
 from ckptfs.storage.names import remove_tree, sync_dir
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.posix import Posix, without_mark
 
 __all__ = ["PROBE_PREFIX", "probe_posix"]
 
@@ -123,4 +123,4 @@ def _remove_quietly(posix: Posix, path: str) -> None:
         remove_tree(posix, path)
     except OSError as error:
         # The probe's own answer or error matters more than a corner that could not be swept.
-        log.warning("left behind: %s (%s)", path, error)
+        log.warning("left behind: %s (%s)", without_mark(path), error)

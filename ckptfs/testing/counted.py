@@ -93,7 +93,7 @@ class CountedPosix(Posix):
         self.calls.add("rmdir")
         super().rmdir(path, dir_fd=dir_fd)
 
-    def scandir(self, where: str | int) -> list[tuple[str, bool]]:
+    def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
         self.calls.add("list")
         return super().scandir(where)
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptfs.storage.posix import Buffer, Posix
+from ckptfs.storage.posix import Buffer, Posix, without_mark
 
 __all__ = ["Fsync", "PowerCut", "SimulatedDisk"]
 
@@ -174,19 +174,19 @@ class SimulatedDisk(Posix):
     def link(self, source: str, target: str) -> None:
         with self._call():
             super().link(source, target)
-            self._put(target, self._find(source))
+            self._put(without_mark(target), self._find(without_mark(source)))
 
     def rename(self, source: str, target: str) -> None:
         with self._call():
-            node = self._find(source)
+            node = self._find(without_mark(source))
             super().rename(source, target)
-            self._take(source)
-            self._put(target, node)
+            self._take(without_mark(source))
+            self._put(without_mark(target), node)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
         with self._call():
             super().mkdir(path, mode)
-            self._put(path, _Dir())
+            self._put(without_mark(path), _Dir())
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         with self._call():
@@ -198,7 +198,7 @@ class SimulatedDisk(Posix):
             super().rmdir(path, dir_fd=dir_fd)
             self._take(self._full(path, dir_fd))
 
-    def scandir(self, where: str | int) -> list[tuple[str, bool]]:
+    def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
         with self._call():
             return super().scandir(where)
 
@@ -229,7 +229,7 @@ class SimulatedDisk(Posix):
             yield
 
     def _full(self, path: str, dir_fd: int | None) -> str:
-        return path if dir_fd is None else f"{self._open[dir_fd][0]}/{path}"
+        return without_mark(path) if dir_fd is None else f"{self._open[dir_fd][0]}/{path}"
 
     def _inside(self, path: str) -> bool:
         return path.startswith(f"{self.directory}/")

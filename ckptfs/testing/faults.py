@@ -131,6 +131,9 @@ class FaultyStorage(Storage):
     def list(self, key: str) -> list[Entry]:
         return self._do("list", key, lambda: self.inner.list(key))
 
+    def refuse_link(self, key: str) -> None:
+        self._do("refuse_link", key, lambda: self.inner.refuse_link(key))
+
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         def opened() -> DataWriter:
             writer = self.inner.open_write(key, size_hint_bytes=size_hint_bytes)

@@ -55,6 +55,9 @@ class ReadOnlyStorage(Storage):
     def list(self, key: str) -> list[Entry]:
         return self.inner.list(key)
 
+    def refuse_link(self, key: str) -> None:
+        self.inner.refuse_link(key)
+
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         self._refuse("write", key)
 

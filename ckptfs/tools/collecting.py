@@ -51,6 +51,7 @@ from ckptfs.errors import (
     RunBusyError,
     StateError,
     StorageError,
+    SymlinkError,
     UnsupportedError,
 )
 from ckptfs.storage.base import Shape
@@ -111,9 +112,16 @@ def collect(
     """Remove what is left in a run. Local; writes only where something is to go.
 
     Errors as for ``look_for_debris``. RunBusyError: a living owner holds the run, or a save may be
-    under way; nothing was changed. StateError also: the clocks are too far apart. FencedError: a newer owner came meanwhile, and cleans up itself.
+    under way; nothing was changed. SymlinkError: a link stands in the control directory. StateError also: the clocks are too far apart. FencedError: a newer owner came meanwhile, and cleans up itself.
     """
     before = look_for_debris(run_uri, older_than_s, storage_options)
+    for one in before.found:
+        if one.debris is Debris.LINK:
+            raise SymlinkError(
+                f"{one.name} is a symbolic link, nothing was removed",
+                uri=one.uri,
+                hint="remove the link; what lies behind it is not the run's",
+            )
     if not before.going:
         return before
     options = {**options_of(run_uri), **(storage_options or {})}

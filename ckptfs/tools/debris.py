@@ -8,6 +8,7 @@
     unneeded data       files in _data that no checkpoint lists any more (object stores)
     temporary file      .ckptfs/tmp, .partial-*: whole names that never came to be
     unfinished upload   parts of an object that nobody completed
+    symbolic link       in the place of a directory of the run's own, or in trash or attempts
 
 The log decides what is dead. Where it does not say, age does: an attempt of the owner that stands may
 be a save under way, a temporary file may be a live writer's. Everything else is somebody's: files that
@@ -35,6 +36,7 @@ class Debris(StrEnum):
     SHARED = "unneeded data"
     TEMPORARY = "temporary file"
     UPLOAD = "unfinished upload"
+    LINK = "symbolic link"
 
 
 class Fate(StrEnum):

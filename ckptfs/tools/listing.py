@@ -181,7 +181,7 @@ def _attempts(look: Look) -> list[AttemptRecord]:
         entries = look.storage.list(ATTEMPTS)
     except NotFoundError:
         return []
-    ids = [e.name for e in entries if e.is_dir]
+    ids = [e.name for e in entries if e.is_dir and not e.is_link]
     caps = look.storage.capabilities
     return side_by_side(lambda one: drive(read_record(one, caps), look.storage), ids)
 

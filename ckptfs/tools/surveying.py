@@ -20,6 +20,7 @@ from ckptfs.commit.claim import ORPHAN_S
 from ckptfs.commit.entries import Generation, Seal
 from ckptfs.commit.erase import listed_files
 from ckptfs.commit.layout import (
+    ATTEMPTS,
     CONTROL,
     PARTIAL_PREFIX,
     SHARED,
@@ -57,8 +58,10 @@ def survey_debris(look: Look, older_than_s: float = _DAY_S) -> Survey:
     if not look.views:
         return Survey(())
     finder = _Finder(look, older_than_s)
+    links = tuple(_links(look))
     attempts = tuple(finder.attempts())
     found = (
+        *links,
         *attempts,
         *finder.deleted(),
         *finder.replaced(),
@@ -71,6 +74,20 @@ def survey_debris(look: Look, older_than_s: float = _DAY_S) -> Survey:
     return Survey(found, finder.notes)
 
 
+def _links(look: Look) -> Iterator[Found]:
+    """Links where only directories of the run's own may be. None is looked behind: the names there are
+    somebody else's files, and would read as ours that go.
+    """
+    here = [key for key in (TMP, ATTEMPTS, TRASH) if is_link(look.storage, key)]
+    for folder in (ATTEMPTS, TRASH):
+        if folder not in here:
+            entries = listed(look.storage, folder)
+            here += [f"{folder}/{entry.name}" for entry in entries if entry.is_link]
+    why = "ckptfs looks at nothing behind it and claims no run with it: remove the link"
+    for key in here:
+        yield Found(Debris.LINK, key, look.root / key, None, None, None, Fate.STAYS, why, (key,))
+
+
 class _Finder:
     def __init__(self, look: Look, older_than_s: float) -> None:
         self._look, self._older_than_s = look, older_than_s
@@ -78,9 +95,10 @@ class _Finder:
         self._caps = look.storage.capabilities
         ((self._domain, self._state),) = look.views.items()
         self._now_s = time.time()
-        self._records = {
-            record.save_id: record for record in drive(attempts_here(self._caps), self._storage)
-        }
+        self._records: dict[str, AttemptRecord] = {}
+        if not is_link(self._storage, ATTEMPTS):
+            attempts = drive(attempts_here(self._caps), self._storage)
+            self._records = {record.save_id: record for record in attempts}
         self._uploads: tuple[UnfinishedUpload, ...] = ()
         self.notes: tuple[str, ...] = ()
         try:
@@ -184,7 +202,11 @@ class _Finder:
 
     def trash(self) -> Iterator[Found]:
         """What a deleter moved away and did not come to remove."""
+        if is_link(self._storage, TRASH):
+            return
         for entry in listed(self._storage, TRASH):
+            if entry.is_link:
+                continue
             key = f"{TRASH}/{entry.name}"
             tree = measured(self._storage, [key])
             if tree.files:
@@ -298,6 +320,8 @@ class _Finder:
     def temporary(self) -> Iterator[Found]:
         """Entries of the log on their way, and halves of small files."""
         for folder, name_of in ((TMP, _WRITE_ID), (CONTROL, _PARTIAL)):
+            if is_link(self._storage, folder):
+                continue
             for entry in listed(self._storage, folder):
                 if not entry.is_dir and name_of.fullmatch(entry.name):
                     yield self._temporary(f"{folder}/{entry.name}")

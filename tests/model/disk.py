@@ -24,6 +24,7 @@ from ckptfs.commit.ops import (
     Op,
     Read,
     ReadAhead,
+    RefuseLink,
     Remove,
     RemoveDir,
     RemoveMany,
@@ -184,6 +185,8 @@ def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:
             return files, Stat(len(data), is_dir=False, etag=xxhash.xxh64(data).hexdigest())
         case List(key):
             return files, _list(files, key, shape)
+        case RefuseLink():
+            return files, None  # this disk has no links
         case Create(key, data):
             if _parent_missing(files, key, shape):
                 return files, Failed(NotFoundError, key)

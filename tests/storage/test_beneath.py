@@ -1,0 +1,266 @@
+"""What writes, moves or deletes goes through no link below the root, also where it is put there late."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptfs.errors import StorageError, SymlinkError
+from ckptfs.storage import posix
+from ckptfs.storage.kept import kept_name
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.posix import beneath, holder_of, without_mark
+from ckptfs.uri import Uri
+
+Change = Callable[[LocalStorage], object]
+
+
+def _written(storage: LocalStorage) -> None:
+    with storage.open_write("a/b/f") as writer:
+        writer.write(b"new")
+
+
+def _windows(storage: LocalStorage) -> None:
+    with storage.open_parallel("a/b/f", size_bytes=3) as writer:  # type: ignore[union-attr]
+        writer.write_at(0, [memoryview(b"new")])
+
+
+def _kept(storage: LocalStorage) -> None:
+    with storage.open_kept("a/b/f", size_bytes=3) as writer:
+        writer.write(b"new")
+
+
+CHANGES: dict[str, Change] = {
+    "create": lambda s: s.create("a/b/new", b"new", staging="staging"),
+    "create through staging": lambda s: s.create("new", b"new", staging="a/b/staging"),
+    "replace": lambda s: s.replace("a/b/f", b"new"),
+    "open_write": _written,
+    "open_parallel": _windows,
+    "open_kept": _kept,
+    "make_dir": lambda s: s.make_dir("a/b/c/d"),
+    "make_dir of it": lambda s: s.make_dir("a/b"),
+    "rename from": lambda s: s.rename("a/b/f", "here"),
+    "rename to": lambda s: s.rename("x", "a/b/f"),
+    "link from": lambda s: s.link("a/b/f", "here"),
+    "link to": lambda s: s.link("x", "a/b/g"),
+    "remove": lambda s: s.remove("a/b/f"),
+    "remove_many": lambda s: s.remove_many(["a/b/f", "a/b/sub/f"]),
+    "remove_dir": lambda s: s.remove_dir("a/b/empty"),
+    "remove_tree": lambda s: s.remove_tree("a/b/sub"),
+    "sync": lambda s: s.sync("a/b/sub"),
+    "sync of it": lambda s: s.sync("a/b"),
+    "touch": lambda s: s.touch("a/b/f"),
+}
+
+
+def _place(top: Path) -> None:
+    (top / "sub").mkdir(parents=True)
+    (top / "empty").mkdir()
+    (top / "f").write_text("old")
+    (top / "sub/f").write_text("old")
+
+
+def _picture(top: Path) -> list[tuple[str, bytes | None, int]]:
+    return [
+        (str(p.relative_to(top)), p.read_bytes() if p.is_file() else None, p.stat().st_mtime_ns)
+        for p in sorted(top.rglob("*"))
+    ]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> LocalStorage:
+    """A root that is reached through a link, with a file, and a directory ``a/b``."""
+    _place(tmp_path / "root/a/b")
+    (tmp_path / "root/x").write_text("x")
+    _place(tmp_path / "victim")
+    (tmp_path / "alias").symlink_to(tmp_path / "root")
+    storage = LocalStorage(Uri.parse(tmp_path / "alias"))
+    storage.probe("")
+    storage.replace("probed", b"")
+    return storage
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("at", ["a", "a/b"])
+def test_nothing_is_changed_behind_a_link(
+    storage: LocalStorage, tmp_path: Path, change: Change, at: str
+) -> None:
+    """Each operation that changes something is SymlinkError with the link's path, wherever on the way it
+    stands, and works where none does.
+    """
+    shutil.copytree(tmp_path / "root", tmp_path / "saved")
+    change(storage)
+    shutil.rmtree(tmp_path / "root")
+    (tmp_path / "saved").rename(tmp_path / "root")
+    target = tmp_path / "victim" if at == "a/b" else tmp_path / "holds"
+    if at == "a":
+        (tmp_path / "holds").mkdir()
+        (tmp_path / "victim").rename(tmp_path / "holds/b")
+    shutil.rmtree(tmp_path / "root" / at)
+    (tmp_path / "root" / at).symlink_to(target)
+    before = _picture(target)
+    with pytest.raises(SymlinkError, match=f"{at} is a symbolic link"):
+        change(storage)
+    assert _picture(target) == before
+    assert sorted(os.listdir(tmp_path / "root")) == ["a", "probed", "x"]
+
+
+_CALLS = frozenset(
+    {"open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", "os.scandir", "os.utime"}
+)
+
+
+class Racer:
+    """Whoever races: swaps the directory for a link just before the ``nth`` system call on a name.
+
+    Python tells each call to an audit hook, which stays for as long as its process lives.
+    """
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.swap: Callable[[], None] = lambda: None
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, _: object) -> None:
+        if self.left > 0 and event in _CALLS:
+            self.left -= 1
+            if self.left == 0:
+                self.swap()
+
+
+def race(top: Path) -> int:
+    """Every change, raced at each of its system calls; how many races that were. In a process of its own."""
+    racer, races = Racer(), 0
+    for change in CHANGES.values():
+        for nth in range(1, 100):
+            here = top / f"race-{races}"
+            _place(here / "root/a/b")
+            (here / "root/x").write_text("x")
+            _place(here / "victim")
+            storage = LocalStorage(Uri.parse(here / "root"))
+            storage.replace("probed", b"")
+            place, victim = here / "root/a/b", here / "victim"
+            before = _picture(victim)
+
+            def swap(here: Path = here, place: Path = place, victim: Path = victim) -> None:
+                place.rename(here / "aside")
+                place.symlink_to(victim)
+
+            racer.swap, racer.left = swap, nth
+            with contextlib.suppress(StorageError):
+                change(storage)
+            over, racer.left = racer.left > 0, 0
+            assert _picture(victim) == before, f"before system call {nth}"
+            races += 1
+            if over:
+                break
+        else:
+            raise AssertionError("it never ran to its end")
+    return races
+
+
+def test_a_link_that_is_put_there_between_two_calls_is_not_followed_either(tmp_path: Path) -> None:
+    """Whatever was looked at before: just before each system call in turn the directory is exchanged for
+    a link, and what that leads to stays as it is.
+    """
+    code = f"from tests.storage.test_beneath import *; print(race(Path({str(tmp_path)!r})))"
+    root = Path(__file__).parents[2]
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 100
+
+
+def test_what_only_reads_goes_through_a_link_but_not_in_the_control_directory(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    """A step that was moved and linked back is read; a log that is a link is another run's."""
+    for key in ("step", ".ckptfs"):
+        (tmp_path / "root" / key).symlink_to(tmp_path / "victim")
+    assert storage.read("step/f") == b"old"
+    assert {e.name for e in storage.list("step")} == {"empty", "f", "sub"}
+    storage.refresh("step")
+    with storage.open_read("step/sub/f") as reader:
+        assert reader.size_bytes == 3
+    looks: list[Change] = [
+        lambda s: s.read(".ckptfs/f"),
+        lambda s: s.list(".ckptfs"),
+        lambda s: s.list(".ckptfs/sub"),
+        lambda s: s.stat(".ckptfs/f"),
+        lambda s: s.open_read(".ckptfs/f"),
+        lambda s: s.refresh(".ckptfs/sub"),
+    ]
+    for look in looks:
+        with pytest.raises(SymlinkError, match=r"\.ckptfs is a symbolic link"):
+            look(storage)
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(
+    storage: LocalStorage, tmp_path: Path
+) -> None:
+    """A new file under the name of a link takes its place, one that others may go on with is refused."""
+    target = tmp_path / "victim/f"
+    for name in ("f", os.path.basename(kept_name("/g"))):
+        path = tmp_path / "root/a/b" / name
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+    storage.replace("a/b/f", b"new")
+    assert not (tmp_path / "root/a/b/f").is_symlink()
+    with pytest.raises(SymlinkError):
+        storage.open_kept("a/b/g", size_bytes=3)
+    assert target.read_text() == "old"
+
+
+def test_a_look_at_one_name_refuses_a_link(storage: LocalStorage, tmp_path: Path) -> None:
+    """Also one that leads nowhere; a directory, a file and nothing are fine."""
+    (tmp_path / "root/dead").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root/step").symlink_to(tmp_path / "victim")
+    for key in ("a", "x", "nothing", "nothing/below", "x/below"):
+        storage.refuse_link(key)
+    for key in ("dead", "step", "step/f"):
+        with pytest.raises(SymlinkError, match="is a symbolic link"):
+            storage.refuse_link(key)
+
+
+def test_a_stale_directory_is_looked_up_again(tmp_path: Path) -> None:
+    """ESTALE from an NFS server: the whole way is opened once more, as the kernel does for a path; a
+    second one is the answer.
+    """
+    path = beneath(str(tmp_path), "a/b/f")
+    os.makedirs(tmp_path / "a/b")
+    seen: list[int | None] = []
+
+    def stale_until(tries: int) -> Callable[[str, int | None], str]:
+        def call(name: str, fd: int | None) -> str:
+            seen.append(fd)
+            if len(seen) < tries:
+                raise OSError(errno.ESTALE, "stale")
+            return name
+
+        return call
+
+    assert posix._in_holder(path, stale_until(2)) == "f"
+    seen.clear()
+    with pytest.raises(OSError, match="stale"):
+        posix._in_holder(path, stale_until(3))
+    assert len(seen) == 2
+
+
+def test_a_marked_path_is_the_path_of_the_same_file(tmp_path: Path) -> None:
+    """For the kernel the mark is nothing, for people it is left out, and upwards it ends at the root."""
+    path = beneath(str(tmp_path), "a/b")
+    os.makedirs(path)
+    assert without_mark(path) == str(tmp_path / "a/b")
+    assert holder_of(path) == beneath(str(tmp_path), "a")
+    assert holder_of(holder_of(path)) == str(tmp_path)
+    assert holder_of(beneath("/", "a")) == "/"
+    assert os.path.samefile(path, tmp_path / "a/b")
