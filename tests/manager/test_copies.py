@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -191,6 +192,57 @@ def test_retention_of_the_primary_waits_for_the_copy(tmp_path: Path, bucket: Mem
         assert steps(primary) == [4]
         retirer.close()
     assert steps(BUCKET) == [1, 2, 3, 4]
+
+
+def test_retention_of_the_primary_waits_for_every_copy(
+    tmp_path: Path, bucket: MemoryObjects
+) -> None:
+    """Of two copies one has all saves and one is out of reach: what only the first one has stays on
+    the primary, round after round, until the second has it too.
+    """
+    bucket.plan = Plan([Fault("*", "*", None, Fail(AccessError("expired")))])
+    primary, near = tmp_path / "primary", tmp_path / "near"
+    with Job(primary, near, BUCKET) as job:
+        retirer = Retirer(job.run, Keep(latest=1), mine)
+        for step in (1, 2, 3):
+            job.save(step)
+            assert job.copier.wait() == tuple(f"checkpoint_{n}" for n in range(1, step + 1))
+            assert job.copier.waiting() == set(ids(primary))
+            retirer.after_commit(job.run.seat, job.copier.waiting())
+        assert steps(near) == steps(primary) == [1, 2, 3]
+        bucket.plan = Plan([])
+        assert job.copier.wait() == ()
+        retirer.after_commit(job.run.seat, job.copier.waiting())
+        assert steps(primary) == [3]
+        retirer.close()
+    assert steps(BUCKET) == [1, 2, 3]
+
+
+def test_a_copy_does_not_wait_for_the_primarys_retention(
+    tmp_path: Path, bucket: MemoryObjects
+) -> None:
+    """A save is copied from its commit on, while the run is still busy letting an older one go: that
+    may take long, and the machine with the only copy may not live so long.
+    """
+    hold, copy = Hold(), tmp_path / "copy"
+    with ckptfs.CheckpointManager(BUCKET, keep_latest=1, copies=[copy]) as manager:
+        manager.save(1, state_of(1))
+        manager.wait()
+        # The next entries are the seal of step 2 and the delete of step 1.
+        bucket.plan = Plan([Fault("put", "*/log/*", 2, hold)])
+        saving = threading.Thread(target=manager.save, args=(2, state_of(2)))
+        saving.start()
+        try:
+            assert hold.reached.wait(60)
+            assert steps(BUCKET) == [1, 2], "step 2 is committed, and step 1 is not deleted yet"
+            deadline = time.monotonic() + 30
+            while steps(copy) != [1, 2]:
+                assert time.monotonic() < deadline, "the copy waits for retention"
+                time.sleep(0.01)  # polling for what happens by itself; bounded by the deadline
+        finally:
+            hold.release.set()
+            saving.join()
+        assert steps(BUCKET) == [2]
 
 
 def test_each_copy_has_its_own_retention(tmp_path: Path) -> None:

@@ -541,6 +541,31 @@ def test_only_damage_leads_to_an_older_step(
         assert refused.all_are(AccessError)
 
 
+@pytest.mark.parametrize("other", [AccessError("no"), MemoryError("no memory")])
+def test_damage_on_one_rank_excuses_no_other_error(tmp_path: Path, other: Exception) -> None:
+    """One rank meets damage and another something that is none: all get the error, with both ranks in
+    it, and no older step, which would meet the same.
+    """
+    site = Site(tmp_path, "ab")
+    for step in (1, 2):
+        site.save(step, state(step))
+    met = [StorageError("EIO"), other]
+
+    def wrap(storage: Storage, rank: int) -> Storage:
+        fault = Fault("read_into", "step_2/*.distcp", 1, Fail(met[rank]))
+        return FaultyStorage(storage, Plan([fault]))
+
+    site.wrap = wrap
+    refused = site.refused(blank, fallback=Fallback.OLDER)
+    assert isinstance(refused, CollectiveError)
+    assert sorted(refused.failures) == [0, 1]
+    assert [type(other).__name__ in f.type for f in refused.failures.values()] == [False, True]
+    met[1] = StorageError("EIO")
+    outcome = site.restore(blank, fallback=Fallback.OLDER)
+    assert outcome is not None
+    assert (outcome.restored.step, value_of(site)) == (1, 1.0)
+
+
 # -- a reader that disturbs nobody -----------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,57 @@ def test_a_deleted_save_stays_whole_for_its_grace(tmp_path: Path) -> None:
 def _only_id(run_dir: str, number: int) -> str:
     (found,) = (p.name for p in Path(run_dir, f"step_{number}").iterdir() if p.is_dir())
     return found
+
+
+class CallsAfter(Posix):
+    """The system calls of a process in which something happens right after a delete is in the log."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def link(self, source: str, target: str) -> None:
+        """link(2) of an entry, and what else is going on at that moment."""
+        super().link(source, target)
+        if b'"kind":"delete"' in Path(target).read_bytes():
+            self._call()
+
+
+def test_a_save_that_commits_while_a_delete_is_entered_leaves_its_bytes_for_the_grace(
+    tmp_path: Path,
+) -> None:
+    """Saves clear what the log says is deleted, on other threads too: one that comes between the entry
+    of a delete with a grace and whatever follows it finds that these bytes are not its business.
+    """
+    run_dir = SOLO.directory(str(tmp_path), "a")
+    beside: list[Callable[[], object]] = []
+    meanwhile: list[list[str]] = []
+
+    def call() -> None:
+        if beside:
+            beside.pop()()
+            meanwhile.append(steps_in(run_dir))
+
+    def body(seat: Seat) -> None:
+        with holding(seat, 1, grace_s=100.0) as (run, retirer):
+            step(run, retirer, 1)
+            other = replace(run.seat, control=seat.control.clone(), background=None)
+
+            def save() -> None:
+                rig.save(other, "other", "x", run)
+
+            def aside() -> None:
+                thread = threading.Thread(target=save)
+                thread.start()
+                thread.join()
+
+            beside.append(aside)
+            step(run, retirer, 2)
+            assert meanwhile == [["other", "step_1", "step_2"]]
+            data = Path(run_dir, "step_1", _only_id(run_dir, 1), "__0_0.distcp").read_bytes()
+            assert data == rig.contents("1", 0)
+            assert rig.look(SOLO, str(tmp_path), ["step_1", "step_2"]).state == {"step_2": "2"}
+
+    world(tmp_path, body, posix=CallsAfter(call))
 
 
 def test_a_grace_ends_without_another_save(tmp_path: Path) -> None:
