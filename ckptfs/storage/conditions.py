@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -33,6 +32,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import IF_ABSENT, Condition, IfMatch, ObjectClient
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.retrying import NOT_DONE, Retrier
 from ckptfs.uri import mask_credentials
 
@@ -113,7 +113,7 @@ class Verdict:
 
     def __init__(self) -> None:
         self._found: Honoured | None = None
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()  # held over requests: a child that is forked then has its own
 
     @property
     def found(self) -> Honoured | None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 from ckptfs.errors import IntegrityError, StorageError
 from ckptfs.storage.base import DataReader
 from ckptfs.storage.clients.base import Head
+from ckptfs.storage.threads import uninterrupted
 from ckptfs.storage.uploads import Route
 from ckptfs.uri import Uri
 
@@ -99,10 +100,16 @@ class ObjectReader(DataReader):
                     helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next one fails
             work()
         finally:
-            # Whatever happened: no thread may write into the buffer after this returns.
-            stop.set()
-            for helper in helpers:
-                if not helper.cancel():
-                    helper.exception()
+            # Whatever happened, a second Ctrl-C included: no thread may write into the buffer after
+            # this returns.
+            uninterrupted(lambda: _end(stop, helpers))
         if errors:
             raise errors[0]
+
+
+def _end(stop: threading.Event, helpers: list[Future[None]]) -> None:
+    """Returns when none of them works any more."""
+    stop.set()
+    for helper in helpers:
+        if not helper.cancel():
+            helper.exception()

@@ -21,7 +21,6 @@ import errno
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import has_magic
@@ -29,6 +28,7 @@ from typing import Any
 
 from ckptfs.errors import (
     AlreadyExistsError,
+    AnswerLostError,
     NotFoundError,
     StorageError,
     UnsupportedError,
@@ -44,6 +44,7 @@ from ckptfs.storage.base import (
     Stat,
     Storage,
 )
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.fsspec_client import Client
 from ckptfs.storage.fsspec_data import Ranges, Stream
 from ckptfs.storage.options import OURS
@@ -54,6 +55,7 @@ _log = logging.getLogger(__name__)
 __all__ = ["FsspecStorage", "open_fsspec"]
 
 _SWEEPS = 3
+_PROBES = 4  # keys that are tried where each first answer seems to be lost
 
 
 def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
@@ -76,7 +78,7 @@ class FsspecStorage(Storage):
     def __init__(self, root: Uri, storage_options: Mapping[str, Any] | None = None) -> None:
         self.root = root
         self._client = Client(root, storage_options or {})
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._exclusive: bool | None = None
         if self._client.protocol == "memory" and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise UriError("fsspec's memory belongs to one process", uri=root)
@@ -86,7 +88,7 @@ class FsspecStorage(Storage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     @property
     def capabilities(self) -> Capabilities:
@@ -258,18 +260,48 @@ class FsspecStorage(Storage):
         return known
 
     def _probe(self, folder: str) -> bool:
-        """Create a key of our own twice: a store that excludes refuses the second."""
-        name = f".partial-probe-{secrets.token_hex(8)}"
-        key = f"{folder}/{name}" if folder else name
-        try:
-            self._create(key, b"first")
+        """Create a key of our own twice: a store that excludes refuses the second.
+
+        The library repeats a request whose answer was lost, and the repeat meets our own object: then
+        the first answer says nothing, and another key is tried.
+        """
+        lost: StorageError | None = None
+        for _ in range(_PROBES):
+            name = f".partial-probe-{secrets.token_hex(8)}"
+            key = f"{folder}/{name}" if folder else name
             try:
-                self._create(key, b"second")
-            except AlreadyExistsError:
-                return self.read(key) == b"first"
-            return False
-        finally:
+                self._create(key, b"first")
+            except (AlreadyExistsError, AnswerLostError) as error:
+                lost = error
+                self._remove_probe(key)
+                continue
+            try:
+                return self._excludes(key)
+            except AnswerLostError as error:
+                lost = error
+            finally:
+                self._remove_probe(key)
+        # Not False: of two writers who think differently of one store, neither sees the other's log.
+        raise StorageError(
+            f"exclusive create cannot be probed: the answers to {_PROBES} requests were lost",
+            uri=self.uri(folder),
+            hint="something on the way repeats requests whose answers are lost: look at the "
+            "connection and the proxies",
+        ) from lost
+
+    def _excludes(self, key: str) -> bool:
+        try:
+            self._create(key, b"second")
+        except AlreadyExistsError:
+            return self.read(key) == b"first"
+        return False
+
+    def _remove_probe(self, key: str) -> None:
+        try:
             self.remove(key)
+        except StorageError as error:
+            # No permission to delete, or a lock: what was seen stands, and a few bytes stay.
+            _log.warning("left behind: the probe %s (%s)", self.uri(key), error.message)
 
     def _create(self, key: str, data: bytes) -> None:
         try:

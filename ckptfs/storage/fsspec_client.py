@@ -11,8 +11,8 @@ all are caught here, at the edge, and only here.
 
 from __future__ import annotations
 
+import errno
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -27,12 +27,19 @@ from ckptfs.errors import (
     StorageError,
     TransientError,
 )
+from ckptfs.storage.clients.forks import ProcessLock
+from ckptfs.storage.clients.reasons import CODES, STATUSES, Reason
 from ckptfs.storage.failures import typed
 from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["Client"]
 
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
+_SERVER_ERRORS = 500
+# What an answer says of a change by itself: it was not done, or nobody knows.
+_NOT_DONE = frozenset(
+    (Reason.THROTTLED, Reason.CONFLICT, Reason.SLOW_BODY, Reason.DAMAGED, Reason.CLOCK)
+)
 _NETWORK = ("Timeout", "Connection", "Disconnected", "ServerError", "ServiceUnavailable")
 
 
@@ -47,7 +54,7 @@ class Client:
         self.protocol = root.protocol.removeprefix("fsspec+")
         self.is_bucket = self.protocol in _BUCKETS
         self._options = dict(options)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._open: tuple[int, Any, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,7 +62,7 @@ class Client:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
 
     def uri(self, key: str) -> Uri:
         """The full URI of a key."""
@@ -120,15 +127,17 @@ class Client:
 
     @contextmanager
     def said(self, action: str, key: str, *, changes: bool = False) -> Iterator[None]:
-        """Inside, every Exception becomes a typed one. ``changes``: a network failure leaves open
-        whether it happened (AnswerLostError).
+        """Inside, every Exception becomes a typed one. ``changes``: a network failure, or the error of
+        a bucket's server, leaves open whether it happened (AnswerLostError); a bucket that refuses for
+        now has not done it (TransientError).
         """
         try:
             yield
         except CkptfsError:
             raise
         except Exception as error:  # noqa: BLE001 - see above: the edge where all become typed
-            raise _typed(error, self.uri(key), action, changes=changes) from _cause(error)
+            reason = _reason(error) if self.is_bucket else None
+            raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
 
     def _opened(self) -> tuple[int, Any, str]:
         with self._lock:
@@ -140,7 +149,7 @@ class Client:
                         f"the library of {self.protocol}:// does not import: {error}", uri=self.root
                     ) from error
                 except Exception as error:  # noqa: BLE001 - as in said
-                    raise _typed(error, self.root, "open", changes=False) from _cause(error)
+                    raise _typed(error, self.root, "open", None, changes=False) from _cause(error)
             return self._open
 
 
@@ -158,7 +167,46 @@ def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any,
     return cls(**found), str(cls._strip_protocol(place.full))
 
 
-def _typed(error: Exception, uri: Uri, action: str, *, changes: bool) -> StorageError:
+def _reason(error: BaseException) -> Reason | None:
+    """What a bucket's server answered, by the library's error or the one below it; None: no answer of
+    a server, or one that says no more than the error's type.
+    """
+    told: BaseException | None = error
+    while told is not None:
+        code, status = _answer(told)
+        reason = CODES.get(code) or STATUSES.get(status)
+        if reason is not None:
+            return reason
+        if status >= _SERVER_ERRORS:
+            return Reason.SERVER
+        told = told.__cause__
+    if isinstance(error, OSError):
+        # s3fs, where the library's error is lost: InternalError, SlowDown.
+        return {errno.EREMOTEIO: Reason.SERVER, errno.EBUSY: Reason.THROTTLED}.get(error.errno or 0)
+    return None
+
+
+def _answer(error: BaseException) -> tuple[str, int]:
+    """Code and status of a server's answer, as botocore, gcsfs, azure-core and aiohttp keep them."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):
+        code = str(response.get("Error", {}).get("Code", ""))
+        return code, int(response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
+    for name in ("status_code", "status", "code"):
+        status = getattr(error, name, None)
+        if isinstance(status, int):
+            return str(getattr(error, "error_code", "") or ""), status
+    return "", 0
+
+
+def _typed(
+    error: Exception, uri: Uri, action: str, reason: Reason | None, *, changes: bool
+) -> StorageError:
+    if changes and reason in _NOT_DONE:
+        return TransientError(
+            f"{action} was not done: {mask_credentials(str(error)) or type(error).__name__}",
+            uri=uri,
+        )
     name = type(error).__name__
     network = any(word in name for word in _NETWORK)
     found = (
@@ -168,6 +216,7 @@ def _typed(error: Exception, uri: Uri, action: str, *, changes: bool) -> Storage
             f"{action} failed: {name}: {mask_credentials(str(error))}", uri=uri
         )
     )
+    network = network or reason is Reason.SERVER
     if changes and (isinstance(found, TransientError) or network):
         return AnswerLostError(
             f"{action} may have happened: {name}: {mask_credentials(str(error))}", uri=uri

@@ -119,7 +119,7 @@ _STATX_DIOALIGN = 0x2000
 _STATX_DIO = struct.Struct(
     "=I148xII"
 )  # struct statx: its mask first, and the two words at byte 152
-_FS_TYPE = struct.Struct("=l")  # struct statfs begins with it
+_FS_TYPE = struct.Struct("=L")  # struct statfs begins with it; ramfs' number has the highest bit
 
 
 def _find(name: str, *types: Any) -> Callable[..., int] | None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
+import secrets
+import shutil
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -28,8 +29,9 @@ from ckptfs.storage.bare import (
     without_secrets,
 )
 from ckptfs.storage.base import DataWriter, Storage
+from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.registry import open_storage
-from ckptfs.storage.stream import CompressedFile, DurableWriter, PublishedFile, TextFile
+from ckptfs.storage.stream import CompressedFile, DurableWriter, HeldWriter, PublishedFile, TextFile
 from ckptfs.uri import Uri
 
 __all__ = ["WholeFileSystem"]
@@ -68,7 +70,7 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
 
     def _forked(self) -> None:
         # Clients and attempts are this process's own.
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._pid, self._lock = os.getpid(), ProcessLock()
         self._inner: AbstractFileSystem | None = None
         self._storages: dict[str, Storage] = {}
 
@@ -154,6 +156,7 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
         if uri.is_local:
             return self._storage(uri.parent), uri.name
         root = dataclasses.replace(uri, path="" if uri.authority else "/")
+        self._check_fork()  # clients of the parent's, and a lock that another thread of it holds
         with self._lock:
             if root.full not in self._storages:
                 self._storages[root.full] = self._storage(root)
@@ -183,9 +186,8 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
                 return self._bare.open(path, mode, **kwargs)
         if mode not in ("wb", "xb", "ab"):
             raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
-        if mode == "xb" and self.exists(path):
-            raise AlreadyExistsError("it exists", uri=uri)
-        file = PublishedFile(self._writing(path, uri), path, autocommit=autocommit)
+        writer = self._creating(path, uri) if mode == "xb" else self._writing(path, uri)
+        file = PublishedFile(writer, path, autocommit=autocommit)
         if mode == "ab" and self.exists(path):
             self._copy_into(path, file)
         return file
@@ -193,6 +195,33 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
     def _writing(self, path: str, uri: Uri) -> DataWriter:
         del uri
         return DurableWriter(*self._place(path))
+
+    def _creating(self, path: str, uri: Uri) -> DataWriter:
+        """A new file. Its bytes are held in memory until it is closed: of several creators the first to
+        close wins, the others get AlreadyExistsError.
+        """
+        if self.exists(path):
+            raise AlreadyExistsError("it exists", uri=uri)
+        storage, key = self._place(path)
+        home = key.rpartition("/")[0]
+        storage.make_dir(home)
+        if not storage.probe(home).exclusive_create:
+            raise UnsupportedError("mode 'x': no exclusive create here", uri=uri)
+        staging = f"{home}/" * bool(home) + f".partial-{secrets.token_hex(8)}"
+
+        def create(data: bytes) -> None:
+            storage.make_dir(home)  # an empty step directory makes room for its committed one
+            storage.create(key, data, staging=staging)
+
+        return HeldWriter(create)
+
+    def put_file(self, lpath: Any, rpath: Any, *args: Any, **kwargs: Any) -> None:
+        """Upload one file; mode="create": only if nothing stands there."""
+        if kwargs.get("mode") != "create" or os.path.isdir(lpath):
+            super().put_file(lpath, rpath, *args, **kwargs)
+            return
+        with open(lpath, "rb") as source, self.open(rpath, "xb") as file:
+            shutil.copyfileobj(source, file, _CHUNK_BYTES)
 
     def _copy_into(self, path: str, file: PublishedFile) -> None:
         with self._bare.open(path, "rb") as source:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,8 @@ from hypothesis import strategies as st
 
 from ckptfs.errors import IntegrityError, NotFoundError, StaleError, StorageError, TransientError
 from ckptfs.storage.base import DataReader
-from ckptfs.storage.downloads import RANGE_BYTES, split
+from ckptfs.storage.downloads import RANGE_BYTES, ObjectReader, split
+from ckptfs.storage.threads import Threads
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.plan import Fail, Fault, Hold, Lose, When
@@ -172,6 +176,58 @@ def test_a_read_that_fails_waits_for_the_threads_that_help(raised: type[BaseExce
         returned.set()
     storage.close()
     assert late == [False], "the read returned while a helper still wrote into its buffer"
+
+
+class SecondInterrupt(Future[None]):
+    """What a helper does; the first look at its end is where Ctrl-C comes again."""
+
+    def __init__(self, real: Future[None], looked: threading.Event) -> None:
+        super().__init__()
+        self._real, self._looked = real, looked
+
+    def cancel(self) -> bool:
+        return self._real.cancel()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self._looked.is_set():
+            self._looked.set()
+            raise KeyboardInterrupt
+        return self._real.exception(timeout)
+
+
+def test_a_second_interrupt_waits_for_the_threads_that_help() -> None:
+    """Ctrl-C comes again while a read waits for a helper that writes into the caller's buffer: the read
+    returns when the helper has ended all the same.
+    """
+    helping, looked, ended = threading.Event(), threading.Event(), threading.Event()
+    caller = threading.current_thread()
+
+    class Slow(MemoryObjectClient):
+        def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if threading.current_thread() is caller:
+                assert helping.wait(20)
+                raise KeyboardInterrupt
+            helping.set()
+            assert looked.wait(20)
+            super().get_range(key, offset, out, etag)
+            ended.set()
+
+    class Interrupting(Threads):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            return SecondInterrupt(super().submit(fn, *args, **kwargs), looked)
+
+    store = MemoryObjects()
+    store.put_behind("run/f", BIG[: 2 * RANGE_BYTES])
+    storage = over(Slow(store), concurrency=2)
+    threads = Interrupting(2, "helpers")
+    with storage.open_read("f") as reader:
+        assert isinstance(reader, ObjectReader)
+        reader._route = replace(reader._route, pool=lambda: threads)
+        with pytest.raises(KeyboardInterrupt):
+            read_all(reader, 2 * RANGE_BYTES)
+        assert ended.is_set()
+    threads.shutdown()
+    storage.close()
 
 
 def test_the_first_error_is_the_one_raised() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -113,3 +114,23 @@ def test_what_several_files_hold_is_one_checkpoint(
         load(out)
         assert all(torch.equal(out[key], state[key]) for key in out if key != "object")
         assert out["object"] == {"epoch": 3}
+
+
+def test_ramfs_is_known(tmp_path: Path) -> None:
+    """The kernel's number of a real ramfs, whose highest bit is set, is that of ramfs."""
+    place = tmp_path / "ramfs"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "ramfs", "none", place], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no mount: {mounted.stderr.decode().strip()}")
+    try:
+        fd = os.open(place, os.O_RDONLY)
+        try:
+            assert Posix().fs_type(fd) == RAMFS
+        finally:
+            os.close(fd)
+        assert files_at_once(Posix(), str(place), GB) == files_at_once(Told(RAMFS), "/", GB)
+    finally:
+        subprocess.run(["umount", place], check=True)
