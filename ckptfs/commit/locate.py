@@ -3,6 +3,8 @@
     look    one process per node folds its domain's log        -> coordinator: which save is it
     find    every rank finds its files where they lie now       -> found, or all look again
 
+Whatever one rank meets while it looks is known to all of them at the end of the step.
+
 A save may be superseded, deleted or projected while we look. Then some rank finds nothing, and all
 ranks start over together: two ranks must never load two different saves. One that is projected after
 the look is looked for again by who misses a file (``following``).
@@ -40,6 +42,7 @@ from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
     CollectiveError,
     IncompleteCheckpointError,
+    IntegrityError,
     ManifestError,
     NotFoundError,
     StaleError,
@@ -49,6 +52,8 @@ from ckptfs.errors import (
 from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import Control
+from ckptfs.topology.verdict import collective_error, failure_of
+from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 
 __all__ = ["following", "locate", "locate_directory", "reading_seat"]
@@ -77,6 +82,13 @@ class _Miss:
     """This rank found nothing."""
 
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """What this rank found is not what was saved."""
+
+    error: IntegrityError | ManifestError
 
 
 @contextlib.contextmanager
@@ -123,7 +135,8 @@ def locate(seat: Seat, name: str) -> Found:
     """Collective, read-only. Where the files of checkpoint ``name`` lie for this rank.
 
     NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
-    or a domain of it is out of reach. IntegrityError, ManifestError: it was changed.
+    or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
+    what single ranks meet is a CollectiveError on all.
     """
     where = seat.storage.uri(name)
 
@@ -140,24 +153,31 @@ def locate(seat: Seat, name: str) -> Found:
         # What is sent to every rank: only this save, the log may be long.
         return _Choice(seal, {}, holders)
 
-    def look_for(choice: _Choice) -> Found | _Miss:
+    def look_for(choice: _Choice) -> Found | _Miss | _Changed:
         try:
             if choice.seal is None:
                 return drive(unlogged(name, choice.views, where), seat.storage)
             return drive(find(choice.seal, seat.caps.shape, where), seat.storage)
         except (NotFoundError, StaleError) as error:
             return _Miss(error.message)
+        except (IntegrityError, ManifestError) as error:
+            return _Changed(error)
 
     misses: list[tuple[int, str]] = []
     for _ in range(TRIES):
         choice = seat.control.step("look", look, choose)
-        found = look_for(choice)
-        verdict = seat.control.step(
-            "find",
-            lambda found=found: found.message if isinstance(found, _Miss) else None,  # type: ignore[misc]
-        )
-        misses = [(rank, text) for rank, text in enumerate(verdict) if text is not None]
-        if not misses and isinstance(found, Found):
+        held: list[Found] = []
+
+        def here(choice: _Choice = choice, held: list[Found] = held) -> _Miss | _Changed | None:
+            found = look_for(choice)
+            if not isinstance(found, Found):
+                return found
+            held.append(found)
+            return None
+
+        misses = seat.control.step("find", here, lambda told: _misses(told, seat.control.worlds))
+        found = held[0] if held else None
+        if not misses and found is not None:
             if choice.seal is None and found.manifest is not None:
                 refuse_parts(found.manifest.parts, name, where)
                 _check_copy(seat, found, found.manifest)
@@ -173,6 +193,21 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def _misses(
+    told: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
+) -> list[tuple[int, str]]:
+    """Which ranks found nothing. What all of them found changed is that error, whoever looks; what
+    only some did is theirs, and named.
+    """
+    changed = {rank: one.error for rank, one in enumerate(told) if isinstance(one, _Changed)}
+    if len(changed) == len(told):
+        raise changed[0]
+    if changed:
+        failures = {rank: failure_of(error, worlds[rank]) for rank, error in changed.items()}
+        raise collective_error("find", failures, worlds)
+    return [(rank, one.message) for rank, one in enumerate(told) if isinstance(one, _Miss)]
 
 
 def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.advisory import other_kind, with_log
+from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
 from ckptfs.commit.layout import CONTROL
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError, UriError
@@ -101,8 +101,28 @@ def _refuse_private_memory(control: Control, uri: Uri) -> None:
 def sit_down(control: Control, storage: Storage, place: Place, *, write: bool) -> Seat:
     """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's."""
     placement = probe_domains(control, storage, scope=place.scope, name=place.domain, write=write)
-    caps = _agreed_caps(control, storage, placement) if write else storage.capabilities
-    return Seat(control, with_log(storage, caps, write=write), placement, caps)
+    if not write:
+        storage = _as_readers_see(control, storage, placement)
+        return Seat(control, storage, placement, storage.capabilities)
+    caps = _agreed_caps(control, storage, placement)
+    return Seat(control, with_log(storage, caps, write=True), placement, caps)
+
+
+def _as_readers_see(control: Control, storage: Storage, placement: Placement) -> Storage:
+    """Collective. The storage with the log that lies there, as each node's lead finds it: a rank that
+    failed by itself would leave the others waiting in their next step.
+    """
+    node = control.world.node
+
+    def local() -> str | None:
+        lead = placement.is_node_lead
+        return node if lead and kind_of_log(storage) is LogKind.ADVISORY else None
+
+    def decide(nodes: Sequence[str | None]) -> frozenset[str]:
+        return frozenset(found for found in nodes if found is not None)
+
+    advisory = control.step("kind of log", local, decide)
+    return AdvisoryLog(storage) if node in advisory else storage
 
 
 def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Capabilities:

@@ -103,8 +103,8 @@ def save(
     """Collective. Save a state dict to ``uri``; committed and durable when it returns.
 
     state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
-    objects with state_dict() at the top level. uri: run and name, ``s3://bucket/run/step_100``; the
-    run is the parent. step: completed optimizer steps; None takes the number that ends the name.
+    objects with state_dict() at the top level, called in sorted order of their keys. uri: run and
+    name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
     if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
     one until the new one is committed. run: a held Run fences the save; without it the save is
     exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of

@@ -1,6 +1,6 @@
 """A load as a handful of functions, each local or one collective step.
 
-    unwrap_stateful  ->  plan_load (step)  ->  read (local)  ->  restore_stateful
+    plan_load (step)  ->  read (local)  ->  restore_stateful
 
 Every rank makes its own plan from the metadata; what travels are the keys that it asks for, so that all
 know of one that nobody wants. ``ckptfs.load`` finds the checkpoint before, and tells of it after.
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.datafile import Source
@@ -25,6 +23,7 @@ from ckptfs.dcp.inventory import Inventory, Renamed, Whole
 from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
 from ckptfs.dcp.per_rank import listed, own_keys
 from ckptfs.dcp.reads import Read
+from ckptfs.dcp.share import stateful_keys
 from ckptfs.errors import StateError
 from ckptfs.events import Counters
 from ckptfs.progress import SILENT, Meter
@@ -45,7 +44,7 @@ class PlannedLoad:
 
 
 def plan_load(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
     metadata: Metadata | Inventory,
     control: Control,
     *,
@@ -56,7 +55,8 @@ def plan_load(
     """Collective. Who reads what, with every check that needs no data. No tensor is changed
     (but those on the meta device get memory).
 
-    state_dict: already ``unwrap_stateful``. saved_world: ranks that saved it (the manifest's
+    state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
+    user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
     world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
     nobody asks for (strict).
     """
@@ -66,7 +66,8 @@ def plan_load(
     held: list[list[Read]] = []
 
     def local() -> Asked:
-        planner.set_up_planner(state_dict, is_coordinator=control.rank == 0)
+        flat = state_dict() if callable(state_dict) else state_dict
+        planner.set_up_planner(flat, is_coordinator=control.rank == 0)
         with gc_paused():
             mine = own_keys(
                 inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
@@ -103,11 +104,14 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
 
 
 def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
-    """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local."""
+    """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local.
+
+    Objects last, in sorted order of their keys, because they may talk to other ranks meanwhile.
+    """
+    objects = stateful_keys(state_dict)
+    theirs = frozenset(objects)
     for key in list(state_dict):  # and no tuples of items: 20,000 of them wake the collector
-        value = state_dict[key]
-        # Asking whether something is Stateful takes longer than loading a small tensor.
-        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful):
-            value.load_state_dict(loaded[key])
-        else:
+        if key not in theirs:
             state_dict[key] = loaded[key]
+    for key in objects:
+        state_dict[key].load_state_dict(loaded[key])

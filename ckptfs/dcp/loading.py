@@ -57,9 +57,14 @@ def load_at(
     started = time.perf_counter() if started is None else started
     held: list[Inventory] = []
     seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
-    flat = unwrap_stateful(state_dict)
+    flat: dict[str, Any] = {}
+
+    def unwrapped() -> dict[str, Any]:
+        flat.update(unwrap_stateful(state_dict))
+        return flat
+
     been_read = _plan_and_read(
-        flat, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
+        unwrapped, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
     )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
     return _hand_over(loadable, been_read, seat, target, found, started)
@@ -104,7 +109,7 @@ class _BeenRead:
 
 
 def _plan_and_read(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
     inventory: Inventory,
     seat: Seat,
     target: Uri,

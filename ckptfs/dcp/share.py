@@ -20,7 +20,7 @@ from ckptfs.dcp.per_rank import rename_plan
 from ckptfs.dcp.planner import SavePlanner
 from ckptfs.dcp.resolve import Loan
 
-__all__ = ["LiveShare", "Share", "local_plan", "unwrap_stateful"]
+__all__ = ["LiveShare", "Share", "local_plan", "stateful_keys", "unwrap_stateful"]
 
 
 class Share(Protocol):
@@ -68,11 +68,21 @@ def local_plan(
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does."""
+    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does.
+
+    They are called in sorted order of their keys: state dicts that talk to other ranks would wait for
+    each other for ever where two ranks were given them in another order.
+    """
+    found = {key: state_dict[key].state_dict() for key in stateful_keys(state_dict)}
+    return {key: found.get(key, value) for key, value in state_dict.items()}
+
+
+def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
+    """The keys of the Stateful objects, in the order in which every rank calls them."""
     # Tensors first: asking whether something is Stateful costs more than planning it.
-    return {
-        key: value
-        if isinstance(value, torch.Tensor) or not isinstance(value, Stateful)
-        else value.state_dict()
+    found = [
+        key
         for key, value in state_dict.items()
-    }
+        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+    ]
+    return sorted(found, key=str)

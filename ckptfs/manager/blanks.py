@@ -21,7 +21,7 @@ from ckptfs.errors import StateError
 from ckptfs.manager.objects import StoredObject
 from ckptfs.manager.rng import RngState
 from ckptfs.manager.saved import NOT_LOADED, Path, Saved, get_at, is_loaded, key_of, put_at
-from ckptfs.manager.state import PerRank, as_object, children_of, names_in, rooted
+from ckptfs.manager.state import PerRank, as_object, children_of, in_order, names_in, rooted
 
 __all__ = ["Blank", "Marks", "Moving", "Reshard", "blank_of", "moved_keys"]
 
@@ -78,7 +78,7 @@ class Blank:
         """Local. StateError names the object that did not take its state."""
         self._puts.clear()
         self._give(self.state_dict)
-        for _, key, value, put in sorted(self._puts, key=lambda one: one[0]):
+        for _, key, value, put in sorted(self._puts, key=lambda one: one[:2]):
             try:
                 put()
             except Exception as error:
@@ -149,7 +149,7 @@ class _Loading:
     def container(
         self, path: Path, value: Any, children: Sequence[tuple[Any, Any]]
     ) -> tuple[dict[Any, Any], Give]:
-        parts = {key: self.enter((*path, str(key)), child) for key, child in children}
+        parts = {key: self.enter((*path, str(key)), child) for key, child in in_order(children)}
         # Lists become dicts too: DCP would take a list of blank leaves for one leaf.
         blank = {str(key): blank for key, (blank, _) in parts.items() if blank is not _ABSENT}
 
@@ -224,7 +224,10 @@ class _Loading:
         children = children_of(value)
         if children is None or not isinstance(value, MutableMapping):
             return made
-        got = {key: self._hand((*path, str(key)), child, made[key]) for key, child in children}
+        got = {
+            key: self._hand((*path, str(key)), child, made[key])
+            for key, child in in_order(children)
+        }
         return _refilled(value, {**made, **got})
 
 

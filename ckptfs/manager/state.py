@@ -16,7 +16,7 @@ alike, is written once. The way back is ``ckptfs.manager.blanks``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,7 @@ __all__ = [
     "Saveable",
     "as_object",
     "children_of",
+    "in_order",
     "names_in",
     "rooted",
     "saveable",
@@ -96,7 +97,8 @@ def saveable(state: Any) -> Saveable:
     """
     root = rooted(state)
     saving = _Saving(names_in(root))
-    state_dict = {key: saving.convert((str(key),), value) for key, value in root.items()}
+    made = {key: saving.convert((str(key),), value) for key, value in in_order(root.items())}
+    state_dict = {key: made[key] for key in root}
     return Saveable(state_dict, tuple(p for path in saving.per_rank for p in _patterns(path)))
 
 
@@ -125,7 +127,8 @@ class _Saving:
         if children is None:
             # As it is, DCP would drop an empty dict, also within a list.
             return Leaf(value) if isinstance(value, (Mapping, list)) else value
-        found = {k: self.convert((*path, k), child) for k, child in children}
+        made = {k: self.convert((*path, k), child) for k, child in in_order(children)}
+        found = {k: made[k] for k, _ in children}
         if isinstance(value, Mapping):
             return found
         items = [*found.values()]
@@ -194,6 +197,13 @@ def children_of(value: Any) -> list[tuple[Any, Any]] | None:
         is_walked = hasattr(value, "_fields") or any(map(_is_part, value))
         return ([*enumerate(value)] or None) if is_walked else None
     return None
+
+
+def in_order(children: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Parts in the order in which every rank calls the objects in them, whatever order it has them in:
+    states that talk to other ranks would else wait for each other for ever.
+    """
+    return sorted(children, key=lambda part: str(part[0]))
 
 
 def _is_part(value: Any) -> bool:
