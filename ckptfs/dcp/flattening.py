@@ -112,7 +112,8 @@ def _is_leaf(values: list[Any]) -> bool:
 
 def _is_for_torch(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.is_meta or _torch.is_sharded_tensor(value)
+        # In this order: a ShardedTensor without a shard here, or with several, cannot be asked.
+        return _torch.is_sharded_tensor(value) or value.is_meta
     if isinstance(value, (list, tuple)):
         return any(_is_for_torch(inner) for inner in value)
     if isinstance(value, Mapping):

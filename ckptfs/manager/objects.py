@@ -92,7 +92,9 @@ class ModuleObject:
 
 
 def _is_meta(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
+    # A ShardedTensor without a shard here, or with several, cannot be asked.
+    sharded = _torch.is_sharded_tensor(value)
+    return isinstance(value, torch.Tensor) and not sharded and value.is_meta
 
 
 # -- optimizers --------------------------------------------------------------------------------
