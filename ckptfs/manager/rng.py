@@ -8,8 +8,8 @@
     cuda, ...     each device of the accelerator that this process has used
 
 The bundle belongs to one rank and is saved per rank. Restoring takes key by key: what the checkpoint
-lacks, or what this machine has not got, is skipped, logged, and told in ``skipped``; it never fails a
-restore. Devices go by their number, but the device that was current comes back to the one that is
+lacks, what this machine has not got, and what no generator of its kind could have saved, is skipped,
+logged, and told in ``skipped``; it never fails a restore. Devices go by their number, but the device that was current comes back to the one that is
 current now: a rank may find itself on another one.
 """
 
@@ -23,6 +23,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from ckptfs.errors import StateError
 
 __all__ = ["RngState"]
 
@@ -56,8 +58,8 @@ class RngState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what is there and fits; ``skipped`` tells the rest. Never raises for content."""
         self.skipped = ()
-        self._take("python", state, lambda saved: random.setstate(_tuples(saved)))
-        self._take("torch", state, torch.set_rng_state)
+        self._take("python", state, _set_python)
+        self._take("torch", state, _set_torch)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             self._take("numpy", state, lambda saved: _set_numpy(numpy, saved))
@@ -91,7 +93,7 @@ class RngState:
         for number in range(count):
             source = places.get(number, number)
             if source in states:
-                _set_device(module, number, states[source])
+                _set_device(module, number, _bytes_of(states[source]))
             else:
                 self.skip(f"{name}:{number}: not among the {len(states)} devices that were saved")
         lost = [n for n in states if places.get(n, n) >= count]
@@ -101,26 +103,87 @@ class RngState:
 
 
 def _numpy_state(numpy: Any) -> dict[str, Any]:
-    state = numpy.random.get_state(legacy=False)
-    inner = {
+    """As numpy tells it, of whichever generator its global functions draw from."""
+    state: dict[str, Any] = _plain(numpy.random.get_state(legacy=False))
+    return state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if hasattr(value, "astype"):
         # A numpy array would need numpy's own unpickler; a tensor loads with weights_only.
-        key: torch.from_numpy(value.astype("int64")) if hasattr(value, "astype") else int(value)
-        for key, value in state["state"].items()
-    }
-    return {
-        "bit_generator": str(state["bit_generator"]),
-        "state": inner,
-        "has_gauss": int(state["has_gauss"]),
-        "gauss": float(state["gauss"]),
-    }
+        return torch.from_numpy(value.astype("int64"))
+    return value if isinstance(value, str | float) else int(value)
+
+
+# The largest value of each number in numpy's states. numpy believes them: with a position beyond its
+# buffer it draws from whatever lies behind that in memory.
+_MOST = {
+    "pos": 624,
+    "buffer_pos": 4,
+    "has_gauss": 1,
+    "has_uint32": 1,
+    "uinteger": 2**32 - 1,
+    "state": 2**128 - 1,
+    "inc": 2**128 - 1,
+}
 
 
 def _set_numpy(numpy: Any, saved: Mapping[str, Any]) -> None:
-    inner = {
-        key: value.numpy().astype("uint32") if isinstance(value, torch.Tensor) else value
-        for key, value in saved["state"].items()
-    }
-    numpy.random.set_state({**saved, "state": inner})
+    here = numpy.random.get_state(legacy=False)
+    numpy.random.set_state(_like("numpy", saved, here))
+
+
+def _like(name: str, saved: Any, here: Any) -> Any:
+    """What was saved, as numpy takes it. StateError unless it is made like ``here``, part by part."""
+    if isinstance(here, dict):
+        if not isinstance(saved, Mapping) or set(saved) != set(here):
+            raise StateError(f"{name} is not made of {', '.join(sorted(here))}")
+        return {key: _like(key, saved[key], inner) for key, inner in here.items()}
+    if isinstance(here, str):
+        if saved != here:
+            raise StateError(f"{name} is {saved!r}, and {here!r} here")
+        return here
+    if hasattr(here, "astype"):
+        return _array_like(name, saved, here)
+    if isinstance(here, float):
+        if not isinstance(saved, float):
+            raise StateError(f"{name} is no number")
+        return saved
+    if type(saved) is not int or not 0 <= saved <= _MOST.get(name, -1):
+        raise StateError(f"{name} is not from 0 to {_MOST.get(name, 'what is known')}")
+    return saved
+
+
+def _array_like(name: str, saved: Any, here: Any) -> Any:
+    fits = isinstance(saved, torch.Tensor) and saved.dtype is torch.int64
+    if not fits or tuple(saved.shape) != here.shape:
+        raise StateError(f"{name} does not have {here.size} whole numbers")
+    array = saved.cpu().numpy()
+    made = array.astype(here.dtype)
+    if not (made.astype("int64") == array).all():
+        raise StateError(f"{name} has numbers that are no {here.dtype}")
+    return made
+
+
+def _set_python(saved: Any) -> None:
+    """``random`` checks all of a state but the number that it keeps for the next call of ``gauss``."""
+    state = _tuples(saved)
+    if not (isinstance(state, tuple) and state and isinstance(state[-1], float | None)):
+        raise StateError("it is no state of random.getstate()")
+    random.setstate(state)
+
+
+def _set_torch(saved: Any) -> None:
+    torch.set_rng_state(_bytes_of(saved))
+
+
+def _bytes_of(saved: Any) -> torch.Tensor:
+    """StateError unless it is a row of bytes; how many of them, the generator says itself."""
+    if not isinstance(saved, torch.Tensor) or saved.dtype is not torch.uint8 or saved.dim() != 1:
+        raise StateError("it is no row of bytes")
+    return saved.contiguous()
 
 
 def _accelerators() -> list[tuple[str, Any]]:

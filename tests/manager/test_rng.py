@@ -102,7 +102,7 @@ def test_missing_keys_are_skipped_and_told(caplog: pytest.LogCaptureFixture) -> 
         bundle.load_state_dict({"python": state["python"], "torch": b"broken", "tpu": 1})
     assert random.random() == expected
     torch_line, numpy_line, other = bundle.skipped
-    assert torch_line.startswith("torch: TypeError")
+    assert torch_line.startswith("torch: StateError")
     assert numpy_line == "numpy: not in the checkpoint"
     assert other == "tpu: saved, and there is none here"
     assert all(line in caplog.text for line in bundle.skipped)
@@ -168,3 +168,85 @@ def test_a_real_device_goes_on_where_it_was() -> None:
     bundle.load_state_dict(state)
     assert torch.equal(torch.rand(5, device="cuda").cpu(), expected)
     assert bundle.skipped == ()
+
+
+# -- states that nobody saved -----------------------------------------------------------------------
+
+
+def _numpy_with(**changed: Any) -> dict[str, Any]:
+    state = RngState().state_dict()["numpy"]
+    inner = {**state["state"], **{k: v for k, v in changed.items() if k in state["state"]}}
+    outer = {k: v for k, v in changed.items() if k not in inner}
+    return {**state, "state": inner, **outer}
+
+
+WRONG: dict[str, tuple[str, Any]] = {
+    "a position behind the buffer": ("numpy", {"pos": 625}),
+    "a position far away": ("numpy", {"pos": 10**9}),
+    "a position before it": ("numpy", {"pos": -1}),
+    "a position that is a tensor": ("numpy", {"pos": torch.tensor(3)}),
+    "a position that is a number": ("numpy", {"pos": 3.0}),
+    "a short key": ("numpy", {"key": torch.zeros(623, dtype=torch.int64)}),
+    "a key in a plane": ("numpy", {"key": torch.zeros(1, 624, dtype=torch.int64)}),
+    "a key of other numbers": ("numpy", {"key": torch.zeros(624)}),
+    "a key of larger numbers": ("numpy", {"key": torch.full((624,), 2**32)}),
+    "a key that is a list": ("numpy", {"key": [0] * 624}),
+    "two normal numbers": ("numpy", {"has_gauss": 2}),
+    "a normal number that is none": ("numpy", {"gauss": "1"}),
+    "another generator": ("numpy", {"bit_generator": "PCG64"}),
+    "something more": ("numpy", {"more": 1}),
+    "a state that is none": ("numpy", {"state": 1}),
+    "python without a state": ("python", ()),
+    "python as a number": ("python", 1),
+    "python with a word for gauss": ("python", (*random.getstate()[:2], "1")),
+    "python with a position behind": ("python", (3, (*range(624), 625), None)),
+    "torch of other numbers": ("torch", torch.zeros(5056)),
+    "torch too short": ("torch", torch.zeros(16, dtype=torch.uint8)),
+    "torch of zeros": ("torch", torch.zeros(5056, dtype=torch.uint8)),
+    "torch as a list": ("torch", [0] * 5056),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_state_that_no_generator_saved_is_skipped(name: str) -> None:
+    """It is named in skipped, and that generator draws on as it would have; the others are restored. A
+    position out of range was believed, and numbers were drawn from the memory of the process.
+    """
+    which, wrong = WRONG[name]
+    saved = RngState().state_dict()
+    bad = {**saved, which: _numpy_with(**wrong) if which == "numpy" else wrong}
+    expected = draw()
+    RngState().load_state_dict(saved)
+    state = RngState()
+    state.load_state_dict(bad)
+    assert [line.split(":")[0] for line in state.skipped] == [which]
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("kind", ["PCG64", "Philox", "SFC64", "PCG64DXSM", "MT19937"])
+def test_numpy_draws_on_whichever_generator_it_has(kind: str) -> None:
+    """The global functions may draw from any generator: what was saved of it is restored, half a number
+    that it kept too; in a process that has another one it is skipped.
+    """
+    was = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    try:
+        np.random.set_bit_generator(getattr(np.random, kind)(7))  # type: ignore[attr-defined]
+        np.random.randint(9, dtype=np.int32)  # noqa: NPY002 - half of a number of 64 bits
+        np.random.randn()  # noqa: NPY002
+        saved = RngState().state_dict()
+        assert check_leaf(saved) is None
+        expected = [*draw(), *np.random.randint(99, size=4, dtype=np.int32)]  # noqa: NPY002
+        state = RngState()
+        state.load_state_dict(saved)
+        assert state.skipped == ()
+        assert [*draw(), *np.random.randint(99, size=4, dtype=np.int32)] == expected  # noqa: NPY002
+        for field in ("buffer_pos", "has_uint32"):
+            if field in saved["numpy"]:
+                state.load_state_dict({**saved, "numpy": {**saved["numpy"], field: 5}})
+                assert len(state.skipped) == 1
+    finally:
+        np.random.set_bit_generator(was)  # type: ignore[attr-defined]
+    if kind != "MT19937":
+        elsewhere = RngState()
+        elsewhere.load_state_dict(saved)
+        assert elsewhere.skipped[0].split(":")[0] == "numpy"
