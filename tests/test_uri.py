@@ -185,6 +185,15 @@ def test_secrets_are_never_shown(case: tuple[str, str]) -> None:
     assert not uri.is_masked
 
 
+@pytest.mark.parametrize("secret", ["pa/ss", "p@ss/w@rd", "p?a#s"])
+def test_a_password_that_nobody_encoded_is_masked_whole(secret: str) -> None:
+    """A slash or an @ in it does not end the mask: what stands behind it is the password still."""
+    shown = mask_credentials(f"cannot reach s3://key:{secret}@bucket/run, try again")
+    assert shown.endswith("@bucket/run, try again")
+    for piece in secret.replace("@", "/").split("/"):
+        assert piece not in shown
+
+
 @given(secret_uris(), st.sampled_from(["\n", "/../x", "\0"]))
 def test_refused_uris_keep_their_secrets(case: tuple[str, str], poison: str) -> None:
     """The error about a bad URI does not show its secret either."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
-from ckptfs.cli.exits import Exit
+from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.main import COMMANDS, ckptfs
+from ckptfs.errors import CkptfsError, CollectiveError, ControlPlaneLostError
 from tests.cli.conftest import Cli
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
@@ -100,3 +101,10 @@ def test_commands_and_options_are_completed() -> None:
 
     assert completed("ckptfs l", 1) == ["ls", "log", "latest"]
     assert completed("ckptfs ls --so", 2) == ["--sort"]
+
+
+@pytest.mark.parametrize("kind", [CollectiveError, ControlPlaneLostError])
+def test_an_unknown_outcome_has_its_own_code(kind: type[CkptfsError]) -> None:
+    """Whatever the error is called: a script that tries again after a failure must not do so here."""
+    assert exit_of(kind("lost", outcome="unknown")) is Exit.UNKNOWN
+    assert exit_of(kind("lost", outcome="failed")) is Exit.STORAGE

@@ -336,6 +336,15 @@ def test_chunks_meet_a_box_as_torch_says(
     assert found == expected
 
 
+@pytest.mark.parametrize("hint", range(4))
+def test_a_hint_of_an_equal_chunk_elsewhere_is_not_believed(hint: int) -> None:
+    """Four rows of one size: whichever is hinted at, the row that was asked for is read."""
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([1, 3])) for row in range(4)]
+    saved = SavedTensor([4, 3], torch.float32, chunks, lambda c: (c.offsets, c.sizes))
+    (found,) = meetings(saved, (2, 0), (1, 3), hint)
+    assert (found.chunk, *found.in_chunk, *found.lengths) == (2, 0, 0, 1, 3)
+
+
 def plain(read: Read) -> tuple[Any, ...]:
     """What a Read says, with its memory as address, shape and strides."""
     target = read.target

@@ -218,6 +218,19 @@ def test_boxes_are_cut_into_ranges_that_cover_them_once(data: st.DataObject) -> 
     assert torch.equal(result, box)
 
 
+@pytest.mark.parametrize(
+    ("hole", "spans"), [(None, [(1, 12)]), (1, [(1, 12)]), (0, [(1, 4), (5, 8), (9, 12)])]
+)
+def test_a_piece_spans_no_hole_wider_than_allowed(
+    hole: int | None, spans: list[tuple[int, int]]
+) -> None:
+    """Three columns of four, the window is wide: rows are read apart where what lies between them is
+    more than what a reader wants to skip.
+    """
+    found = pieces_of([3, 4], [0, 1], [3, 3], 100, whole=True, hole=hole)
+    assert [(piece.start, piece.stop) for piece in found] == spans
+
+
 def test_ranges_of_large_tensors_are_verified_by_their_blocks(tmp_path: Path) -> None:
     """Columns and odd row ranges of a tensor of several blocks come back right, verified."""
     storage = open_storage(tmp_path)
