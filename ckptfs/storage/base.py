@@ -236,6 +236,13 @@ class Storage(ABC):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         """Begin one file. The parent must exist (filesystems). Other writers of the key: last wins."""
 
+    def open_over(self, key: str) -> DataWriter:
+        """As ``open_write``, for a name that a person chose, where anything may stand. On filesystems what
+        plain ``open`` would write to is written to: through a link, a device in place; the mode of a
+        file that is replaced stays. AlreadyExistsError: a directory stands there.
+        """
+        return self.open_write(key)
+
     def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
         """As ``open_write``, but what is on its way outlives an abort, and this process: the next
         ``open_kept`` of the key goes on with it. The bytes are the same each time, by the caller's

@@ -23,6 +23,7 @@ from ckptfs.storage.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
 __all__ = [
+    "NEW",
     "FileState",
     "LocalWriter",
     "PartialFile",
@@ -38,7 +39,7 @@ GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are gathered up to here
 BEHIND_BYTES = 8 << 20  # 8 MiB: so much is handed to the disk while the next is copied
 CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def write_all(posix: Posix, fd: int, data: memoryview) -> None:
@@ -55,7 +56,7 @@ def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -
     """A new file with these bytes, fsynced; its name is not. After an error, Ctrl-C included, the
     caller removes it.
     """
-    fd = posix.open(path, _NEW)
+    fd = posix.open(path, NEW)
     try:
         write_all(posix, fd, memoryview(data))
         if durable:
@@ -110,7 +111,7 @@ class PartialFile:
         self._state = FileState.OPEN
 
     def _opened(self) -> int:
-        return self._posix.open(self._partial, _NEW)
+        return self._posix.open(self._partial, NEW)
 
     def close(self) -> None:
         """Durable, then published. See ``DataWriter.close``."""

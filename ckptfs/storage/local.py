@@ -8,7 +8,8 @@
 Nothing is asked before it is done (``exists`` and ``is_dir`` may be answered from a network
 client's cache): each call acts, and reads the answer. What a failed or interrupted call made, it
 removes; only an answer that was lost leaves the staging file, because the link may yet happen.
-Modes are 0o666 and 0o777 & ~umask; no chmod, no chown, so that setgid and default ACLs work.
+Modes are 0o666 and 0o777 & ~umask; no chmod, no chown, so that setgid and default ACLs work (but for
+what a person's own file is replaced by, see ``over``).
 
 The root may be reached through links. Below it, what writes, moves or deletes never goes through one:
 SymlinkError, whatever was looked at before. What only reads does, but not in ``.ckptfs``: a step that
@@ -33,7 +34,16 @@ from ckptfs.errors import (
     StorageError,
     UnsupportedError,
 )
-from ckptfs.storage.base import CONTROL, Capabilities, Entry, Shape, Space, Stat, Storage
+from ckptfs.storage.base import (
+    CONTROL,
+    Capabilities,
+    DataWriter,
+    Entry,
+    Shape,
+    Space,
+    Stat,
+    Storage,
+)
 from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.storage.files import LocalWriter, read_whole, unlink_quietly, write_whole
@@ -45,6 +55,7 @@ from ckptfs.storage.names import (
     sync_dir,
     unlink_if_there,
 )
+from ckptfs.storage.over import InPlaceWriter, OverWriter, Way, look_at_target
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.posix import Posix, beneath, holder_of, without_mark
 from ckptfs.storage.probe import probe_posix
@@ -218,6 +229,25 @@ class LocalStorage(Storage):
                     partial_name(path),
                     lambda partial: self._publish(partial, path, key),
                 )
+
+        return self._in_directory(key, begin)
+
+    def open_over(self, key: str) -> DataWriter:
+        """As ``Storage.open_over``. No run is written so: its files are its own."""
+        uri = self.uri(key)
+
+        def begin() -> DataWriter:
+            target = look_at_target(self._posix, self.local_path(key), uri)
+            if target.way is Way.IN_PLACE:
+                return InPlaceWriter(self._posix, uri, target.path)
+
+            def publish(partial: str) -> None:
+                self._publish(partial, target.path, key)
+                # The name is not in the directory that the caller syncs where a link led elsewhere.
+                self._sync_names(holder_of(target.path), key, "write")
+
+            with translated(uri, "write"):
+                return OverWriter(self._posix, uri, partial_name(target.path), publish, target)
 
         return self._in_directory(key, begin)
 

@@ -331,6 +331,21 @@ class Posix:
         with under_way("stat", fd):
             return os.fstat(fd)
 
+    def fchmod(self, fd: int, mode: int) -> None:
+        """fchmod(2)."""
+        with under_way("chmod", fd):
+            os.fchmod(fd, mode)
+
+    def fchown(self, fd: int, owner: int, group: int) -> None:
+        """fchown(2); -1 leaves one as it is."""
+        with under_way("chown", fd):
+            os.fchown(fd, owner, group)
+
+    def resolve(self, path: str) -> str:
+        """readlink(2) as often as it takes: the path without links, also of what is not there."""
+        with under_way("readlink", path):
+            return os.path.realpath(path)
+
     def utime(self, path: str) -> None:
         """utime(2) with the server's own clock; of what a link at a marked path leads to, nothing."""
 

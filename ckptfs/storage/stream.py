@@ -157,7 +157,7 @@ class DurableWriter(DataWriter):
         for left in reversed(range(_TRIES)):
             storage.make_dir(self._home)
             try:
-                self._writer = storage.open_write(key)
+                self._writer = storage.open_over(key)
                 break
             except NotFoundError:
                 # An empty step directory makes room for its committed one between two calls.

@@ -188,7 +188,7 @@ class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has n
             raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
         writer = self._creating(path, uri) if mode == "xb" else self._writing(path, uri)
         file = PublishedFile(writer, path, autocommit=autocommit)
-        if mode == "ab" and self.exists(path):
+        if mode == "ab" and self.exists(path) and self.info(path)["type"] != "other":
             self._copy_into(path, file)
         return file
 
