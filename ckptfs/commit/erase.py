@@ -6,6 +6,10 @@
 Only what is ours goes: the data directory by its unique name, ``.metadata`` and ``ckptfs.json`` while
 they name this very save, the listed plain names of a directory artifact. Foreign files are never
 touched, nor is what stands behind a link or on another disk in the place of a directory of ours.
+
+``.metadata`` and ``ckptfs.json`` have fixed names: between the look that finds the old save's and the
+rename, another process of the same generation may project a newer save. So what was moved is looked
+at in the trash, and put back where it is another's (``returning``).
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, decode_manifest
 from ckptfs.commit.ops import Program, Read, Remove, RemoveDir, RemoveMany, RemoveTree, StatOf, Sync
 from ckptfs.commit.pieces import pieces
-from ckptfs.commit.project import drop_record, names_save, project
+from ckptfs.commit.project import drop_record, project
 from ckptfs.commit.protocol import Standing, standing, successor_here
+from ckptfs.commit.returning import names_it, take_projected
 from ckptfs.commit.shared_data import not_needed
 from ckptfs.commit.trash import move_to_trash, trash_of
 from ckptfs.errors import (
@@ -114,7 +119,7 @@ def wipe_objects(
     if projected:
         for piece in (METADATA, MANIFEST):
             key = f"{keys.name}/{piece}"
-            if (yield from _names_it(key, keys.save_id)):
+            if (yield from names_it(key, keys.save_id)):
                 yield Remove(key)
     own = f"{keys.save_id}/"
     here = [f.path for f in listed if not f.is_shared and (projected or f.path.startswith(own))]
@@ -191,33 +196,21 @@ def _erase_files(
 
 def _drop_metadata(seal: Seal, holder: Generation, caps: Capabilities) -> Program[None]:
     key = f"{seal.name}/{METADATA}"
-    if (yield from _names_it(key, seal.save_id)):
-        if caps.shape is Shape.OBJECT:
-            yield Remove(key)
-        else:
-            yield from move_to_trash(key, f"{trash_of(holder)}/{seal.save_id}.{METADATA}")
+    if caps.shape is Shape.FILESYSTEM:
+        yield from take_projected(key, seal.save_id, trash_of(holder))
+    elif (yield from names_it(key, seal.save_id)):
+        yield Remove(key)
 
 
 def _unproject(keys: AttemptKeys, seal: Seal, trash: str) -> Program[None]:
     """Take `.metadata` first: stock readers see the whole save or nothing."""
     for piece in (METADATA, MANIFEST):
-        if (yield from _names_it(f"{keys.name}/{piece}", keys.save_id)):
-            yield from move_to_trash(f"{keys.name}/{piece}", f"{trash}/{seal.save_id}.{piece}")
+        yield from take_projected(f"{keys.name}/{piece}", keys.save_id, trash)
     # Or after a power cut `.metadata` is back and its data is not.
     yield from _sync_if_there(keys.name)
     if seal.artifact is Kind.DIRECTORY:
         for top in (yield from _plain_names(keys)):
             yield from move_to_trash(f"{keys.name}/{top}", f"{trash}/{seal.save_id}.{top}")
-
-
-def _names_it(key: str, save_id: str) -> Program[bool]:
-    try:
-        data: bytes = yield Read(key)
-    except NotFoundError:
-        return False
-    if key.endswith(MANIFEST):
-        return names_save(data) == save_id
-    return save_id.encode() in data  # its data paths carry the id
 
 
 def _plain_names(keys: AttemptKeys) -> Program[list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
 from ckptfs.commit.layout import CONTROL
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Common, Seat
 from ckptfs.errors import StateError, UriError
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.storage.registry import open_storage
@@ -71,8 +71,11 @@ def open_seat(
     place: Place,
     *,
     write: bool,
+    common: Common | None = None,
 ) -> Iterator[Seat]:
-    """Collective. A seat at a run; its storage is closed on leaving, the control is not."""
+    """Collective. A seat at a run; its storage is closed on leaving, the control is not. common: of a
+    seat that this process has at that run already.
+    """
     _refuse_private_memory(control, run_uri)
     opened = []
 
@@ -82,7 +85,7 @@ def open_seat(
     control.step("open", open_here)
     storage = opened[0]
     try:
-        yield sit_down(control, storage, place, write=write)
+        yield sit_down(control, storage, place, write=write, common=common)
     finally:
         storage.close()
 
@@ -98,14 +101,24 @@ def _refuse_private_memory(control: Control, uri: Uri) -> None:
         )
 
 
-def sit_down(control: Control, storage: Storage, place: Place, *, write: bool) -> Seat:
-    """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's."""
+def sit_down(
+    control: Control,
+    storage: Storage,
+    place: Place,
+    *,
+    write: bool,
+    common: Common | None = None,
+) -> Seat:
+    """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's.
+    common: as for ``open_seat``.
+    """
     placement = probe_domains(control, storage, scope=place.scope, name=place.domain, write=write)
     if not write:
         storage = _as_readers_see(control, storage, placement)
         return Seat(control, storage, placement, storage.capabilities)
     caps = _agreed_caps(control, storage, placement)
-    return Seat(control, with_log(storage, caps, write=True), placement, caps)
+    log = with_log(storage, caps, write=True)
+    return Seat(control, log, placement, caps, common=common or Common())
 
 
 def _as_readers_see(control: Control, storage: Storage, placement: Placement) -> Storage:

@@ -12,18 +12,26 @@ are consumed, projected or not.
 
 Never an exchange, never the old one aside first: with two recoverers both lose data. Our own
 readers follow the log and do not need any of this.
+
+A ``.metadata`` is replaced only where it is of a save that this log knows. Any other is foreign, most
+likely a checkpoint that stock torch saved under the same name: it is left alone, the log says so, and
+the source waits in ``attempts/`` (its record on object stores) for the next owner to try again.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+from collections import Counter
+from collections.abc import Collection
 
-from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
+from ckptfs.commit.foreign import is_known
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA, TRASH, AttemptKeys
 from ckptfs.commit.log import catch_up
+from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.ops import (
+    Link,
     List,
     MakeDir,
     Pause,
@@ -36,9 +44,11 @@ from ckptfs.commit.ops import (
     Replace,
     StatOf,
     Sync,
+    Write,
 )
 from ckptfs.commit.pieces import piece_ids, pieces
 from ckptfs.commit.protocol import Standing, Views, commits, standing, successor_here
+from ckptfs.commit.trash import trash_of
 from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
@@ -49,21 +59,31 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Capabilities, Shape
 
-__all__ = ["discard_source", "drop_record", "names_save", "project", "project_all"]
+__all__ = ["discard_source", "drop_record", "names_saved_twice", "project", "project_all"]
 
 logger = logging.getLogger(__name__)
 
+TRIES = 3  # more removals than one of a name do not meet one projection; the next owner goes on
 
-def project(seal: Seal, views: Views, domain: str, caps: Capabilities) -> Program[None]:
+FOREIGN = (
+    "%s is another program's and was left alone: stock torch reads that one, ckptfs reads save %s of "
+    "%s; move it away, and the next save or prepare_run projects ours"
+)
+
+
+def project(
+    seal: Seal, views: Views, domain: str, caps: Capabilities, *, replaces: str | None = None
+) -> Program[None]:
     """Project a committed save, after the sources of every earlier save of its name are consumed.
 
-    Otherwise whoever stalls over an earlier source wakes up and renames it over the newer.
+    Otherwise whoever stalls over an earlier source wakes up and renames it over the newer. replaces:
+    the digest of a foreign ``.metadata`` that the caller wants replaced, if it still stands there.
     """
     if caps.shape is Shape.FILESYSTEM:
         for save in _earlier(seal, views[domain]):
             yield from _retire(save, views, domain, caps)
     for piece in pieces(seal, domain):
-        yield from _project_one(piece, caps, views[domain], whole=seal)
+        yield from _project_one(piece, caps, views[domain], whole=seal, replaces=replaces)
 
 
 def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
@@ -93,8 +113,8 @@ def _retire(save: SaveState, views: Views, domain: str, caps: Capabilities) -> P
     kept = not save.deleted
     if kept and seal.artifact is Kind.DIRECTORY:
         if standing(seal.save_id, views) is Standing.COMMITTED:
-            # Its data are the plain names themselves. Filesystems only: nothing asks the log.
-            yield from _project_one(seal, caps, LogState(), whole=seal)
+            # Its data are the plain names themselves.
+            yield from _project_one(seal, caps, views[domain], whole=seal)
         return
     for piece in pieces(seal, domain):
         keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
@@ -143,12 +163,24 @@ def discard_source(keys: AttemptKeys) -> Program[None]:
     yield Sync(ATTEMPTS)
 
 
-def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
+def names_saved_twice(state: LogState) -> set[str]:
+    """Names under which a removal and a projection may have met."""
+    names = [save.seal.name for save in state.saves.values() if save.seal is not None]
+    return {name for name, count in Counter(names).items() if count > 1}
+
+
+def project_all(
+    views: Views,
+    domain: str,
+    caps: Capabilities,
+    holder: Generation,
+    doubtful: Collection[str],
+) -> Program[None]:
     """Project what was committed and is not projected yet; for the holder of a new fence.
 
     On filesystems that lies in ``attempts/``; on object stores its record does. Where a projection
     could not be conditional, every name's newest commit is compared: a stalled writer may have put
-    an older one back.
+    an older one back. doubtful: names whose projection somebody who died may have taken away.
     """
     try:
         waiting = {entry.name for entry in (yield List(ATTEMPTS))}
@@ -166,14 +198,75 @@ def project_all(views: Views, domain: str, caps: Capabilities) -> Program[None]:
     if caps.shape is Shape.OBJECT and not caps.conditional_replace:
         names = set(newest)
     for name, seal in newest.items():
-        if name in names and standing(seal.save_id, views) is Standing.COMMITTED:
-            try:
+        if standing(seal.save_id, views) is not Standing.COMMITTED:
+            continue
+        try:
+            if name in names:
                 yield from project(seal, views, domain, caps)
-            except SymlinkError as error:
-                # Somebody moved the step away and linked it back. Readers find the save in its attempt.
-                logger.warning("%s is committed and can not be put there: %s", name, error)
+            if name in doubtful and caps.shape is Shape.FILESYSTEM:
+                for piece in pieces(seal, domain):
+                    yield from _repair(piece, holder, views[domain])
+        except SymlinkError as error:
+            # Somebody moved the step away and linked it back. Readers find the save in its attempt.
+            logger.warning("%s is committed and can not be put there: %s", name, error)
     if caps.shape is Shape.OBJECT:
         yield from _drop_records(unsettled, newest, views, domain, caps)
+
+
+def _repair(seal: Seal, holder: Generation, state: LogState) -> Program[None]:
+    """Filesystems: give stock readers back what a removal took away and did not put back.
+
+    By a link from our trash: a newer owner takes that away, so whoever stalls here shows nothing that
+    was deleted meanwhile. What stands there is not touched.
+    """
+    keys = AttemptKeys(Shape.FILESYSTEM, seal.name, seal.save_id)
+    for file in _projected_files(seal):
+        key = f"{keys.name}/{file}"
+        try:
+            there: bytes = yield Read(key)
+        except NotFoundError:
+            pass
+        else:
+            if file == METADATA and not (yield from _is_ours(seal.name, there, state)):
+                logger.warning(FOREIGN, key, seal.save_id, seal.name)
+                return
+            continue
+        copy = f"{trash_of(holder)}/{seal.save_id}.{file}"
+        try:
+            data: bytes = yield Read(f"{keys.projected_data}/{file}")
+            yield Write(copy, data)
+            yield Link(copy, key)
+        except (NotFoundError, AlreadyExistsError):
+            pass  # removed by hand, or another's turn by now
+        else:
+            logger.warning("%s was missing and was put back", key)
+            yield Sync(keys.name)
+        yield Remove(copy)
+
+
+def _projected_files(seal: Seal) -> tuple[str, ...]:
+    """The small files that a piece of a save shows beside its data directory.
+
+    A directory artifact has no ``.metadata``, and of a whole of parts each part has its own.
+    """
+    bare = seal.artifact is Kind.DIRECTORY or bool(seal.parts)
+    return (MANIFEST,) if bare else (METADATA, MANIFEST)
+
+
+def _is_ours(name: str, metadata: bytes, state: LogState) -> Program[bool]:
+    """Whether a ``.metadata`` is of a save that the log knows; one may have been sealed meanwhile."""
+    return is_known(name, metadata, state) or is_known(name, metadata, (yield from catch_up(state)))
+
+
+def _may_replace(
+    seal: Seal, key: str, there: bytes, state: LogState, replaces: str | None
+) -> Program[bool]:
+    """Whether a save may put its ``.metadata`` over the one that stands there."""
+    name = key.rpartition("/")[0]
+    if digest_of(there) == replaces or (yield from _is_ours(name, there, state)):
+        return True
+    logger.warning(FOREIGN, key, seal.save_id, name)
+    return False
 
 
 def _drop_records(
@@ -200,26 +293,39 @@ def _drop_records(
             yield from drop_record(AttemptKeys(caps.shape, piece.name, piece.save_id))
 
 
-def _project_one(seal: Seal, caps: Capabilities, state: LogState, *, whole: Seal) -> Program[None]:
+def _project_one(
+    seal: Seal,
+    caps: Capabilities,
+    state: LogState,
+    *,
+    whole: Seal,
+    replaces: str | None = None,
+) -> Program[None]:
     """One piece of ``whole``; a save without parts is its only one."""
     keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
     if caps.shape is Shape.OBJECT:
-        yield from _project_object(seal, keys, caps, state, whole=whole)
+        yield from _project_object(seal, keys, caps, state, whole=whole, replaces=replaces)
         return
     if seal is not whole:
-        yield from _project_part(seal, keys)
+        yield from _project_part(seal, keys, state, replaces)
         return
-    try:
-        yield Rename(keys.attempt, keys.name)
-    except NotFoundError:
-        return  # moved already, whole
-    except AlreadyExistsError:
-        yield from _project_pieces(seal, keys)
+    for _ in range(TRIES):
+        try:
+            yield Rename(keys.attempt, keys.name)
+            break
+        except NotFoundError:
+            return  # moved already, whole
+        except AlreadyExistsError:
+            # A removal by another process may take the directory away while pieces move into it.
+            if (yield from _project_pieces(seal, keys, state, replaces)):
+                break
     yield Sync("")
     yield Sync(ATTEMPTS)
 
 
-def _project_part(seal: Seal, keys: AttemptKeys) -> Program[None]:
+def _project_part(
+    seal: Seal, keys: AttemptKeys, state: LogState, replaces: str | None
+) -> Program[None]:
     """Into ``step_N/``, which is made here, and which a delete of an older save may take away."""
     step, attempt = keys.name.rsplit("/", 1)[0], 0
     while True:
@@ -228,7 +334,7 @@ def _project_part(seal: Seal, keys: AttemptKeys) -> Program[None]:
             yield Rename(keys.attempt, keys.name)
             break
         except AlreadyExistsError:
-            yield from _project_pieces(seal, keys)
+            yield from _project_pieces(seal, keys, state, replaces)
             break
         except NotFoundError:
             try:
@@ -241,8 +347,21 @@ def _project_part(seal: Seal, keys: AttemptKeys) -> Program[None]:
     yield Sync(ATTEMPTS)
 
 
-def _project_pieces(seal: Seal, keys: AttemptKeys) -> Program[None]:
-    """Into a directory that exists: somebody's files, or an older save of the name."""
+def _project_pieces(
+    seal: Seal, keys: AttemptKeys, state: LogState, replaces: str | None
+) -> Program[bool]:
+    """Into a directory that exists: somebody's files, or an older save of the name. Whether that is all
+    that can be done.
+    """
+    try:
+        yield StatOf(f"{keys.attempt}/{METADATA}")
+        there: bytes = yield Read(f"{keys.name}/{METADATA}")
+    except NotFoundError:
+        pass  # nothing will be replaced
+    else:
+        key = f"{keys.name}/{METADATA}"
+        if not (yield from _may_replace(seal, key, there, state, replaces)):
+            return True
     if seal.artifact is Kind.DIRECTORY:
         # The manifest's two copies last: while the immutable one has not moved, a reader that found
         # it looks here first and then there; when it has, every plain name has too.
@@ -260,7 +379,8 @@ def _project_pieces(seal: Seal, keys: AttemptKeys) -> Program[None]:
     try:
         yield RemoveDir(keys.attempt)
     except AlreadyExistsError:
-        return  # a piece is left; the next holder goes on
+        return False  # a piece is left
+    return True
 
 
 def _names(key: str) -> Program[list]:  # type: ignore[type-arg]
@@ -288,18 +408,24 @@ def _move(source: str, target: str) -> Program[None]:
 
 
 def _project_object(
-    seal: Seal, keys: AttemptKeys, caps: Capabilities, state: LogState, *, whole: Seal
+    seal: Seal,
+    keys: AttemptKeys,
+    caps: Capabilities,
+    state: LogState,
+    *,
+    whole: Seal,
+    replaces: str | None,
 ) -> Program[None]:
     # Where entries may slip in below what was folded, only a whole fold tells who is newest.
     known = state if caps.exclusive_create else None
-    # A directory artifact has no `.metadata`, and of a whole of parts each part has its own.
-    bare = seal.artifact is Kind.DIRECTORY or bool(seal.parts)
-    for file in (MANIFEST,) if bare else (METADATA, MANIFEST):
+    for file in _projected_files(seal):
         try:
             data: bytes = yield Read(f"{keys.projected_data}/{file}")
         except NotFoundError:
             return  # deleted meanwhile, or removed by hand: no reason for a save or a claim to fail
-        yield from _put(whole, f"{keys.name}/{file}", data, caps, known)
+        key = f"{keys.name}/{file}"
+        if not (yield from _put(whole, key, data, caps, known, replaces=replaces)):
+            return
     # Its record has done its work; recovery need not look at this save again.
     yield from drop_record(keys)
 
@@ -315,9 +441,16 @@ def drop_record(keys: AttemptKeys) -> Program[None]:
 
 
 def _put(
-    seal: Seal, key: str, data: bytes, caps: Capabilities, known: LogState | None
-) -> Program[None]:
-    """Put a projected object unless the save is no longer the newest of its name.
+    whole: Seal,
+    key: str,
+    data: bytes,
+    caps: Capabilities,
+    known: LogState | None,
+    *,
+    replaces: str | None,
+) -> Program[bool]:
+    """Put a projected object unless the save is no longer the newest of its name. False: what stands
+    there is foreign.
 
     The etag is read before the log is folded: a stalled writer that wakes finds the etag changed.
     """
@@ -325,15 +458,22 @@ def _put(
     while True:
         try:
             etag = (yield StatOf(key)).etag
-            if (yield Read(key)) == data:
-                return
+            there: bytes | None = yield Read(key)
+            if there == data:
+                return True
         except NotFoundError:
-            etag = ""
-        if not _is_newest(seal, (yield from catch_up(known))):
-            return
+            etag, there = "", None
+        state = yield from catch_up(known)
+        if not _is_newest(whole, state):
+            return True
+        stands = there if key.endswith(f"/{METADATA}") else None
+        if stands is not None and not (
+            yield from _may_replace(whole, key, stands, state, replaces)
+        ):
+            return False
         try:
             yield Replace(key, data, etag if caps.conditional_replace else None)
-            return
+            return True
         except (AlreadyExistsError, AnswerLostError, TransientError) as error:
             # A lost answer is never taken for done: look again until the key reads as ours.
             yield Pause(attempt, f"projecting {key}: {error}")
@@ -344,11 +484,3 @@ def _is_newest(seal: Seal, state: LogState) -> bool:
     """Whether the save is still the one to show: neither deleted nor overtaken in this log."""
     mine = state.save(seal.save_id)
     return not (mine.deleted or mine.aborted) and successor_here(state, seal) is None
-
-
-def names_save(manifest: bytes) -> str | None:
-    """The save_id that a projected ``ckptfs.json`` names, or None where it is not ours."""
-    try:
-        return str(json.loads(manifest)["save_id"])
-    except (ValueError, KeyError, TypeError):
-        return None

@@ -26,7 +26,7 @@ from ckptfs.commit.links import is_checkpoint_name
 from ckptfs.commit.log import Refused, append, catch_up, write_snapshot
 from ckptfs.commit.ops import List, Program, Read, Refresh, Sync
 from ckptfs.commit.pieces import part_in
-from ckptfs.commit.project import project_all
+from ckptfs.commit.project import names_saved_twice, project_all
 from ckptfs.commit.promises import is_released, note_deletes, publish
 from ckptfs.commit.protocol import Doomed, Standing, committed, doomed, seal_of, standing
 from ckptfs.commit.reclaim import (
@@ -87,7 +87,7 @@ def report(
     # What this process folds it must not act on before a power cut cannot take it back.
     yield Sync(LOG)
     state = yield from catch_up(state)
-    yield from take_trash(generation, caps)
+    yield from take_trash(generation, caps, state)
     return Report(domain, state, (yield from attempts_here(caps)))
 
 
@@ -173,6 +173,7 @@ def settle_plan(
 ) -> Program[Mapping[str, LogState]]:
     """Carry the plan out in one domain, and nothing else. Errors and ``spared`` as for ``settle``."""
     state = plan.views[domain]
+    doubtful = names_saved_twice(state)  # before what is gone is forgotten
     dead: list[AttemptRecord] = []
     for record in plan.abort:
         outcome = yield from append(
@@ -212,7 +213,7 @@ def settle_plan(
     views = yield from _complete_deletes(
         views, domain, holder, caps, ids=ids, stamp=stamp, spared=spared
     )
-    yield from project_all(views, domain, caps)
+    yield from project_all(views, domain, caps, holder, doubtful)
     return views
 
 

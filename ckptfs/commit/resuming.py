@@ -24,13 +24,14 @@ from ckptfs.commit.arriving import begun_by, join
 from ckptfs.commit.attempt import Attempt, Gathered
 from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.foreign import names_save
 from ckptfs.commit.layout import MANIFEST, PARTIAL_PREFIX, AttemptKeys, staging_key
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import Manifest, decode_manifest, digest_of
 from ckptfs.commit.ops import Create, List, Program, Read, Remove, StatOf, drive
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import origins_of
-from ckptfs.commit.project import discard_source, names_save
+from ckptfs.commit.project import discard_source
 from ckptfs.commit.spec import SmallFile, WrittenPart, fresh_ids
 from ckptfs.errors import (
     AlreadyExistsError,

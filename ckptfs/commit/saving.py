@@ -126,14 +126,15 @@ def finish(
     *,
     holder: Generation | None,
     spare: Container[str] = frozenset(),
+    replaces: str | None = None,
 ) -> Program[LogState]:
     """After the commit: record it where several domains decided, project, and, when we hold the
     run, delete what earlier commits replaced (None: not here, see ``clear``). ``state``: this
-    domain's fold with the seal.
+    domain's fold with the seal. replaces: as for ``project``.
     """
     if len(seal.domains) > 1:
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
-    yield from project(seal, {means.domain: state}, means.domain, means.caps)
+    yield from project(seal, {means.domain: state}, means.domain, means.caps, replaces=replaces)
     if holder is not None:
         outcome = yield from clear(means, state, holder, spare)
         state = outcome.state

@@ -13,7 +13,7 @@ from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
 
-__all__ = ["TOUCH_AFTER_S", "Seat"]
+__all__ = ["TOUCH_AFTER_S", "Common", "Seat"]
 
 TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
 
@@ -34,14 +34,29 @@ class Known:
             self.state = state
 
 
+@dataclass(slots=True, eq=False)
+class Common:
+    """What all seats of one process at one domain of a held run have in common. spared: save_ids whose
+    deletes are in the log and whose bytes somebody of this process removes later, in its own time;
+    clearing leaves them alone. turn: whose turn it is to project or to remove, see ``take_turns``.
+
+    A second seat with its own of these would remove at once what a grace period still keeps, and would
+    remove and project one name at the same time. Another process has its own.
+    """
+
+    spared: set[str] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[type[Common], tuple[()]]:
+        return (Common, ())  # a lock cannot travel, and says nothing to another process
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
     rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
     that holds the run leaves deletes to, where they take requests. known: what an owner that holds
-    the run folded so far. spared: save_ids whose deletes are in the log and whose bytes somebody of
-    this process removes later, in its own time; clearing leaves them alone. turn: whose turn it is
-    to project or to remove, see ``take_turns``.
+    the run folded so far. common: what this process's other seats at the same domain share with it.
     """
 
     control: Control
@@ -50,8 +65,17 @@ class Seat:
     caps: Capabilities
     background: Background | None = None
     known: Known = field(default_factory=Known)
-    spared: set[str] = field(default_factory=set)
-    turn: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    common: Common = field(default_factory=Common, compare=False)
+
+    @property
+    def spared(self) -> set[str]:
+        """Deleted saves whose bytes somebody of this process removes later."""
+        return self.common.spared
+
+    @property
+    def turn(self) -> threading.Lock:
+        """Whose turn it is to project or to remove."""
+        return self.common.turn
 
     @property
     def spans_nodes(self) -> bool:

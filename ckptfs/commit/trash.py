@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 
 from ckptfs.commit.entries import Generation
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import TRASH
 from ckptfs.commit.ops import List, MakeDir, Pause, Program, RemoveDir, RemoveTree, Rename
+from ckptfs.commit.returning import put_back_all
 from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
@@ -26,8 +28,9 @@ def trash_of(generation: Generation) -> str:
     return f"{TRASH}/{generation.number}-{generation.nonce}"
 
 
-def take_trash(generation: Generation, caps: Capabilities) -> Program[None]:
-    """Make this generation's trash and take the older ones away from whoever stalls over them.
+def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> Program[None]:
+    """Make this generation's trash and take the older ones away from whoever stalls over them, after
+    what was not theirs went back to its place.
 
     Newer ones are left alone: without its trash their holder could delete nothing.
     """
@@ -42,7 +45,7 @@ def take_trash(generation: Generation, caps: Capabilities) -> Program[None]:
             # An own attempt that somebody gave up, and perhaps still writes to.
             yield from _remove_if_it_can(f"{TRASH}/{entry.name}")
         elif Generation(int(number), nonce) < generation:
-            yield from _take_away(f"{TRASH}/{entry.name}", mine)
+            yield from _take_away(f"{TRASH}/{entry.name}", mine, state)
 
 
 def _remove_if_it_can(key: str) -> Program[None]:
@@ -55,7 +58,7 @@ def _remove_if_it_can(key: str) -> Program[None]:
         logger.warning("%s stays until the next owner tries: %s", key, error)
 
 
-def _take_away(older: str, mine: str) -> Program[None]:
+def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
     """Empty an older trash and remove it: only then does a stalled deleter's rename fail."""
     for attempt in range(TRIES):
         try:
@@ -63,6 +66,7 @@ def _take_away(older: str, mine: str) -> Program[None]:
         except NotFoundError:
             return
         try:
+            yield from put_back_all(older, [entry.name for entry in entries], state)
             for entry in entries:
                 yield RemoveTree(f"{older}/{entry.name}")
             yield RemoveDir(older)

@@ -1,6 +1,6 @@
 """Two programs of one process over one domain take turns: a removal and a projection of one name.
 
-    turn = threading.Lock()                       one per seat
+    turn = threading.Lock()                       one per domain, see Seat
     drive(take_turns(program, turn), storage)
 
 A removal reads that ``.metadata`` is the old save's and then renames it away; a projection that comes

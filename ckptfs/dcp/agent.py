@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
+from ckptfs.commit.seat import Common
 from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.errors import DeadlineError, StateError
 from ckptfs.topology.client import StoreClient, wait_for
@@ -68,12 +69,15 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the user asked for; equal on all ranks."""
+    """What the user asked for; equal on all ranks but for ``common``, which the seats of this process
+    at a held run share.
+    """
 
     uri: str | os.PathLike[str] | Uri
     place: Place
     spec: SaveSpec  # its name and step are filled in from the agreed URI
     timeout_s: float
+    common: Common | None = None
 
 
 @dataclass(slots=True)
@@ -212,7 +216,9 @@ def _open_control(desk: Desk, order: SaveOrder, store: Any) -> Control:
 def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committed:
     task = desk.task
     target = agree_uri(control, task.uri)
-    seat = stack.enter_context(open_seat(target.parent, control, task.place, write=True))
+    seat = stack.enter_context(
+        open_seat(target.parent, control, task.place, write=True, common=task.common)
+    )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
     if spec.if_exists is IfExists.REPLACE and spec.run is None:
         spec = replace(spec, run=stack.enter_context(claim(seat)).generation)

@@ -101,6 +101,7 @@ class StorageWriter(TorchStorageWriter):
         self._domains: dict[str, tuple[int, ...]] = {}
         self._rank = 0
         self._run_uri = None if run is None else run.uri
+        self._common = None if run is None else run.seat.common
         if self._unchanged is Unchanged.REFERENCE:
             need_run(self._spec, self.checkpoint_id)
         if run is not None:
@@ -128,7 +129,7 @@ class StorageWriter(TorchStorageWriter):
                     uri=self.checkpoint_id,
                     hint="without them DCP cannot tell the ranks that one of them failed",
                 )
-            task = Task(self._checked_uri(), self._place, self._spec, self._timeout_s)
+            task = Task(self._checked_uri(), self._place, self._spec, self._timeout_s, self._common)
             self._desk = hire(task, self._rank, self._store(), coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from ckptfs.commit.beside import Beside
 from ckptfs.commit.catalog import find
 from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.foreign import names_save
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA
 from ckptfs.commit.looking import Look
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import piece
-from ckptfs.commit.project import names_save
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
 from ckptfs.tools.lines import Checkpoint, State, time_text
 

@@ -79,7 +79,7 @@ def test_a_recovery_that_was_fenced_before_it_recorded_a_decision_stops() -> Non
     reports = {}
     for domain, place in both.items():
         write(place, [fence(G1), saved.seal(G1, 1), fence(G2)])
-        drive(take_trash(G1, place.capabilities), place)
+        drive(take_trash(G1, place.capabilities, LogState()), place)
         reports[domain] = drive(report(domain, G2, place.capabilities), place)
     plan = plan_recovery(reports, G2)
     assert (plan.abort, plan.decided) == ((), (("two", Outcome.COMMITTED),))
@@ -136,7 +136,7 @@ def test_a_projection_that_is_overtaken_at_its_last_step_does_nothing(shown: boo
             place.replace(f"s1/{saved.save_id}/{name}", data)
     if shown:
         for name in old.small():
-            place.replace(f"s1/{name}", b"of an earlier one")
+            place.replace(f"s1/{name}", b"of an earlier one, old")
     state = write(place, [fence(G1), old.seal(G1, 1)])
 
     def overtake() -> None:
@@ -208,7 +208,7 @@ def _left(storage: Storage, source: str, target: str) -> None:
 def test_what_an_earlier_try_left_in_the_trash_does_not_hide_the_source() -> None:
     """The name in the trash is taken by a half-removed piece: both go, and nothing else is said."""
     storage = memory()
-    drive(take_trash(G1, storage.capabilities), storage)
+    drive(take_trash(G1, storage.capabilities, LogState()), storage)
     source, target = "s1/old", f"{trash_of(G1)}/old.data"
     _left(storage, source, target)
     assert drive(move_to_trash(source, target), storage) is True

@@ -19,6 +19,7 @@ import xxhash
 
 from ckptfs.commit.ops import (
     Create,
+    Link,
     List,
     MakeDir,
     Op,
@@ -213,6 +214,14 @@ def _apply(files: Files, op: Op, shape: Shape) -> tuple[Files, Any]:
             return changed, None
         case Rename(source, target):
             return _rename(files, source, target)
+        case Link(source, target):
+            if files.get(source) is None:
+                return files, Failed(NotFoundError, source)
+            if _parent_missing(files, target, shape):
+                return files, Failed(NotFoundError, target)
+            if target in files:
+                return files, Failed(AlreadyExistsError, target)
+            return {**files, target: files[source]}, None
         case Remove(key):
             return (
                 ({p: v for p, v in files.items() if p != key}, None)

@@ -5,7 +5,7 @@
     I2  a reader got one save, whole, and found a live one
     I4  a stock reader sees a committed whole save or nothing
     I7  after a recovery that ended, nothing older is unsettled, and the newest live save of every
-        name is projected
+        name is projected; where nobody recovers, what was finished is projected when all is over
     I8  when all is over, the newest fence's holder is ready, or gave it back
     I10 a newcomer that takes no run from its owner fences only what nobody holds
     C   the code's own fold, catalog and latest agree with the oracle
@@ -104,7 +104,13 @@ class Judge:
         told = {fact for fact, _ in facts}
         reading = self.reading(disks)
         top = max(reading.fences.values())
-        if top == (0, "") or top in self._held():
+        if top in self._held():
+            # Nobody recovered anything: what was finished is to be seen all the same.
+            by_name = dict(zip(self._domains, disks, strict=True))
+            mine = [reading.saves[save_id] for save_id in reading.live]
+            done = [s for s in mine if all(("finished", s.save_id, d) in told for d in s.domains)]
+            return [bad for s in done for bad in self._projected(s.save_id, s.domains, by_name)]
+        if top == (0, ""):
             return []
         marked = [log_of(d) for d in disks]
         if all(oracle.released(log) for log in marked if oracle.read({"": log}).fences[""] == top):

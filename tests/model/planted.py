@@ -24,6 +24,7 @@ from ckptfs.commit import (
     protocol,
     reclaim,
     recovery,
+    returning,
     saving,
     trash,
 )
@@ -73,7 +74,7 @@ def _reader_looks_in_the_step_first() -> list[Patch]:
 
 
 def _stopping_at_enoent() -> list[Patch]:
-    def pieces(seal: Any, keys: AttemptKeys) -> Steps:
+    def pieces(seal: Any, keys: AttemptKeys, state: Any, replaces: Any) -> Steps:
         for piece in (keys.save_id, ".metadata", "ckptfs.json"):
             try:
                 yield Rename(f"{keys.attempt}/{piece}", f"{keys.name}/{piece}")
@@ -83,8 +84,23 @@ def _stopping_at_enoent() -> list[Patch]:
     return [(project, "_project_pieces", pieces)]
 
 
-def _no_turns() -> list[Patch]:
-    return [(programs, "in_turns", programs.on)]
+def _what_was_moved_is_not_looked_at() -> list[Patch]:
+    def put_back(moved: str, key: str, save_id: str) -> Steps:
+        yield Remove(moved)
+
+    return [(returning, "put_back", put_back)]
+
+
+def _lost_projection_left() -> list[Patch]:
+    def repair(*told: Any) -> Steps:
+        return
+        yield
+
+    def put_back_all(*told: Any) -> Steps:
+        return
+        yield
+
+    return [(project, "_repair", repair), (trash, "put_back_all", put_back_all)]
 
 
 def _equal_generations() -> list[Patch]:
@@ -106,7 +122,7 @@ def _deleting_without_looking_who_it_is() -> list[Patch]:
         return True
         yield
 
-    return [(erase, "_names_it", names_it)]
+    return [(returning, "names_it", names_it), (returning, "_is_of", lambda *told: True)]
 
 
 def _old_judgement_trusted() -> list[Patch]:
@@ -170,14 +186,13 @@ def _manifest_from_a_fixed_key() -> list[Patch]:
             raise IntegrityError("the manifest is another one")
         return Found(seal.name, "", decode_manifest(raw, where), seal)
 
-    from tests.model import programs
-
     return [(programs, "find", find)]
 
 
 def _unconditional_put() -> list[Patch]:
-    def put(seal: Any, key: str, data: bytes, caps: Any, known: Any) -> Steps:
+    def put(seal: Any, key: str, data: bytes, caps: Any, known: Any, *, replaces: Any) -> Steps:
         yield Replace(key, data)
+        return True
 
     return [(project, "_put", put)]
 
@@ -216,7 +231,7 @@ def _dead_on_arrival() -> list[Patch]:
 
 
 def _newer_trash_taken() -> list[Patch]:
-    def take(generation: Generation, caps: Any) -> Steps:
+    def take(generation: Generation, caps: Any, state: Any) -> Steps:
         from ckptfs.commit.ops import List
 
         mine = trash.trash_of(generation)
@@ -229,7 +244,7 @@ def _newer_trash_taken() -> list[Patch]:
 
 
 def _older_trash_left() -> list[Patch]:
-    def take_away(older: str, mine: str) -> Steps:
+    def take_away(older: str, mine: str, state: Any) -> Steps:
         return
         yield
 
@@ -255,8 +270,6 @@ def _bytes_before_the_entry() -> list[Patch]:
     def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
         yield from erase.erase(seal, views, domain, holder, caps)
         return (yield from real(seal, views, domain, holder, caps, **more))
-
-    from tests.model import programs
 
     return [(programs, "delete_save", delete), (recovery, "delete_save", delete)]
 
@@ -386,7 +399,12 @@ PLANTED: dict[str, Mistake] = {
     "stopping at ENOENT in a projection": Mistake(
         "replace-recovered-twice", "I7", _stopping_at_enoent
     ),
-    "removing and projecting one name at once": Mistake("retired-beside", "I7", _no_turns),
+    "what was moved to the trash is not looked at": Mistake(
+        "retired-beside-seat", "I7", _what_was_moved_is_not_looked_at
+    ),
+    "a projection that a dead remover took away is left so": Mistake(
+        "retired-beside-seat-recovered", "I7", _lost_projection_left
+    ),
     "equal generations": Mistake("tie", "I3", _equal_generations),
     "deleting a step by name": Mistake("delete-saved-again", "foreign", _deleting_a_step_by_name),
     "deleting without looking who it is": Mistake(
@@ -409,7 +427,7 @@ PLANTED: dict[str, Mistake] = {
         "object-replace", "I", _old_fold_trusted
     ),
     "a name that is free as soon as the delete entry is there": Mistake(
-        "delete-while-plain-save", "I", _name_free_at_the_delete_entry
+        "directory-deleted-plain", "I", _name_free_at_the_delete_entry
     ),
     "a save that is committed behind its successor": Mistake(
         "plain-overtaken", "I5", _dead_on_arrival

@@ -282,8 +282,11 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
     return "fenced" if isinstance(outcome, Refused) else "cleared"
 
 
-def retirer(gen: Generation, name: str, caps: Capabilities) -> Steps:
-    """What retention does beside the next saves: the entry, and the bytes by a thread of its own."""
+def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = True) -> Steps:
+    """What retention does beside the next saves: the entry, and the bytes by a thread of its own.
+
+    turns: the saves are of the same process; else of another one that has the same generation.
+    """
     means = Means("A", caps, ids(f"retire-{name}"))
     views = {"A": (yield from on("A", catch_up()))}
     found = [live.seal for live in catalog(views) if live.seal.name == name]
@@ -296,7 +299,8 @@ def retirer(gen: Generation, name: str, caps: Capabilities) -> Steps:
         return f"refused {outcome.reason}"
     yield "A", Tell(("retired", save_id))
     del views, found, outcome
-    what, _ = yield from in_turns("A", retire.erase(save_id, means, gen, None))
+    run = in_turns if turns else on
+    what, _ = yield from run("A", retire.erase(save_id, means, gen, None))
     return str(what.value)
 
 

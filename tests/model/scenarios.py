@@ -547,6 +547,33 @@ def retired_beside() -> Scenario:
     )
 
 
+def retired_beside_seat() -> Scenario:
+    """As retired-beside, but the save is made by another process of the same generation, which takes no
+    turns with the removal.
+    """
+    return _beside_seat("retired-beside-seat")
+
+
+def retired_beside_seat_recovered() -> Scenario:
+    """The same, and P2 recovers."""
+    return _beside_seat("retired-beside-seat-recovered", P2=partial(holder, Holder(G2)))
+
+
+def _beside_seat(name: str, **more: Callable[[], Generator[Any, Any, Any]]) -> Scenario:
+    a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True, clears=False)
+    whats = _saves(a, b)
+    return _one(
+        name,
+        whats,
+        {
+            "D": partial(retirer, G1, "s1", FILESYSTEM, turns=False),
+            "W": partial(saver, b, "A", after=("retired", "aaa")),
+            **more,
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+    )
+
+
 def tie() -> Scenario:
     """Two newcomers take the same generation number and save."""
     a, b = What("aaa", gen=G2), What("bbb", name="s2", gen=G2B)
@@ -990,6 +1017,8 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         overwrite_plain,
         pinned,
         retired_beside,
+        retired_beside_seat,
+        retired_beside_seat_recovered,
         tie,
         directory,
         directory_deleted,
