@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ import torch
 
 import ckptfs
 from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.deleting import delete_checkpoint
 from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.spec import IfExists
 from ckptfs.commit.tickets import begin_parts
 from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
 
 _numbers = itertools.count()
 
@@ -701,3 +704,26 @@ def test_parts_are_replaced_and_given_up_together(run: Place) -> None:
     storage = open_storage(run())
     assert [e.name for e in storage.list("") if e.name.startswith("step")] == ["step_1"]
     storage.close()
+
+
+def test_a_copy_beside_the_log_of_its_own_run_is_a_checkpoint(tmp_path: Path) -> None:
+    """``cp -r run/step_100 run/best`` loads and is listed, while step_100 lives and after it went; what
+    was deleted under its own name is not believed all the same.
+    """
+    run = tmp_path / "run"
+    ckptfs.save(state(1), run / "step_100")
+    shutil.copytree(run / "step_100", run / "best")
+    shutil.copytree(run / "step_100", tmp_path / "kept")
+    found = state(0)
+    ckptfs.load(found, run / "best")
+    assert torch.equal(found["model"]["w"], state(1)["model"]["w"])
+    assert [one.uri.name for one in ckptfs.list_checkpoints(run)] == ["best", "step_100"]
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.uri.name == "step_100"
+    with closing(open_storage(Uri.parse(run), {})) as storage:
+        assert delete_checkpoint(storage, "step_100")
+    ckptfs.load(state(0), run / "best")
+    shutil.copytree(tmp_path / "kept", run / "step_100")
+    with pytest.raises(ckptfs.NotFoundError, match="deleted, overwritten or aborted"):
+        ckptfs.load(state(0), run / "step_100")

@@ -6,7 +6,8 @@
     newest          the latest of both: of the log, else of what lies beside it
 
 A manifest is believed by itself if every listed file is there with its size; ``.metadata`` alone is a
-plain DCP checkpoint. What the log has heard of, in whatever state, is the log's to tell.
+plain DCP checkpoint. What the log has heard of, in whatever state, is the log's to tell, but for a copy of
+it under another name.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog import Checkpoint, Origin, list_live, logged, missing_files
+from ckptfs.commit.catalog import (
+    Checkpoint,
+    Origin,
+    is_of_log,
+    list_live,
+    logged,
+    missing_files,
+)
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import SaveState
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED
@@ -91,7 +99,7 @@ def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
         manifest = decode_manifest(raw, root / name)
     except ManifestError as error:
         return Beside(name, None, why=error.message)
-    if manifest.save_id == name or any(manifest.save_id in view.saves for view in views.values()):
+    if manifest.save_id == name or is_of_log(name, manifest, views):
         return None  # the data directory of a step that is listed as a run; or the log tells
     missing = yield from missing_files(manifest, name)
     if not _enough(manifest, missing):

@@ -40,6 +40,7 @@ __all__ = [
     "Found",
     "Origin",
     "find",
+    "is_of_log",
     "list_live",
     "live_of",
     "logged",
@@ -227,7 +228,8 @@ def _afresh(directory: str) -> Program[None]:
 def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
     """A checkpoint that no log knows: copied here, or written by stock torch.
 
-    What the log knows as deleted, overwritten or aborted is not believed, whatever still lies here.
+    What the log knows as deleted, overwritten or aborted is not believed, whatever still lies here; a
+    copy of it under another name is.
     """
     yield from _afresh(name)
     try:
@@ -238,10 +240,16 @@ def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
         yield from _stock(name, where)
         return Found(name, f"{name}/{METADATA}", None, None)
     manifest = decode_manifest(raw, f"{where}/{MANIFEST}")
-    if any(manifest.save_id in v.saves for v in views.values()):
+    if is_of_log(name, manifest, views):
         raise _gone(name, where)
     # The directory may have been renamed by whoever copied it: its own name does not matter.
     return Found(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
+
+
+def is_of_log(name: str, manifest: Manifest, views: Views) -> bool:
+    """Whether what lies under ``name`` is a save of the log, and no copy that somebody made of one."""
+    known = any(manifest.save_id in view.saves for view in views.values())
+    return known and manifest.name == name
 
 
 def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
