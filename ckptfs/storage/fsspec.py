@@ -27,6 +27,7 @@ from glob import has_magic
 from typing import Any
 
 from ckptfs.errors import (
+    AccessError,
     AlreadyExistsError,
     AnswerLostError,
     NotFoundError,
@@ -55,6 +56,9 @@ _log = logging.getLogger(__name__)
 __all__ = ["FsspecStorage", "open_fsspec"]
 
 _SWEEPS = 3
+_ARCHIVES = ("zip", "tar", "libarchive")
+# What fsspec only reads, or (zip) only writes anew.
+_READ_ONLY = frozenset((*_ARCHIVES, "http", "https", "github", "git"))
 _PROBES = 4  # keys that are tried where each first answer seems to be lost
 
 
@@ -69,6 +73,13 @@ def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
                 uri=uri,
                 hint="it goes through one fsspec stream; s3, gs, az and hdfs have such options",
             )
+    protocol = uri.protocol.removeprefix("fsspec+")
+    if protocol in _ARCHIVES and not storage_options.get("fo"):
+        raise UriError(
+            f"{protocol}:// does not say which archive",
+            uri=uri,
+            hint=f'storage_options={{"fo": "/data/run.{protocol}"}}; the URI names what is in it',
+        )
     return FsspecStorage(uri, storage_options)
 
 
@@ -106,7 +117,7 @@ class FsspecStorage(Storage):
 
     def probe(self, key: str) -> Capabilities:
         """As ``Storage.probe``."""
-        self.uri(key)
+        self._refuse_read_only(key)
         self._creates_exclusively(key)
         return self.capabilities
 
@@ -121,6 +132,7 @@ class FsspecStorage(Storage):
         the first create of a process writes, and removes, a key of its own to find out.
         """
         del staging
+        self._refuse_read_only(key)
         if not self._creates_exclusively(key.rpartition("/")[0]):
             raise UnsupportedError(
                 "no exclusive create here: the server or its client ignores the condition",
@@ -130,6 +142,7 @@ class FsspecStorage(Storage):
         self._create(key, data)
 
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
+        self._refuse_read_only(key)
         if if_match is not None:
             raise UnsupportedError("fsspec has no conditional replace", uri=self.uri(key))
         with self._client.said("replace", key, changes=True):
@@ -140,10 +153,7 @@ class FsspecStorage(Storage):
             writer.write(data)
 
     def stat(self, key: str) -> Stat:
-        with self._client.said("stat", key):
-            found = self._client.fs.info(self._client.at(key))
-        if found.get("type") == "directory":
-            raise NotFoundError("stat failed: a prefix, not an object", uri=self.uri(key))
+        found = self._info(key)
         etag = found.get("ETag") or found.get("etag") or found.get("generation")
         size_bytes = int(found.get("size") or 0)
         return Stat(size_bytes, is_dir=False, etag=None if etag is None else str(etag))
@@ -168,10 +178,16 @@ class FsspecStorage(Storage):
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         del size_hint_bytes
+        self._refuse_read_only(key)
         return Stream(self._client, key)
 
     def open_read(self, key: str) -> DataReader:
-        return Ranges(self._client, key, self.stat(key).size_bytes)
+        size = self._info(key).get("size")
+        if size is None:
+            raise UnsupportedError(
+                "the server does not say how long the file is", uri=self.uri(key)
+            )
+        return Ranges(self._client, key, int(size))
 
     # -- names -------------------------------------------------------------------------
 
@@ -183,6 +199,7 @@ class FsspecStorage(Storage):
         raise UnsupportedError("an object store has no rename", uri=self.uri(source))
 
     def remove(self, key: str) -> None:
+        self._refuse_read_only(key)
         with self._client.said("remove", key, changes=True):
             try:
                 self._client.fs.rm_file(self._client.at(key))
@@ -206,6 +223,7 @@ class FsspecStorage(Storage):
     def remove_tree(self, key: str) -> None:
         if not key:
             raise UnsupportedError("the root is never removed", uri=self.root)
+        self._refuse_read_only(key)
         with self._client.said("remove_tree", key, changes=True):
             for _ in range(_SWEEPS):
                 files, folders = self._client.below(key)
@@ -230,6 +248,21 @@ class FsspecStorage(Storage):
         self._client.close()
 
     # -- inside ------------------------------------------------------------------------
+
+    def _refuse_read_only(self, key: str) -> None:
+        if self._client.protocol in _READ_ONLY:
+            raise AccessError(
+                f"{self._client.protocol}:// is read-only",
+                uri=self.uri(key),
+                hint="save to another place, and copy or pack what was committed there",
+            )
+
+    def _info(self, key: str) -> dict[str, Any]:
+        with self._client.said("stat", key):
+            found: dict[str, Any] = self._client.fs.info(self._client.at(key))
+        if found.get("type") == "directory":
+            raise NotFoundError("stat failed: a prefix, not an object", uri=self.uri(key))
+        return found
 
     def _remove_files(self, paths: Sequence[str]) -> None:
         fs = self._client.fs

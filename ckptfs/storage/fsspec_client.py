@@ -24,6 +24,7 @@ from ckptfs.errors import (
     AnswerLostError,
     CkptfsError,
     MissingDriverError,
+    NotFoundError,
     StorageError,
     TransientError,
 )
@@ -148,6 +149,10 @@ class Client:
                     raise MissingDriverError(
                         f"the library of {self.protocol}:// does not import: {error}", uri=self.root
                     ) from error
+                except FileNotFoundError as error:
+                    # Of an archive: the URI names what is in it.
+                    archive = mask_credentials(str(self._options.get("fo", self.root)))
+                    raise NotFoundError(f"there is no {archive}", uri=self.root) from _cause(error)
                 except Exception as error:  # noqa: BLE001 - as in said
                     raise _typed(error, self.root, "open", None, changes=False) from _cause(error)
             return self._open

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import logging
 import secrets
+import shutil
+import tempfile
+import threading
 from typing import Any, Final
 
 from ckptfs.errors import IntegrityError, StorageError
@@ -21,6 +24,8 @@ _log = logging.getLogger(__name__)
 
 _BLOCK_BYTES: Final = 16 << 20  # parts of a bucket's stream: S3 takes 10,000 of them, 160 GB a file
 _READ_BYTES: Final = 64 << 20
+_WEB: Final = ("http", "https")
+_GONE: Final = (404, 410)
 
 
 class Stream(DataWriter):
@@ -116,16 +121,23 @@ class Stream(DataWriter):
 
 
 class Ranges(DataReader):
-    """Ranged reads of one file, one request after another, each at most 64 MiB."""
+    """Ranged reads of one file, one request after another, each at most 64 MiB.
+
+    A web server that ignores ranges is found out by its first answer, before its body is read; then the
+    file is fetched whole, once, into a temporary file (the first 64 MiB of it in memory).
+    """
 
     def __init__(self, client: Client, key: str, size_bytes: int) -> None:
         self._client = client
         self._key = key
         self._closed = False
+        self._file: Any = None
+        self._whole: tempfile.SpooledTemporaryFile[bytes] | None = None
+        self._lock = threading.Lock()
         self.size_bytes = size_bytes
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        client, uri = self._client, self._client.uri(self._key)
+        uri = self._client.uri(self._key)
         if self._closed:
             raise StorageError("the reader is closed", uri=uri)
         view = buffer.cast("B")
@@ -134,10 +146,8 @@ class Ranges(DataReader):
             begin = offset + start
             data = b""
             if begin < self.size_bytes:
-                with client.said("read", self._key):
-                    data = client.fs.cat_file(
-                        client.at(self._key), start=begin, end=begin + len(part)
-                    )
+                with self._client.said("read", self._key):
+                    data = self._read(begin, min(begin + len(part), self.size_bytes))
             if len(data) != len(part):
                 raise IntegrityError(
                     f"the file ends at byte {begin + len(data)}, "
@@ -148,3 +158,48 @@ class Ranges(DataReader):
 
     def close(self) -> None:
         self._closed = True
+        with self._lock:
+            whole, self._whole = self._whole, None
+            if whole is not None:
+                whole.close()
+
+    def _read(self, begin: int, end: int) -> bytes:
+        client = self._client
+        if client.protocol not in _WEB:
+            return bytes(client.fs.cat_file(client.at(self._key), start=begin, end=end))
+        if self._whole is None:
+            try:
+                return self._read_range(begin, end)
+            except ValueError:
+                # fsspec's answer to a body that is no range, from which nothing was read.
+                _log.info("%s: the server ignores ranges, it is read whole", self._uri)
+        with self._lock:
+            if self._whole is None:
+                self._whole = self._fetch()
+            self._whole.seek(begin)
+            return self._whole.read(end - begin)
+
+    def _read_range(self, begin: int, end: int) -> bytes:
+        if self._file is None:
+            self._file = self._client.fs.open(self._client.at(self._key), size=self.size_bytes)
+        try:
+            # The seam of fsspec's buffered files. Unlike cat_file it looks at the answer first.
+            return bytes(self._file._fetch_range(begin, end))  # noqa: SLF001
+        except Exception as error:
+            if getattr(error, "status", None) in _GONE:
+                raise FileNotFoundError(f"{type(error).__name__}: {self._key}") from error
+            raise
+
+    def _fetch(self) -> tempfile.SpooledTemporaryFile[bytes]:
+        whole = tempfile.SpooledTemporaryFile(max_size=_READ_BYTES)  # noqa: SIM115 - until close
+        try:
+            with self._client.fs.open(self._client.at(self._key), block_size=0) as stream:
+                shutil.copyfileobj(stream, whole, _BLOCK_BYTES)
+        except BaseException:
+            whole.close()
+            raise
+        return whole
+
+    @property
+    def _uri(self) -> Uri:
+        return self._client.uri(self._key)
