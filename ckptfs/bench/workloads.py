@@ -29,7 +29,6 @@ __all__ = [
     "WorkloadSpec",
     "make_workload",
     "parse_params",
-    "parse_size",
     "rows_of",
 ]
 
@@ -41,10 +40,6 @@ _EXPERTS = 16
 _TIED_BELOW = 2_000_000_000  # smaller models share the embedding with the head
 _SMALL_SIZES = (4 * _KIB, 6 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB)  # 20 KiB on average
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_BYTES = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-}  # fmt: skip
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _LEAST_PARAMS = 10_000
 _LEAST_WIDTH = 8
@@ -121,11 +116,6 @@ def parse_params(text: str) -> int:
     if found < _LEAST_PARAMS:
         raise ValueError(f"{text!r}: a model has at least {_LEAST_PARAMS} parameters here")
     return found
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``2GB``, ``512MiB``. ValueError: it is none."""
-    return _parsed(text, _BYTES, "size such as 2GB or 512MiB")
 
 
 def _parsed(text: str, units: Mapping[str, int], what: str) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "error_document", "print_answer", "print_error", "table"]
 
-_PIPE_WIDTH = 1000  # into a pipe nothing is wrapped or cut: the next program wants whole lines
+_PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program wants whole lines
 
 
 @dataclass(frozen=True, slots=True)

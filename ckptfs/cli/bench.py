@@ -106,7 +106,7 @@ def _params(_: click.Context, __: click.Parameter, value: str | None) -> int | N
 
 
 def _size(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
-    from ckptfs.bench.workloads import parse_size
+    from ckptfs.dcp.sizes import parse_size
 
     return _reads(parse_size)(_, __, value)
 
@@ -115,7 +115,7 @@ def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[
     return tuple(word.strip() for text in told for word in text.split(",") if word.strip())
 
 
-@group_command(bench, _DEFAULT)
+@group_command(bench, _DEFAULT, collective=True)
 @click.argument("uris", nargs=-1, required=True, metavar="URI...")
 @click.option(
     "-w",

@@ -5,7 +5,8 @@
     @storage_options()
     def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
 
-Under torchrun every rank runs the command: rank 0 speaks, and all end with the same code.
+Under torchrun every rank runs a collective command (``bench``, ``cp``, ``doctor``): rank 0 speaks, and all end with
+the same code. Any other prints whatever RANK says: a training rank may have started it, or a shell there.
 
 A body does its work and returns an ``Answer``; it prints nothing and exits nowhere. An error of
 ckptfs ends the command with its code (see ``exits``), any other exception is a bug and shows itself.
@@ -32,25 +33,35 @@ if TYPE_CHECKING:
 __all__ = ["command", "group_command", "outlive"]
 
 
-def command(name: str, **settings: Any) -> Callable[[Callable[..., Answer]], click.Command]:
-    """A command of its own."""
-    return _made(click.command, name, name, settings)
+def command(
+    name: str, *, collective: bool = False, **settings: Any
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A command of its own. collective: all ranks of a launcher run it together."""
+    return _made(click.command, name, name, settings, collective=collective)
 
 
 def group_command(
-    group: click.Group, name: str, **settings: Any
+    group: click.Group, name: str, *, collective: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Answer]], click.Command]:
     """A command below another: ``bench report``."""
-    return _made(group.command, name, f"{group.name} {name}", settings)
+    return _made(group.command, name, f"{group.name} {name}", settings, collective=collective)
 
 
 def _made(
-    make: Callable[..., Any], name: str, told: str, settings: dict[str, Any]
+    make: Callable[..., Any],
+    name: str,
+    told: str,
+    settings: dict[str, Any],
+    *,
+    collective: bool = False,
 ) -> Callable[[Callable[..., Answer]], click.Command]:
     def decorate(body: Callable[..., Answer]) -> click.Command:
         @functools.wraps(body)
         def run(*args: Any, as_json: bool, **params: Any) -> None:
-            ended = _run(functools.partial(body, *args, **params), told, as_json=as_json)
+            speaks = not collective or os.environ.get("RANK", "0") == "0"
+            ended = _run(
+                functools.partial(body, *args, **params), told, as_json=as_json, speaks=speaks
+            )
             click.get_current_context().exit(ended)
 
         flag = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
@@ -60,8 +71,7 @@ def _made(
     return decorate
 
 
-def _run(body: Callable[[], Answer], told: str, *, as_json: bool) -> Exit:
-    speaks = os.environ.get("RANK", "0") == "0"
+def _run(body: Callable[[], Answer], told: str, *, as_json: bool, speaks: bool) -> Exit:
     try:
         answer = body()
     except CkptfsError as error:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["cp"]
 
 
-@command("cp")
+@command("cp", collective=True)
 @click.argument("source")
 @click.argument("target")
 @click.option("--step", type=click.IntRange(min=0), help="Of a run, what it has of this step.")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptfs.bench.workloads import parse_size
 from ckptfs.cli.answer import Answer
 from ckptfs.cli.command import command, outlive
 from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
+from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.doctor import Expect, Report, Settings, Verdict, examine_with
 from ckptfs.topology.control import open_control
@@ -45,7 +45,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
             self.fail(str(error), param, ctx)
 
 
-@command("doctor")
+@command("doctor", collective=True)
 @click.argument("uri")
 @click.option(
     "--expect",

@@ -73,9 +73,10 @@ def exit_of(error: CkptfsError) -> Exit:
         if isinstance(error, kind):
             return code
     if isinstance(error, CollectiveError):
-        names = {kind.__name__: code for kind, code in _EXITS}
-        for _, failure in sorted(error.failures.items()):
-            found = names.get(failure.type.rpartition(".")[2])
-            if found is not None:
-                return found
+        for rank, failure in sorted(error.failures.items()):
+            # A failure travels as the name of its class: one that derives from another has its code too.
+            one = CollectiveError("", failures={rank: failure})
+            for kind, code in _EXITS:
+                if one.all_are(kind):
+                    return code
     return Exit.UNKNOWN if error.outcome == "unknown" else Exit.STORAGE

@@ -11,22 +11,15 @@ all of their holders together, and every owner should have something to write al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptfs.dcp.safetensors_format import Entry
 from ckptfs.errors import StateError
 
-__all__ = ["Held", "PlannedFile", "order", "parse_size", "plan_files"]
+__all__ = ["Held", "PlannedFile", "order", "plan_files"]
 
 _WORTH_A_FILE_BYTES = 256 << 20
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
-    "KIB": 1 << 10,
-    "MIB": 1 << 20,
-    "GIB": 1 << 30,
-    "TIB": 1 << 40,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +42,6 @@ class PlannedFile:
     def size_bytes(self) -> int:
         """Bytes of its tensors."""
         return sum(entry.size_bytes for entry in self.entries)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes of ``5_000_000_000`` or "5GB" (powers of ten) or "5GiB". StateError."""
-    match = re.fullmatch(r"\s*(\d+)\s*([KMGT]i?B)?\s*", str(size), re.IGNORECASE)
-    if match is None or int(match[1]) < 1:
-        raise StateError(f"{size!r} is no size", hint='write 5000000000, "5GB" or "5GiB"')
-    return int(match[1]) * _UNITS[(match[2] or "").upper()]
 
 
 def plan_files(

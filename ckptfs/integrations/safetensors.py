@@ -36,8 +36,8 @@ from ckptfs.dcp.datafile import Verify
 from ckptfs.dcp.load_pipeline import plan_load, read
 from ckptfs.dcp.opened import source_of
 from ckptfs.dcp.safetensors_layout import Layout, read_layout, with_aliases
-from ckptfs.dcp.safetensors_plan import parse_size
 from ckptfs.dcp.safetensors_save import Export, plan_export
+from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
 from ckptfs.events import Counters, LoadResult, SaveResult
 from ckptfs.uri import Uri, options_of

@@ -15,8 +15,10 @@ Only what the run's log knows is removed, and never the newest commit or what ``
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,7 @@ from ckptfs.commit.seat import Seat
 from ckptfs.dcp.api import save
 from ckptfs.dcp.async_api import async_save
 from ckptfs.dcp.pending import PendingSave
-from ckptfs.errors import AlreadyExistsError, CkptfsError, NotFoundError, StateError
+from ckptfs.errors import AlreadyExistsError, CkptfsError, DeadlineError, NotFoundError, StateError
 from ckptfs.events import SaveResult
 from ckptfs.manager.flight import Flight
 from ckptfs.manager.ground import Ground, Where
@@ -203,8 +205,17 @@ class _Followed:
             self._laid.set_result(None)
 
     def result(self, timeout_s: float | None = None) -> SaveResult:
+        began = time.monotonic()
         result = self._pending.result(timeout_s)
-        self._laid.result(timeout_s)
+        left = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - began))
+        try:
+            self._laid.result(left)
+        except FutureTimeoutError as error:
+            raise DeadlineError(
+                f"files beside it were not written within {timeout_s:g} s",
+                uri=self.uri,
+                hint="the checkpoint is committed; wait again",
+            ) from error
         return result
 
     def done(self) -> bool:

@@ -34,7 +34,8 @@ from ckptfs.dcp.safetensors_format import (
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.safetensors_plan import Held, PlannedFile, parse_size, plan_files
+from ckptfs.dcp.safetensors_plan import Held, PlannedFile, plan_files
+from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.registry import open_storage

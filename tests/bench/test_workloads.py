@@ -14,7 +14,6 @@ from ckptfs.bench.workloads import (
     TensorSpec,
     make_workload,
     parse_params,
-    parse_size,
     rows_of,
 )
 from ckptfs.errors import StateError
@@ -96,14 +95,6 @@ def test_one_flipped_bit_is_a_difference() -> None:
 def test_parameters_are_read_as_people_write_them(text: str, value: int) -> None:
     """With a letter for thousands, in either case."""
     assert parse_params(text) == value
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("2GB", 2 * 10**9), ("1 MiB", 1 << 20), ("100", 100), ("0.5kb", 500)]
-)
-def test_sizes_are_read_as_people_write_them(text: str, value: int) -> None:
-    """Powers of ten, and of two where an i says so."""
-    assert parse_size(text) == value
 
 
 @pytest.mark.parametrize("text", ["", "B", "7Q", "-1M", "1e9", "5"])

@@ -13,8 +13,19 @@ import pytest
 
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.main import COMMANDS, ckptfs
-from ckptfs.errors import CkptfsError, CollectiveError, ControlPlaneLostError
-from tests.cli.conftest import Cli
+from ckptfs.errors import (
+    AccessError,
+    CkptfsError,
+    CollectiveError,
+    ControlPlaneLostError,
+    CredentialsError,
+    Failure,
+    IncompleteCheckpointError,
+    MissingDriverError,
+    NoSpaceError,
+    NotFoundError,
+)
+from tests.cli.conftest import Cli, Place, a_run
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 HEADINGS = {"unpin": "pin and unpin", "pin": "pin and unpin"}
@@ -108,3 +119,60 @@ def test_an_unknown_outcome_has_its_own_code(kind: type[CkptfsError]) -> None:
     """Whatever the error is called: a script that tries again after a failure must not do so here."""
     assert exit_of(kind("lost", outcome="unknown")) is Exit.UNKNOWN
     assert exit_of(kind("lost", outcome="failed")) is Exit.STORAGE
+
+
+# -- beside a training job --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+def test_rank_in_the_environment_silences_no_command_of_one_process(
+    cli: Cli, local: Place, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """What a training rank, or a shell on its machine, calls prints its answer and its errors, as JSON
+    too, whatever RANK is.
+    """
+    a_run(local)
+    monkeypatch.setenv("RANK", rank)
+    assert cli("latest", local.uri).out == f"{local.uri}/step_20\n"
+    for name in ("ls", "log", "verify", "gc"):
+        assert "step_20" in cli(name, local.uri, "--json").out or name == "gc"
+        assert cli(name, local.uri).out
+    lost = cli("latest", f"{local.uri}-not")
+    assert (lost.exit, bool(lost.err)) == (Exit.NOT_FOUND, True)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "code"),
+    [
+        ([CredentialsError], Exit.ACCESS),
+        ([MissingDriverError], Exit.USAGE),
+        ([NoSpaceError], Exit.STORAGE),
+        ([IncompleteCheckpointError], Exit.NO),
+        ([RuntimeError, CredentialsError], Exit.ACCESS),
+        ([RuntimeError], Exit.STORAGE),
+        ([NotFoundError, AccessError], Exit.NOT_FOUND),
+    ],
+)
+def test_a_collective_error_ends_with_the_code_of_its_cause(
+    kinds: list[type[Exception]], code: Exit
+) -> None:
+    """Of the first rank whose failure is an error of ours, also where that derives from another."""
+    failures = {
+        rank: Failure(rank, "n", f"{kind.__module__}.{kind.__qualname__}", "x")
+        for rank, kind in enumerate(kinds)
+    }
+    assert exit_of(CollectiveError("x", failures=failures)) is code
+
+
+def test_nothing_is_wrapped_in_a_pipe() -> None:
+    """A line of any length is one line for the next program."""
+    table = subprocess.run(
+        [sys.executable, "-c", _LONG_TABLE], capture_output=True, text=True, check=True
+    )
+    assert [len(line.rstrip()) for line in table.stdout.splitlines()] == [1, 3000]
+
+
+_LONG_TABLE = """
+from ckptfs.cli.answer import Answer, print_answer, table
+print_answer("x", Answer({}, lambda c: table(c, ("A",), [("b" * 3000,)])), as_json=False)
+"""

@@ -20,7 +20,8 @@ from ckptfs.dcp.safetensors_format import (
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.safetensors_plan import Held, order, parse_size, plan_files
+from ckptfs.dcp.safetensors_plan import Held, order, plan_files
+from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 
 KEYS = st.text(min_size=1, max_size=8).filter(lambda key: key != "__metadata__")
@@ -198,7 +199,15 @@ def test_owners_take_turns() -> None:
 
 def test_sizes_are_read_as_people_write_them() -> None:
     """Numbers, powers of ten, powers of two; anything else is refused."""
-    assert [parse_size(s) for s in (7, "7", "5GB", "2 MiB")] == [7, 7, 5 * 10**9, 2 << 20]
-    for text in ("", "GB", "-1", "0", "5 PB", "1.5GB"):
+    assert [parse_size(s) for s in (7, "7", "5GB", "2 MiB", "1.5gb", "3 B")] == [
+        7,
+        7,
+        5 * 10**9,
+        2 << 20,
+        15 * 10**8,
+        3,
+    ]
+    assert parse_size("9007199254740993") == 2**53 + 1
+    for text in ("", "GB", "-1", "0", "5 PB", "0.1", "1e9", "1,5GB", ".5GB"):
         with pytest.raises(StateError, match="is no size"):
             parse_size(text)
