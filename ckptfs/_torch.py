@@ -79,6 +79,18 @@ def clone_store(store: Any) -> Any:
     return reconnect_store(store)
 
 
+def is_networked(store: Any) -> bool:
+    """Whether every client of a store is a connection of its own to a server.
+
+    underlying_store: as below.
+    """
+    from torch.distributed import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore)
+
+
 def reconnect_store(store: Any) -> Any:
     """What clone() does, for torch 2.6 and 2.7; the prefixes of PrefixStores are dropped.
 

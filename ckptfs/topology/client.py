@@ -7,12 +7,16 @@ each user of a store has a client alone, and waits for the thread, never for the
 no timeout of their own (each expiry prints a warning from C++): what ends them early is a write of
 the key that they wait for.
 
+A client that is closed leaves its connection to the next one (``spares``).
+
     put / take     values of any size under a key, in chunks below 1 MiB (8 MiB kills a connection)
     offer          the same, once: the first one wins and everybody reads the winner
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import uuid
@@ -23,6 +27,7 @@ from typing import Any, TypeVar
 
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError
+from ckptfs.topology.spares import Spares, spares_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -52,8 +57,11 @@ class StoreClient:
 
     def __init__(self, source: Any, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._spares = spares_of(source)
+        self._closed = False
         # A daemon: a store that never answers must not keep the interpreter from ending.
-        threading.Thread(target=_serve, args=(source, self._jobs), name=name, daemon=True).start()
+        work = (source, self._jobs, self._spares)
+        threading.Thread(target=_serve, args=work, name=name, daemon=True).start()
 
     def submit(self, op: Callable[[Any], T]) -> Future[T]:
         """Run ``op(store)`` on the client's thread, after what was submitted before."""
@@ -74,6 +82,11 @@ class StoreClient:
 
     def close(self) -> None:
         """End the thread once it is idle; harmless twice. A thread in a lost wait is left behind."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._spares is not None:
+            self._spares.expect()
         self._jobs.put(None)
 
 
@@ -100,18 +113,24 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
-    store = None
+def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None], spares: Spares | None) -> None:
+    store, is_whole = None, True
     while True:
         job = jobs.get()
         if job is None:
+            if spares is not None:
+                spares.give(store if is_whole else None)
             return
         future, op = job
         try:
             if store is None:
+                store = spares.take() if spares is not None else None
+            if store is None:
                 store = _torch.clone_store(source)
             result = op(store)
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
+            # Whatever broke half-way, an answer may still be on its way over this connection.
+            is_whole = is_whole and isinstance(error, CkptfsError)
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -119,10 +138,14 @@ def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
 
 
 def connect(host: str, port: int, timeout_s: float) -> Any:
-    """A client of the TCPStore at host:port. ControlPlaneLostError within timeout_s.
+    """A client of the TCPStore at host:port, one for this process. ControlPlaneLostError within
+    timeout_s.
 
     On a thread: connecting to a host that does not answer holds its thread for minutes.
     """
+    known = _reached.get((os.getpid(), host, port))
+    if known is not None and _is_there(known, timeout_s):
+        return known
     wait_s = min(timeout_s, 60.0)
     future: Future[Any] = Future()
 
@@ -133,7 +156,23 @@ def connect(host: str, port: int, timeout_s: float) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=run, name="ckptfs-connect", daemon=True).start()
-    return answer(future, wait_s + 5.0)
+    _reached[os.getpid(), host, port] = store = answer(future, wait_s + 5.0)
+    return store
+
+
+# The stores that somebody else hosts (torchrun's agent), by process and address: nobody else keeps
+# them, and with one the connections to it would go after each call.
+_reached: dict[tuple[int, str, int], Any] = {}
+
+
+def _is_there(store: Any, timeout_s: float) -> bool:
+    """Whether the server that this client was connected to still answers."""
+    with contextlib.closing(StoreClient(store, "ckptfs-reached")) as client:
+        try:
+            client.call(lambda s: s.check(["ckptfs/spare"]), min(timeout_s, 60.0))
+        except ControlPlaneLostError:
+            return False
+    return True
 
 
 # -- operations: functions of a store, for submit() -------------------------------------------
