@@ -188,6 +188,27 @@ def test_a_refusal_is_told_once_and_backed_off(caplog: pytest.LogCaptureFixture)
         assert store.counts()["delete"] == before + requests
 
 
+def test_all_files_of_a_locked_checkpoint_are_one_refusal() -> None:
+    """However many keys of a name one request refuses: the next try comes after a minute, and not
+    after an hour because it was sixty files.
+    """
+    store, time = MemoryObjects(), FakeTime()
+    keys = [f"step_1/{n}" for n in range(25)]
+    for key in keys:
+        store.put_behind(f"run/{key}", b"x")
+    store.locked = {"*"}
+    deletes = deleter(store, time)
+    with pytest.raises(AccessError, match="25 of 25 failed"):
+        deletes.delete_keys(keys)
+    store.locked = set()
+    time.now_s += 59
+    with pytest.raises(AccessError, match="refused before"):
+        deletes.delete_keys(keys)
+    time.now_s += 2
+    deletes.delete_keys(keys)
+    assert not store.objects
+
+
 def test_a_refusal_holds_its_own_name_only() -> None:
     """One locked checkpoint does not keep the others, nor the run's own files."""
     store, time = MemoryObjects(), FakeTime()

@@ -274,6 +274,23 @@ def test_a_lost_answer_of_link_keeps_the_staging_file(tmp_path: Path, number: in
     assert files(tmp_path) == ["run/log/0"]
 
 
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EIO])
+@pytest.mark.parametrize("name", ["rename", "link"])
+def test_a_lost_answer_of_a_name_is_no_plain_failure(
+    tmp_path: Path, name: str, number: int
+) -> None:
+    """The server may have given the name, or will yet: AnswerLostError with an open outcome, so that
+    whoever asked looks, and does not undo what may have been done.
+    """
+    storage = ready(tmp_path)
+    storage.replace("tmp/w", b"x")
+    storage._posix = failing(name, number)
+    with pytest.raises(AnswerLostError) as caught:
+        getattr(storage, name)("tmp/w", "log/f")
+    assert caught.value.outcome == "unknown"
+    assert str(caught.value.uri).endswith("log/f")
+
+
 def test_repeating_a_create_never_empties_the_entry(tmp_path: Path) -> None:
     """Linked, answer lost: entry and staging are one inode, and the repetition keeps its bytes."""
 

@@ -507,6 +507,29 @@ def test_abort_waits_for_what_is_under_way() -> None:
     assert not store.uploads
 
 
+def test_an_aborted_file_sends_no_part_that_waited_for_a_thread() -> None:
+    """Another file's part has the only thread when this file is aborted: what waited is not sent any
+    more, neither to delay the abort nor to be left behind by it.
+    """
+    hold = Hold()
+    store, storage = bucket(
+        [Fault("put_part", "run/other", 1, hold)], part_size_bytes=PART, concurrency=1
+    )
+    other, writer = storage.open_write("other"), storage.open_write("f")
+    other.write(b"x" * (2 * PART))
+    assert hold.reached.wait(20)
+    writer.write(b"x" * (2 * PART))
+    aborting = threading.Thread(target=writer.abort)
+    aborting.start()
+    assert writer._room.stopped.wait(20)  # type: ignore[attr-defined]
+    hold.release.set()
+    aborting.join(20)
+    other.close()
+    assert {o.key for o in store.requests("put_part")} == {"run/other"}
+    assert set(store.objects) == {"run/other"}
+    assert not store.uploads
+
+
 def test_a_lost_answer_of_complete_is_settled() -> None:
     """It was done: the repeat finds no upload, the key has our size, close returns."""
     store, storage = bucket([Fault("complete", "*", 1, Lose())], part_size_bytes=PART)
