@@ -45,6 +45,22 @@ def test_every_domain_holds_once_whatever_its_ranks_hold(
         assert not more & kept[rank]
 
 
+def test_the_ranks_of_a_domain_share_its_copies() -> None:
+    """What a domain lacks is written by all of its ranks, each about as many bytes, counting what they
+    write anyway.
+    """
+    items = [MetadataIndex(f"k{n}") for n in range(8)]
+    held: Held = [[(index, 10) for index in items] for _ in range(4)]
+    kept = [set(items[:4]), set(items[4:]), set[MetadataIndex](), set[MetadataIndex]()]
+    extra = copies_for([[0, 1], [2, 3]], held, kept)
+    assert [len(more) for more in extra] == [0, 0, 4, 4]
+    shard = MetadataIndex("w", (0,))
+    held[2].append((shard, 40))
+    kept[2].add(shard)
+    extra = copies_for([[0, 1], [2, 3]], held, kept)
+    assert [len(more) for more in extra] == [0, 0, 2, 6]
+
+
 def test_one_domain_needs_no_copies() -> None:
     """On shared storage DCP's deduplication stands: one writer for a replicated item."""
     index = MetadataIndex("lr")

@@ -416,6 +416,68 @@ def test_damage_in_any_block_is_found_and_named(key: str, at: int) -> None:
         verify_file(source(storage), "save-1/__0_0.distcp")
 
 
+class Stepping(Wide):
+    """Fills a buffer block by block, telling after each, as the page cache is read."""
+
+    window_bytes = 8 * MIB
+
+    def open_read(self, key: str) -> DataReader:
+        reader = super().open_read(key)
+
+        def read_steps(offset: int, buffer: memoryview, step_bytes: int) -> Iterator[int]:
+            view = buffer.cast("B")
+            for at in range(0, len(view), step_bytes):
+                end = min(at + step_bytes, len(view))
+                reader.read_into(offset + at, view[at:end])
+                yield end
+
+        reader.read_steps = read_steps  # type: ignore[method-assign]
+        return reader
+
+
+@pytest.mark.parametrize("block", range(5))
+def test_damage_in_any_step_of_one_read_is_found(block: int) -> None:
+    """A range that arrives in steps is compared step by step, to its end."""
+    storage = Stepping()
+    metadata = our_save(storage, 1, lambda _: {"w": torch.arange(1.2 * MIB)})  # 4.8 MiB
+    from ckptfs.dcp.datafile import read_digests
+
+    [item] = (read_digests(source(storage), "save-1/__0_0.distcp") or {}).values()
+    asked = [read_item(0, "w", ((0,), (round(1.2 * MIB),)))]
+    run(storage, metadata, asked, Verify.READ)
+    at = item.offset + item.payload_offset + min(block * MIB + 7, item.payload_length - 1)
+    storage.flip("save-1/__0_0.distcp", at)
+    with pytest.raises(IntegrityError, match="of 'w', differ"):
+        run(storage, metadata, asked, Verify.READ)
+
+
+@pytest.mark.parametrize("verify", Verify)
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_tensor_that_is_not_as_large_as_described_is_an_error(verify: Verify, size: int) -> None:
+    """The metadata tells another shape than the file has: neither a part of the saved tensor nor what
+    lies behind it is taken for it, compared or not.
+    """
+    storage, other = Wide(), Wide()
+    our_save(storage, 1, lambda _: {"w": torch.arange(8.0), "x": torch.ones(100)})
+    theirs = our_save(other, 1, lambda _: {"w": torch.zeros(size)})
+    ours = decode_metadata(storage.read(".metadata"), "here")
+    ours.state_dict_metadata["w"] = theirs.state_dict_metadata["w"]
+    with pytest.raises(IntegrityError, match=rf"'w' has shape \(8,\) instead of \({size},\)"):
+        run(storage, ours, [read_item(0, "w", ((0,), (size,)))], verify)
+
+
+def test_digests_of_another_file_are_told_as_such() -> None:
+    """A sidecar that was put beside the wrong file knows nothing of what lies in it: said so, where its
+    items begin at the same places, too.
+    """
+    storage, other = Wide(), Wide()
+    metadata = our_save(storage, 1, lambda _: {"w": torch.ones(1000)})
+    our_save(other, 1, lambda _: {"w": torch.ones(2000)})
+    storage.replace("save-1/__0_0.xxh3", other.read("save-1/__0_0.xxh3"))
+    with pytest.raises(IntegrityError, match="digests do not know 'w': they are of another file"):
+        run(storage, metadata, [read_item(0, "w", ((0,), (1000,)))], Verify.READ)
+
+
 def test_a_range_that_fails_stops_the_others() -> None:
     """The third range is refused: that error, once, with file, key and rank; few begin after it."""
     store, storage = objects()

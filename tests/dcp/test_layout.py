@@ -20,7 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import ckptfs.errors
 from ckptfs.dcp.crossing import crossing
 from ckptfs.dcp.engine import auto_engine
-from ckptfs.dcp.layout import Written, sidecar_name, write_files
+from ckptfs.dcp.layout import (
+    Cancelled,
+    FileTask,
+    FileWritten,
+    Written,
+    sidecar_name,
+    write_files,
+)
 from ckptfs.dcp.pipeline import plan_save, storage_data_of, written_part
 from ckptfs.dcp.resolve import host_tensor, memory_of
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NoSpaceError
@@ -129,6 +136,28 @@ def test_need_1_no_space_in_one_of_four_threads(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError, match="__0_1"):
         write_state(FaultyStorage(inner, Plan([fault])), threads=4)
     assert not [e.name for e in inner.list("save-1") if e.name.startswith("__0_1")]
+
+
+def test_a_thread_that_fails_stops_the_others_at_once(tmp_path: Path) -> None:
+    """The save has failed: what other threads would still write is never committed, and the disk may
+    be full. Their error is not told: it is no error.
+    """
+    stopped: list[bool] = []
+
+    def engine(storage: Storage, task: FileTask, resolve: Any, cancelled: Cancelled) -> FileWritten:
+        if task.key.endswith("__0_1.distcp"):
+            raise NoSpaceError("full")
+        stopped.append(cancelled.event.wait(20))  # between two items
+        cancelled.raise_if_set()
+        raise AssertionError("it writes on")
+
+    storage = open_storage(tmp_path)
+    planned = plan_save(STATE, SoloControl())
+    storage.make_dir("save-1")
+    with pytest.raises(NoSpaceError) as caught:
+        write_files(storage, "save-1/", 0, planned.items, planned.resolve, engine=engine, threads=2)
+    assert stopped == [True]
+    assert "more writer threads" not in str(caught.value)
 
 
 def test_every_failed_thread_is_named(tmp_path: Path) -> None:
