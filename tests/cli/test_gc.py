@@ -187,6 +187,18 @@ def test_a_living_owner_is_left_in_peace(
         assert "held by" in cli("gc", hurt.uri).out
 
 
+def test_what_it_could_not_remove_is_told_and_an_exit_code(
+    local: Place, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cron job learns that space was not freed: exit 1, what is left by its name, and why."""
+    hurt = DAMAGES["leftovers"].made(local)
+    monkeypatch.setenv("CKPTFS_TEST_FAULT", "fail=AccessError:remove_many:*:*")
+    done = cli("gc", f"faults+file://{hurt.uri}", *ALL, "--delete", "--json")
+    (run,) = done.json["runs"]
+    assert (done.exit, done.json["removed"], len(run["left"])) == (1, 0, 2)
+    assert [note for note in run["notes"] if " stays: " in note]
+
+
 def test_after_an_overwrite_nothing_comes_back(local: Place, cli: Cli) -> None:
     """A fence would bring the older checkpoints back: exit 6 until something is committed."""
     a_run(local)

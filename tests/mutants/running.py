@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.mutants.mistakes import ROOT, Mistake, plant
 
-__all__ = ["LIMIT_S", "Answer", "Outcome", "run_mistake", "run_without"]
+__all__ = ["LIMIT_S", "Answer", "Outcome", "failing_without", "run_mistake"]
 
 LIMIT_S = 300.0
 
@@ -58,10 +58,16 @@ def run_mistake(mistake: Mistake, limit_s: float = LIMIT_S) -> Answer:
         return _run(mistake.tests, copy, limit_s)
 
 
-def run_without(tests: Iterable[str], limit_s: float) -> Answer:
-    """Run tests over a copy without any mistake: UNSEEN is what it has to come to."""
+def failing_without(tests: Iterable[str], limit_s: float) -> frozenset[str]:
+    """The tests that fail over a copy without any mistake: of a mistake they say nothing. RuntimeError
+    where pytest did not come to its end.
+    """
     with _copy() as copy:
-        return _run(tests, copy, limit_s)
+        report = copy / "report.xml"
+        code, said = _pytest(tests, copy, limit_s)
+        if code not in (0, _FAILED) or not report.exists():
+            raise RuntimeError(f"the tests do not run as they are: {said}")
+        return frozenset(name for name, _ in _failures(report))
 
 
 @contextlib.contextmanager
@@ -79,9 +85,28 @@ def _copy() -> Iterator[Path]:
 
 
 def _run(tests: Iterable[str], copy: Path, limit_s: float) -> Answer:
+    code, said = _pytest(["-x", *tests], copy, limit_s)
     report = copy / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["--hypothesis-seed=0", f"--junitxml={report}", *tests]
+    if code is None:
+        return Answer(Outcome.TIMED_OUT, said)
+    if code == 0:
+        return Answer(Outcome.UNSEEN, "")
+    if code != _FAILED or not report.exists():
+        return Answer(Outcome.BROKEN, said)
+    for name, problem in _failures(report):
+        why = problem.get("message", "")
+        if "Timeout (>" in why or "Timeout >" in why:
+            return Answer(Outcome.TIMED_OUT, name)
+        if problem.tag == "error" and "collection" in why:
+            return Answer(Outcome.BROKEN, f"{name}: {why}")
+        return Answer(Outcome.SEEN, name)
+    return Answer(Outcome.BROKEN, "no test failed, and pytest says that one did")
+
+
+def _pytest(arguments: Iterable[str], copy: Path, limit_s: float) -> tuple[int | None, str]:
+    """Its exit code, None where the limit ran out, and its last word."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--hypothesis-seed=0", f"--junitxml={copy / 'report.xml'}", *arguments]
     env = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     # Before the installed package, for whatever process a test starts as well.
     env["PYTHONPATH"] = str(copy)
@@ -93,28 +118,18 @@ def _run(tests: Iterable[str], copy: Path, limit_s: float) -> Answer:
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return Answer(Outcome.TIMED_OUT, f"after {limit_s:.0f} s")
+            return None, f"after {limit_s:.0f} s"
         finally:
             # What the tests started ends with them: it shares their session.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if code == 0:
-        return Answer(Outcome.UNSEEN, "")
-    if code != _FAILED or not report.exists():
-        last = log.read_text(errors="replace").strip().splitlines()[-1:]
-        return Answer(Outcome.BROKEN, f"pytest ended with {code}: {' '.join(last)}")
-    return _first_failure(report)
+    last = log.read_text(errors="replace").strip().splitlines()[-1:]
+    return code, f"pytest ended with {code}: {' '.join(last)}"
 
 
-def _first_failure(report: Path) -> Answer:
+def _failures(report: Path) -> Iterator[tuple[str, ET.Element]]:
     for case in ET.parse(report).iter("testcase"):  # noqa: S314 - pytest wrote it a moment ago
         for problem in (*case.findall("failure"), *case.findall("error")):
-            name = f"{case.get('classname', '')}::{case.get('name', '')}".removeprefix("tests.")
-            said = problem.get("message", "")
-            if "Timeout (>" in said or "Timeout >" in said:
-                return Answer(Outcome.TIMED_OUT, name)
-            if problem.tag == "error" and "collection" in said:
-                return Answer(Outcome.BROKEN, f"{name}: {said}")
-            return Answer(Outcome.SEEN, name)
-    return Answer(Outcome.BROKEN, "no test failed, and pytest says that one did")
+            name = f"{case.get('classname', '')}::{case.get('name', '')}"
+            yield name.removeprefix("tests."), problem
