@@ -85,6 +85,18 @@ def test_a_pointer_that_cannot_move_fails_no_save(tmp_path: Path) -> None:
     assert (run / "latest").read_text() == "step_2"
 
 
+def test_it_names_nothing_that_was_deleted(tmp_path: Path) -> None:
+    """It goes back to what is left when the newest is deleted by name, and away with the last one."""
+    run, source = tmp_path / "run", _source(tmp_path)
+    with ckptfs.DirectoryManager(run, pointer="latest") as manager:
+        for step in (1, 2):
+            manager.save(step, source)
+        manager.delete(2)
+        assert (run / "latest").read_text() == "step_1"
+        manager.delete(1)
+        assert not (run / "latest").exists()
+
+
 def test_its_text_is_the_readers_own(tmp_path: Path) -> None:
     """A reader that wants the number gets the number, and what is no file of the run is refused."""
     run, source = tmp_path / "run", _source(tmp_path)
