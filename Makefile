@@ -32,7 +32,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
 .PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
-.PHONY: scale campaign-scale campaign-mutants public
+.PHONY: scale campaign-scale campaign-mutants campaign-versions public
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
 .PHONY: lab-sink lab-nodes lab-nfs lab-nfs3 test-integrations integrations-matrix campaign-nodes campaign-nfs nfs-counts
@@ -57,6 +57,7 @@ help:
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
 	@echo "make campaign-crash  kill real DCP saves at every storage operation (long)"
+	@echo "make campaign-versions  this version and the first one in one run, each killed at every operation (long)"
 	@echo "make campaign-servers  every request killed, 200 races, 2 GB through a bad network (long)"
 	@echo "make campaign-model  search every interleaving of the commit protocol (long)"
 	@echo "make campaign-manager  random lives of a run: faults, deaths, restarts, retention (long)"
@@ -155,7 +156,11 @@ formats: $(STAMP)
 
 campaign-crash: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers --ignore=tests/soak --ignore=tests/nodes --ignore=tests/cuts \
-	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale tests $(PYTEST_ARGS)
+	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale --ignore=tests/versions tests $(PYTEST_ARGS)
+
+# The first version is taken out of git: a shallow clone has not got it (git fetch --unshallow).
+campaign-versions: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 tests/versions $(PYTEST_ARGS)
 
 campaign-servers: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
