@@ -31,6 +31,7 @@ from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step
 from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Run
 from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.unlogged import Unlogged, check_unlogged
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
@@ -144,6 +145,7 @@ def latest(
     run_uri: Any,
     kind: Literal["checkpoint", "weights", "directory"] = "checkpoint",
     *,
+    unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     """The last committed checkpoint, by commit order and never by the largest step. Local.
@@ -151,9 +153,15 @@ def latest(
     None when there is none. kind: "directory" are those that a framework wrote as files. Saves of a
     failing run are left out. Where no log tells, of those that have a manifest or `.metadata`, the one
     with the largest step. StorageError: the place cannot be read (a run that is not there is None).
+
+    StateError: stock torch saved a checkpoint into the run after its newest commit, so that the newest
+    commit is not the newest there is. unlogged="ignore" takes that commit all the same.
     """
-    wanted = Kind(kind)
+    wanted, policy = Kind(kind), Unlogged(unlogged)
     with looking_at(run_uri, storage_options) as look:
+        if wanted is Kind.CHECKPOINT and policy is Unlogged.ERROR:
+            shape = look.storage.capabilities.shape
+            drive(check_unlogged(look.views, look.root, shape), look.storage)
         return drive(newest(look.views, look.root, wanted), look.storage)
 
 

@@ -24,6 +24,7 @@ from ckptfs.commit.advisory import with_log
 from ckptfs.commit.catalog import (
     Found,
     find,
+    list_live,
     live_of,
     missing_files,
     part_of,
@@ -39,6 +40,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import part_name, split_name
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
+from ckptfs.commit.unlogged import is_overwritten, unlogged_error
 from ckptfs.errors import (
     CollectiveError,
     IncompleteCheckpointError,
@@ -136,19 +138,22 @@ def locate(seat: Seat, name: str) -> Found:
 
     NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
     or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
-    what single ranks meet is a CollectiveError on all.
+    what single ranks meet is a CollectiveError on all. StateError: another program saved over it.
     """
     where = seat.storage.uri(name)
 
-    def look() -> View | None:
-        return drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+    def look() -> tuple[View, bool] | None:
+        view = drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+        return None if view is None else (view, _is_saved_over(seat, name, view))
 
-    def choose(answers: Sequence[View | None]) -> _Choice:
-        views = dict(a for a in answers if a is not None)
+    def choose(answers: Sequence[tuple[View, bool] | None]) -> _Choice:
+        views = dict(a[0] for a in answers if a is not None)
         step, part = split_name(name)
         whole = live_of(step, views, where)
         if whole is None:
             return _Choice(None, views)
+        if any(a is not None and a[1] for a in answers):
+            raise unlogged_error((name,), whole, where.parent)
         seal, holders = part_of(whole, part, where)
         # What is sent to every rank: only this save, the log may be long.
         return _Choice(seal, {}, holders)
@@ -193,6 +198,17 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def _is_saved_over(seat: Seat, name: str, view: View) -> bool:
+    """Whether another program's ``.metadata`` stands in the place of this save's, as one process of each
+    domain finds it: to load ours would pass over what came later.
+    """
+    if not seat.placement.is_owner:
+        return False
+    views = dict([view])
+    mine = [seal for seal in list_live(views) if seal.name == name]
+    return any(drive(is_overwritten(seal, views, seat.caps.shape), seat.storage) for seal in mine)
 
 
 def _misses(

@@ -26,6 +26,7 @@ from ckptfs.commit.protocol import (
     seal_of,
     standing,
 )
+from ckptfs.commit.unlogged import Unlogged
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.copy_plan import origin_of
 
@@ -63,7 +64,8 @@ class RestoreRequest:
     step_of: the template's; names that it does not know are not candidates. step: exactly this one,
     a failing run's included; None is the newest. reshard: fnmatch patterns of keys -> what makes the
     new rank's state of all old ranks' states. strict: as for ``ckptfs.load``. part: of a checkpoint
-    that several groups wrote, the one to restore; ranks outside its group have others.
+    that several groups wrote, the one to restore; ranks outside its group have others. unlogged: what to
+    do where another program saved after the newest commit.
     """
 
     step_of: Callable[[str], int | None]
@@ -75,6 +77,7 @@ class RestoreRequest:
     reshard: Mapping[str, Reshard] = field(default_factory=dict)
     strict: bool = True
     part: str | None = None
+    unlogged: Unlogged = Unlogged.ERROR
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.opening import Place
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import Ticket
+from ckptfs.commit.unlogged import Unlogged
 from ckptfs.dcp.engine import WriteEngineName
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.reuse import Unchanged
@@ -245,6 +246,7 @@ class CheckpointManager(RunManager):
         include_failures: bool = False,
         strict: bool = True,
         part: str | None = None,
+        unlogged: Literal["error", "ignore"] = "error",
     ) -> Restored | None:
         """Collective, read-only. Restore ``state``, in place, from the newest whole checkpoint.
 
@@ -259,7 +261,8 @@ class CheckpointManager(RunManager):
         checkpoint that several groups wrote.
 
         NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
-        newest is damaged, and what is missing where. After an error tensors are undefined.
+        newest is damaged, and what is missing where. StateError: stock torch saved into the run after the
+        newest commit; unlogged="ignore" goes back to that. After an error tensors are undefined.
         """
         self._settle(1)
         request = RestoreRequest(
@@ -272,6 +275,7 @@ class CheckpointManager(RunManager):
             dict(reshard or {}),
             strict,
             part,
+            Unlogged(unlogged),
         )
         with (
             self._ground.reading() as seat,

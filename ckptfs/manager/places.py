@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
+from ckptfs.commit.unlogged import Unlogged, newer_unlogged, unlogged_error
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError, StorageError
 from ckptfs.manager.candidates import (
     FAILURES,
@@ -40,11 +42,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """What all ranks know of one source. unreached: why nothing could be read, None if it could."""
+    """What all ranks know of one source. unreached: why nothing could be read, None if it could.
+    unlogged: what another program saved there after the newest commit.
+    """
 
     choice: Choice
     has_log: bool
     unreached: str | None = None
+    unlogged: tuple[str, ...] = ()
 
 
 class Places:
@@ -80,7 +85,8 @@ class Places:
             if not _looks(seat):
                 return None
             try:
-                return drive(look(), seat.storage)
+                sight = drive(look(), seat.storage)
+                return self._with_unlogged(source, sight)
             except StorageError as error:
                 if len(self.seats) == 1:
                     raise
@@ -106,9 +112,32 @@ class Places:
                 # Two nodes of one domain: one of them may see less of its log yet.
                 if known is None or known.next < sight.state.next:
                     views[sight.domain] = sight.state
-            return Surveyed(choose(views, self._request), has_log=bool(views))
+            unlogged = tuple(sorted({name for sight in sights for name in sight.unlogged}))
+            found = choose(views, self._request)
+            return Surveyed(found, has_log=bool(views), unlogged=unlogged)
 
         return seat.control.step("survey the run", local, decide)
+
+    def _with_unlogged(self, source: int, sight: Sight) -> Sight:
+        """With what another program saved after the newest commit; asked of the run, by one process of
+        each domain.
+        """
+        seat, request = self.seats[source], self._request
+        is_asked = source == 0 and request.step is None and request.kind is Kind.CHECKPOINT
+        if not is_asked or request.unlogged is Unlogged.IGNORE or not seat.placement.is_owner:
+            return sight
+        if sight.domain is None or sight.state is None:
+            return sight
+        names = newer_unlogged({sight.domain: sight.state}, seat.caps.shape)
+        return replace(sight, unlogged=drive(names, seat.storage))
+
+    def refuse_unlogged(self) -> None:
+        """StateError where stock torch, say, saved into the run after its newest commit: to go back to
+        that would lose what came later.
+        """
+        mine = self.survey(0)
+        if mine.unlogged:
+            raise unlogged_error(mine.unlogged, mine.choice.candidates[0].seal, self.uri(0))
 
     def allow_unreached(self, why: str) -> None:
         """IncompleteCheckpointError where the run cannot be read and nobody allowed older copies."""

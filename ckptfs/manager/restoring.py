@@ -67,7 +67,7 @@ def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> Res
     was ever committed anywhere. NotFoundError: no such step. IncompleteCheckpointError,
     IntegrityError, ManifestError: the newest is damaged, lost in part, or in doubt, and what is
     missing where. StateError: the state does not fit, or the place holds checkpoints that are not
-    this run's. After an error while reading, tensors are undefined.
+    this run's, or that another program saved after its newest commit. After an error while reading, tensors are undefined.
     """
     if request.part is not None and request.fallback is Fallback.OLDER:
         raise StateError(
@@ -115,6 +115,7 @@ class _Restore:
             logger.warning("%s is what the run left here: it went on elsewhere", places.uri(0))
         else:
             places.refuse_fork()
+            places.refuse_unlogged()
         if home is None:
             places.check_nothing()
             return None

@@ -30,12 +30,14 @@ __all__ = ["Missing", "Sight", "leftovers", "look", "missing", "share_of"]
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What one process sees of a run. domain: its id, None where nobody ever wrote a run. unread: why
-    the log cannot be read to its end, None where it was.
+    the log cannot be read to its end, None where it was. unlogged: what another program saved after the
+    newest commit.
     """
 
     domain: str | None = None
     state: LogState | None = None
     unread: str | None = None
+    unlogged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

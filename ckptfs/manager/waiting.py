@@ -8,8 +8,9 @@
     with ckptfs.Watcher(run_uri) as watcher:      the same with its place in the log remembered
         for checkpoint in watcher: ...            until watcher.stop(), from any thread
 
-Local and read-only: no rank is talked to, nothing is appended or listed, read permission is enough.
-A poll asks for the one log entry after the last that was seen:
+Local and read-only: no rank is talked to, nothing is appended, read permission is enough. With news, and
+every eighth time without, the run is listed once, where that is permitted: stock torch may save there. A
+poll asks for the one log entry after the last that was seen:
 
     nothing yet    0.5 s, then longer and longer, up to 10 s, each with jitter        one request
     an entry       folded; the newest live commit is compared with what the caller has
@@ -20,6 +21,7 @@ at 50 and trained to 70 again is announced to whoever has seen 100.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
@@ -36,7 +38,9 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Live, Views, catalog, commits
+from ckptfs.commit.unlogged import Unlogged, check_unlogged
 from ckptfs.errors import (
+    AccessError,
     AnswerLostError,
     CommitInDoubtError,
     DeadlineError,
@@ -81,6 +85,7 @@ def wait_for_new(
     kind: Kinds = "checkpoint",
     timeout_s: float | None = None,
     *,
+    unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Wait until a run has a checkpoint that the caller has not seen; the newest there is. Local.
@@ -93,12 +98,13 @@ def wait_for_new(
 
     The checkpoint is committed and whole. It stays whole for the manager's ``delete_grace_s`` after
     it was deleted, so an inference server has that long to read it. On node-local disks this node's
-    log answers. Checkpoints without a log (copied, or of stock torch) are not announced.
+    log answers. Checkpoints without a log (copied, or of stock torch) are not announced; StateError where
+    stock torch saved one after the newest commit, unless unlogged="ignore".
 
     Read permission is enough. AccessError, CredentialsError, UriError, ManifestError at once; other
     failures of the storage are waited out. Ctrl-C ends it at any time.
     """
-    with Watcher(run_uri, kind, storage_options=storage_options) as watcher:
+    with Watcher(run_uri, kind, unlogged=unlogged, storage_options=storage_options) as watcher:
         found = watcher.wait(after, timeout_s)
     if found is None:
         raise AssertionError("nobody else can stop this watcher")
@@ -109,7 +115,7 @@ class Watcher:
     """A place in a run's log. One thread waits at a time; any thread may ``stop`` it.
 
     Iterating yields the newest checkpoint each time there is a newer one, the one that is there
-    already first, until stopped. run_uri, kind, storage_options: as for ``wait_for_new``; pace: the
+    already first, until stopped. run_uri, kind, unlogged, storage_options: as for ``wait_for_new``; pace: the
     rests between polls. rest: waits so many seconds and tells whether to stop; for tests.
     """
 
@@ -118,6 +124,7 @@ class Watcher:
         run_uri: Any,
         kind: Kinds = "checkpoint",
         *,
+        unlogged: Literal["error", "ignore"] = "error",
         storage_options: Mapping[str, Any] | None = None,
         pace: Pace | None = None,
         storage: Storage | None = None,
@@ -133,6 +140,8 @@ class Watcher:
         self._stopped = threading.Event()
         self._rest = rest or self._stopped.wait
         self._end = _End(self._plain)
+        self._checked: Views | None = None
+        self._asks = Unlogged(unlogged) is Unlogged.ERROR and self._kind is Kind.CHECKPOINT
         self._last: Checkpoint | None = None
 
     def wait(self, after: After = None, timeout_s: float | None = None) -> Checkpoint | None:
@@ -143,6 +152,11 @@ class Watcher:
         while not self._stopped.is_set():
             try:
                 views = self._end.poll(idle)
+                # A new entry, or a round of polls without one: who waits for the next checkpoint would
+                # wait for ever where another program saves them.
+                is_round = idle > 0 and idle % _LOOK_ROUND_EVERY == 0
+                if views is not None and (views is not self._checked or is_round):
+                    self._refuse_unlogged(views)
                 trouble = ""
             except (TransientError, AnswerLostError, CommitInDoubtError) as error:
                 if not trouble:
@@ -161,6 +175,15 @@ class Watcher:
                 return None
             idle += 1
         return None
+
+    def _refuse_unlogged(self, views: Views) -> None:
+        self._checked = views
+        if self._asks:
+            shape = self._plain.capabilities.shape
+            # Who may not list cannot know, and waits for ours as before.
+            with contextlib.suppress(AccessError):
+                program = check_unlogged(views, self.root, shape)
+                drive(program, self._end.log, deadline_s=_READ_S)
 
     def __iter__(self) -> Iterator[Checkpoint]:
         while (found := self.wait(self._last)) is not None:
@@ -237,6 +260,11 @@ class _End:
         if self._views is None or state is not self._state:
             self._state, self._views = state, {self._domain: state}
         return self._views
+
+    @property
+    def log(self) -> Storage:
+        """The storage, with the log as it lies there."""
+        return self._log or self._storage
 
     def _look_round(self) -> None:
         """Read the domain's id: somebody may have removed the run and begun it anew."""

@@ -22,6 +22,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA
 from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.ops import drive
+from ckptfs.commit.unlogged import check_unlogged
 from ckptfs.errors import CkptfsError, ManifestError, NotFoundError, StorageError
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.tools.holding import Holding, holding_of
@@ -125,6 +126,9 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
         told = gap(look)
         if told:
             raise ManifestError(told, uri=look.root, hint="the newest may be among these")
+        if kind is Kind.CHECKPOINT:
+            shape = look.storage.capabilities.shape
+            drive(check_unlogged(look.views, look.root, shape), look.storage)
         found = drive(newest_of(look.views, look.root, kind), look.storage)
         if found is not None:
             run = list_run(look, names=[found.uri.name])
