@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 
+from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "WorkloadSpec",
     "make_workload",
     "parse_params",
+    "parse_size",
     "rows_of",
 ]
 

@@ -110,9 +110,11 @@ def _show(found: Verified, console: Console) -> None:
         told = f"{one.verdict.value:8} {one.name}  {counted(one.files, 'file')}, {size_text(one.size_bytes)}"
         if found.deep:
             told += f", {size_text(one.compared_bytes)} compared"
+            if one.uncompared_bytes:
+                told += f", {size_text(one.uncompared_bytes)} not"
         if one.resumed_bytes:
             told += f" ({size_text(one.resumed_bytes)} by an earlier call)"
-        console.print(told)
+        console.print(told, soft_wrap=True)
         for text in one.unchecked:
             console.print(f"  not checked: {text}")
         for text in one.notes:
@@ -125,7 +127,7 @@ def _show(found: Verified, console: Console) -> None:
 
 
 def _show_finding(finding: Finding, console: Console) -> None:
-    console.print(f"  {finding.damage.value}: {place_text(finding.uri)}")
+    console.print(f"  {finding.damage.value}: {place_text(finding.uri)}", soft_wrap=True)
     blocks = f" ({counted(finding.blocks, 'block')})" if finding.blocks else ""
     console.print(f"    {finding.what}{blocks}")
     if finding.tensors:
@@ -144,6 +146,10 @@ def _verdict(found: Verified) -> str:
     if found.deep:
         before = sum(one.resumed_bytes for one in found.checkpoints)
         told = f", {size_text(before)} of them by an earlier call" if before else ""
+        rest = sum(one.uncompared_bytes or 0 for one in found.checkpoints)
+        if rest:
+            done = sum(one.compared_bytes for one in found.checkpoints)
+            return f"clean: {looked}, {size_text(done)} compared, {size_text(rest)} have no digest{told}"
         return f"clean: {looked}, every byte compared{told}"
     more = any(one.origin != "stock" for one in found.checkpoints)
     return f"clean: {looked}, form only{'; --deep compares every byte' if more else ''}"

@@ -63,6 +63,8 @@ class Checked:
 
     origin: "log", "manifest" (valid by itself) or "stock". files, size_bytes: that were looked at.
     compared_bytes: of data that were held against digests, now or (resumed_bytes) by an earlier call.
+    uncompared_bytes: of data that have no digest, or were damaged before they could be compared; None
+    where nothing was to be compared.
     unchecked: what was not looked at or had nothing to be compared with, and why.
     """
 
@@ -78,6 +80,7 @@ class Checked:
     findings: tuple[Finding, ...] = ()
     unchecked: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    uncompared_bytes: int | None = None
 
     @property
     def verdict(self) -> Verdict:

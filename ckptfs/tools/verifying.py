@@ -34,6 +34,7 @@ from ckptfs.tools.targets import Aim, Doubt, aimed_at, is_live
 __all__ = ["JOBS", "verify"]
 
 JOBS = min(8, 2 * (os.cpu_count() or 1))
+_NO_DIGESTS = "what it was cannot be told: compare it with another copy, or save it again"
 _DO = "copy it back from another place, or restore another checkpoint"
 
 
@@ -166,6 +167,20 @@ class _Pass:
         told = {f.path for f in seen.findings} | {f.path for f in files}
         sidecars = {f.digests for f in seen.files if f.digests is not None}
         bare = [f for f in seen.files if f.path in seen.sizes and not _is_told(f, told, sidecars)]
+        # Of a sidecar that is damaged or missing there is a finding already.
+        own = [f for f in bare if f.path.startswith(f"{_save_id(seen)}/") and f.digests not in told]
+        # An empty sidecar is none: readers refuse the file.
+        own += [
+            record
+            for record in seen.files
+            if (digests := seen.digests.get(record.path)) is not None and not digests.items
+        ]
+        for record in own:
+            size = seen.sizes.get(record.path, 0)
+            if size and record.path != f"{_save_id(seen)}/{METADATA}":
+                uri = self.aim.storage.uri(file_key(record, seen.found.home if seen.found else ""))
+                what = f"it has no digests: none of its {size} bytes could be compared"
+                seen.add(Damage.SIDECAR, uri, what, _NO_DIGESTS, path=record.path)
         bare = [f for f in bare if not f.path.startswith(f"{_save_id(seen)}/")]
         if bare:
             count = f"{len(bare)} files" if len(bare) > 1 else bare[0].path
@@ -235,7 +250,15 @@ def _checked(seen: Looked, compared: Sequence[Compared] | None) -> Checked:
         tuple(seen.findings),
         tuple(seen.unchecked),
         tuple(seen.notes),
+        None if compared is None else _uncompared_bytes(seen, compared),
     )
+
+
+def _uncompared_bytes(seen: Looked, compared: Sequence[Compared]) -> int:
+    """Of data files; ``.metadata`` and sidecars are compared as wholes when their form is looked at."""
+    small = {f.digests for f in seen.files} | {f"{_save_id(seen)}/{METADATA}", METADATA}
+    data = sum(size for path, size in seen.sizes.items() if path not in small)
+    return max(0, data - sum(one.compared_bytes for one in compared))
 
 
 def _doubted(doubt: Doubt) -> Checked:

@@ -19,6 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ckptfs
+from ckptfs.commit.digests import FileDigests, encode_digests
+from ckptfs.commit.manifest import digest_of
 from ckptfs.tools.findings import Damage, Verdict
 from ckptfs.tools.verifying import verify
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
@@ -126,6 +128,34 @@ def _all_exits(cli: Cli, name: str, hurt: Place) -> None:
     assert tuple(found) == EXITS[name]
     assert state_now(hurt) == before
     assert OWNED not in os.environ
+
+
+@pytest.mark.parametrize("how", ["not listed", "empty"])
+def test_a_data_file_without_digests_is_a_finding(cli: Cli, local: Place, how: str) -> None:
+    """A manifest that lists no sidecar of a data file, or an empty one: --deep compared nothing of it and
+    said "clean". It names the file and how many bytes were not compared.
+    """
+    a_run(local)
+    place = Path(local.uri, "step_20")
+    manifest = json.loads((place / "ckptfs.json").read_text())
+    (data,) = (f for f in manifest["files"] if f.get("digests"))
+    sidecar = next(f for f in manifest["files"] if f["path"] == data["digests"])
+    if how == "empty":
+        raw = encode_digests(FileDigests(()))
+        (place / sidecar["path"]).write_bytes(raw)
+        sidecar.update(size=len(raw), digest=digest_of(raw))
+    else:
+        manifest["files"].remove(sidecar)
+        del data["digests"]
+    for path in (place / "ckptfs.json", place / manifest["save_id"] / "ckptfs.json"):
+        path.write_text(json.dumps(manifest))
+    shutil.copytree(place, local.uri + "-copied/step_20")
+    ran = cli("verify", f"{local.uri}-copied/step_20", "--deep")
+    assert (ran.exit, "every byte" in ran.out) == (NO, False)
+    assert f"none of its {data['size']} bytes could be compared" in ran.out
+    document = cli("verify", f"{local.uri}-copied/step_20", "--deep", "--json").json
+    (one,) = document["checkpoints"]
+    assert (one["compared_bytes"], one["uncompared_bytes"]) == (0, data["size"])
 
 
 def _findings(document: dict[str, Any]) -> list[dict[str, Any]]:
