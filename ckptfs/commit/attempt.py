@@ -191,7 +191,7 @@ class Attempt:
         # Whoever holds the run made the log's directories when it claimed it.
         look = survey() if self.spec.run is None else catch_up_again(self._known)
         self._state = drive(look, self.storage)
-        return self._means.domain, self._state
+        return self._means.domain, self._state.to_send(len(self.seat.placement.domains))
 
     @property
     def _asked(self) -> tuple[str, int | None, str]:

@@ -24,7 +24,6 @@ from ckptfs.commit.catalog import (
     missing_files,
 )
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.fold import SaveState
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED
 from ckptfs.commit.manifest import Manifest, decode_manifest
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
@@ -92,7 +91,7 @@ def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
         raw: bytes = yield Read(f"{name}/{MANIFEST}")
     except NotFoundError:
         # Between the two renames of a projection `.metadata` is there and the manifest is not.
-        if any(save.seal is not None and save.seal.name == name for save in _saves(views)):
+        if any(view.saves.knows_name(name) for view in views.values()):
             return None
         return (yield from _stock(name, root))
     try:
@@ -116,10 +115,6 @@ def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
         parts=tuple(ref.name for ref in manifest.parts),
     )
     return Beside(name, checkpoint, manifest)
-
-
-def _saves(views: Views) -> Iterable[SaveState]:
-    return (save for view in views.values() for save in view.saves.values())
 
 
 def _stock(name: str, root: Uri) -> Program[Beside | None]:

@@ -23,7 +23,7 @@ from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.ops import Program, Read, Refresh, StatOf
 from ckptfs.commit.pieces import piece, split_name
-from ckptfs.commit.protocol import Standing, Views, catalog, seal_of, standing
+from ckptfs.commit.protocol import Standing, Views, catalog, living, seal_of, standing
 from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
     IncompleteCheckpointError,
@@ -126,7 +126,7 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
     for seal in list_live(views):
         if seal.name == name:
             return seal
-    ids = {s for v in views.values() for s, save in v.saves.items() if _named(save.seal, name)}
+    ids = [s for s in living(views) if _named(seal_of(s, views), name)]
     for save_id in ids:
         doubtful = seal_of(save_id, views)
         if doubtful is not None and standing(save_id, views) is Standing.IN_DOUBT:
@@ -136,7 +136,7 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
                 uri=where,
                 hint="start on the nodes that hold them, or load an older checkpoint by name",
             )
-    for promised in (save.part for view in views.values() for save in view.saves.values()):
+    for promised in (save.part for view in views.values() for save in view.saves.living.values()):
         if promised is None or promised.name != name:
             continue
         if standing(promised.save_id, views) is Standing.IN_DOUBT:
@@ -235,7 +235,7 @@ def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
     try:
         raw: bytes = yield Read(f"{name}/{MANIFEST}")
     except NotFoundError:
-        if any(_named(save.seal, name) for v in views.values() for save in v.saves.values()):
+        if any(view.saves.knows_name(name) for view in views.values()):
             raise _gone(name, where) from None
         yield from _stock(name, where)
         return Found(name, f"{name}/{METADATA}", None, None)

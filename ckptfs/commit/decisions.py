@@ -79,16 +79,19 @@ def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
     """Whether the saves of this name that the log holds leave no place for one more."""
     same = [
         save
-        for save in state.saves.values()
+        for save in state.saves.living.values()
         if save.seal is not None
         and save.seal.name == seal.name
         and save.decided is not Outcome.ABORTED
     ]
+    others = [save.seal for save in same if save.seal is not None]
+    if (settled := state.saves.named(seal.name)) is not None:
+        others.append(settled.highest)
+    # It would be committed behind one that came while it was being written: dead on arrival.
+    if any(_rank(other) > _rank(seal) for other in others):
+        return True
     if not same:
         return False
-    # It would be committed behind one that came while it was being written: dead on arrival.
-    if any(s.seal is not None and _rank(s.seal) > _rank(seal) for s in same):
-        return True
     # The holder is still removing the bytes: a plain save's projection would run into that.
     if not seal.fenced and any(save.deleted and not save.gone for save in same):
         return True
@@ -105,8 +108,10 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
         mark.at > sealed_at
         and (
             mark.generation == state.generation
+            or state.saves.was_base(mark.generation)
             or any(
-                s.seal is not None and s.seal.base == mark.generation for s in state.saves.values()
+                s.seal is not None and s.seal.base == mark.generation
+                for s in state.saves.living.values()
             )
         )
         for mark in state.overwrites

@@ -51,7 +51,7 @@ def _savers(name: str, state: LogState) -> list[Seal]:
     """Saves of a name whose bytes lie here by the log, committed or half deleted; oldest first."""
     return [
         save.seal
-        for save in state.saves.values()
+        for save in state.saves.living.values()
         if save.seal is not None
         and save.seal.name == name
         and not (save.aborted or save.gone)

@@ -33,6 +33,7 @@ __all__ = [
     "Body",
     "Decided",
     "Delete",
+    "EncodedSave",
     "Entry",
     "Fence",
     "FenceMode",
@@ -239,9 +240,18 @@ class Pin:
     pinned: bool = True
 
 
+class EncodedSave(str):
+    """A save of a snapshot, as JSON already: most of a long log never changes, and is encoded once."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``state`` equals the fold of all entries below this entry's number (see fold.py)."""
+    """``state`` equals the fold of all entries below this entry's number (see fold.py).
+
+    In one that is to be written, items of ``state["saves"]`` may be ``EncodedSave``.
+    """
 
     state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -291,6 +301,7 @@ _TYPES: dict[str, Any] = {
     "step": int | float | None,
     "state": dict,
 }
+_SAVES = "\0saves"  # stands in a snapshot for what is put there as text; no word has a NUL
 _ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
@@ -300,10 +311,23 @@ def encode_entry(entry: Entry) -> bytes:
         raise TypeError("a foreign entry cannot be written")
     record: dict[str, Any] = {"v": FORMAT, "kind": _NAMES[type(entry.body)], "id": entry.write_id}
     record |= body_fields(entry.body)
+    saves = ""
+    if isinstance(entry.body, Snapshot):
+        listed = entry.body.state.get("saves", ())
+        texts = (one if isinstance(one, EncodedSave) else _json(one) for one in listed)
+        saves = f"[{','.join(texts)}]"
+        record["state"] = {**entry.body.state, "saves": _SAVES}
     stamp = entry.stamp
     record["at"] = stamp.at
     record["by_host"], record["by_pid"], record["by_rank"] = stamp.host, stamp.pid, stamp.rank
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+    text = _json(record)
+    if isinstance(entry.body, Snapshot):
+        text = text.replace(_json(_SAVES), saves, 1)
+    return text.encode() + b"\n"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def body_fields(body: Body) -> dict[str, Any]:

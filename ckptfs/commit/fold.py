@@ -9,7 +9,7 @@ same state; a snapshot entry is that state written down.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,35 +36,18 @@ from ckptfs.commit.entries import (
     component,
     member,
 )
+from ckptfs.commit.saves import Draft, Saves, SaveState
 from ckptfs.errors import ManifestError
 
 __all__ = [
     "LogState",
     "Overwrite",
     "SaveState",
+    "fold_entries",
     "fold_entry",
     "snapshot_of",
     "state_from_snapshot",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveState:
-    """What one domain's log says about one save.
-
-    sealed_at: number of the effective seal. aborted: an effective abort stands. deleted: its bytes
-    go; gone: they went. part: the save is a part of another, and whole here.
-    """
-
-    save_id: str
-    seal: Seal | None = None
-    sealed_at: int | None = None
-    aborted: bool = False
-    decided: Outcome | None = None
-    deleted: bool = False
-    gone: bool = False
-    pinned: bool = False
-    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +74,20 @@ class LogState:
     overwrites: tuple[Overwrite, ...] = ()
     foreign: bool = False
     snapshot_at: int = -1
-    saves: Mapping[str, SaveState] = field(default_factory=dict)
+    saves: Saves = field(default_factory=Saves)
 
     @property
     def generation(self) -> Generation:
         """The newest generation that this log knows."""
         return self.fence.generation
+
+    def to_send(self, domains: int) -> LogState:
+        """What another rank needs of it to decide about a new save, in a run of so many domains.
+
+        Of one domain that is what lives there. Of several, a save may be settled in one and not in
+        another: all of them then.
+        """
+        return self if domains > 1 else replace(self, saves=self.saves.without_settled())
 
     def save(self, save_id: str) -> SaveState:
         """The state of a save; an empty one if the log never heard of it."""
@@ -105,28 +96,44 @@ class LogState:
 
 def fold_entry(state: LogState, body: Body) -> LogState:
     """The state after entry number ``state.next``, whose body this is."""
-    here = state.next
-    after = replace(state, next=here + 1)
+    return fold_entries(state, [body])
+
+
+def fold_entries(state: LogState, bodies: Iterable[Body]) -> LogState:
+    """The state after these entries, the first of which is number ``state.next``.
+
+    One call for many is cheaper than many calls: what is known is copied once.
+    """
+    draft, after, end = Draft(state.saves), state, state.next
+    for here, body in enumerate(bodies, state.next):
+        end = here + 1
+        match body:
+            case Seal() | Part() | Abort() | Decided() | Delete() | Gone() | Pin():
+                known = draft.get(body.save_id)
+                changed = _fold_save(known, body, here)
+                if changed is not known:
+                    draft.put(changed)
+            case Fence() | Release() | Snapshot() | Foreign():
+                after = _fold_run(after, body, here)
+    return replace(after, next=end, saves=draft.saves())
+
+
+def _fold_run(state: LogState, body: Fence | Release | Snapshot | Foreign, here: int) -> LogState:
+    """What an entry says of the run as a whole."""
     match body:
         case Fence(generation=generation) if generation > state.generation:
             overwrites = state.overwrites
             if body.mode is FenceMode.OVERWRITE:
                 overwrites = (*overwrites, Overwrite(generation, here))
-            return replace(after, fence=body, fence_at=here, released=False, overwrites=overwrites)
+            return replace(state, fence=body, fence_at=here, released=False, overwrites=overwrites)
         case Release(generation=generation) if generation == state.generation:
-            return replace(after, released=True)
+            return replace(state, released=True)
         case Snapshot():
-            return replace(after, snapshot_at=here)
+            return replace(state, snapshot_at=here)
         case Foreign():
-            return replace(after, foreign=True)
-        case Seal() | Part() | Abort() | Decided() | Delete() | Gone() | Pin():
-            known = state.save(body.save_id)
-            changed = _fold_save(known, body, here)
-            if changed is known:
-                return after
-            return replace(after, saves={**state.saves, body.save_id: changed})
+            return replace(state, foreign=True)
         case _:
-            return after
+            return state
 
 
 def _fold_save(
@@ -168,21 +175,25 @@ def snapshot_of(state: LogState) -> Snapshot:
             "released": state.released,
             "overwrites": [[o.generation, o.at] for o in state.overwrites],
             "saves": [
-                {
-                    "save_id": s.save_id,
-                    "seal": None if s.seal is None else body_fields(s.seal),
-                    "sealed_at": s.sealed_at,
-                    "aborted": s.aborted,
-                    "decided": s.decided,
-                    "deleted": s.deleted,
-                    "gone": s.gone,
-                    "pinned": s.pinned,
-                }
-                | ({} if s.part is None else {"part": body_fields(s.part)})
-                for s in state.saves.values()
+                *state.saves.encoded(_save_fields),
+                *(_save_fields(save) for save in state.saves.living.values()),
             ],
         }
     )
+
+
+def _save_fields(save: SaveState) -> dict[str, Any]:
+    """One save of a snapshot as JSON values."""
+    return {
+        "save_id": save.save_id,
+        "seal": None if save.seal is None else body_fields(save.seal),
+        "sealed_at": save.sealed_at,
+        "aborted": save.aborted,
+        "decided": save.decided,
+        "deleted": save.deleted,
+        "gone": save.gone,
+        "pinned": save.pinned,
+    } | ({} if save.part is None else {"part": body_fields(save.part)})
 
 
 def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
@@ -214,7 +225,6 @@ def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
     newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
         not fields.issuperset(s) for s in raw["saves"]
     )
-    saves = [_save_from(s) for s in raw["saves"]]
     return LogState(
         next=number + 1,
         fence=body_from(Fence, raw["fence"]),
@@ -225,7 +235,7 @@ def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
         ),
         foreign=newer,
         snapshot_at=number,
-        saves={save.save_id: save for save in saves},
+        saves=Saves.of(_save_from(s) for s in raw["saves"]),
     )
 
 

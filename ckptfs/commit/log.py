@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ckptfs.commit.entries import Body, Entry, Snapshot, Stamp, decode_entry, encode_entry
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
+from ckptfs.commit.fold import LogState, fold_entries, fold_entry, snapshot_of, state_from_snapshot
 from ckptfs.commit.layout import CONTROL, HINT, LOG, TMP, log_key, staging_key
 from ckptfs.commit.ops import (
     Create,
@@ -151,17 +151,17 @@ def catch_up(state: LogState | None = None) -> Program[LogState]:
     if state is None:
         state = yield from _from_snapshot()
     yield Refresh(LOG)
-    ahead = 1
+    ahead, found = 1, list[Entry]()
     while True:
-        entries = yield from _read_entries(state.next, ahead)
-        for entry in entries:
-            state = fold_entry(state, entry.body)
-            if entry.partial:
-                # A snapshot by this version would lose what it does not understand.
-                state = replace(state, foreign=True)
+        entries = yield from _read_entries(state.next + len(found), ahead)
+        found += entries
         if len(entries) < ahead:
-            return state
+            break
         ahead = min(2 * ahead, READ_AHEAD)
+    if any(entry.partial for entry in found):
+        # A snapshot by this version would lose what it does not understand.
+        state = replace(state, foreign=True)
+    return fold_entries(state, [entry.body for entry in found]) if found else state
 
 
 def catch_up_again(known: LogState | None) -> Program[LogState]:

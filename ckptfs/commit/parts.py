@@ -33,6 +33,7 @@ from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import committed
 from ckptfs.commit.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
+from ckptfs.commit.saves import Saves
 from ckptfs.commit.saving import begin
 from ckptfs.commit.sealing import seal_everywhere
 from ckptfs.commit.seat import Seat
@@ -97,7 +98,7 @@ def stand_in(word: HomeWord, here: LogState) -> LogState:
     for save_id in sorted(gone):
         known = here.save(save_id).seal
         saves[save_id] = SaveState(save_id, known, deleted=True)
-    return LogState(next=1, fence=word.fence, fence_at=0, saves=saves)
+    return LogState(next=1, fence=word.fence, fence_at=0, saves=Saves.of(saves.values()))
 
 
 def _older(word: HomeWord, here: LogState) -> Iterator[str]:
@@ -105,7 +106,7 @@ def _older(word: HomeWord, here: LogState) -> Iterator[str]:
     for save_id, parts in promised_here(here).items():
         if any(p.home == word.home and p.base < word.generation for p in parts):
             yield save_id
-    for seal in (save.seal for save in here.saves.values()):
+    for seal in (save.seal for save in here.saves.living.values()):
         told = seal is not None and seal.parts and seal.domains == (word.home,)
         if seal is not None and told and seal.base < word.generation:
             yield seal.save_id

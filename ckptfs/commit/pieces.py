@@ -83,7 +83,7 @@ def promise(part: Part) -> Seal:
 def promised_here(state: LogState) -> dict[str, list[Part]]:
     """The parts that a log holds, by the id of the whole."""
     found: dict[str, list[Part]] = {}
-    for save in state.saves.values():
+    for save in state.saves.living.values():
         if save.part is not None:
             found.setdefault(save.part.of, []).append(save.part)
     return found

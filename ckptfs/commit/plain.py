@@ -77,7 +77,7 @@ def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
             f"the run was taken over by generation {seen.generation.number}",
             hint="this process must stop; no file of the new owner was changed",
         )
-    for save in seen.saves.values():
+    for save in seen.saves.living.values():
         if (
             save.seal is not None
             and save.seal.name == keys.name

@@ -91,7 +91,7 @@ def _earlier(seal: Seal, state: LogState) -> list[SaveState]:
     mine = state.save(seal.save_id).sealed_at
     return [
         save
-        for save in sorted(state.saves.values(), key=lambda s: s.sealed_at or 0)
+        for save in sorted(state.saves.living.values(), key=lambda s: s.sealed_at or 0)
         if save.seal is not None
         and save.seal.name == seal.name
         and save.sealed_at is not None
@@ -189,11 +189,14 @@ def project_all(
     newest = {
         live.seal.name: live.seal for live in commits(views) if domain in live.seal.everywhere
     }
+    known = views[domain].saves
     unsettled = [
         save.seal
-        for save in views[domain].saves.values()
+        for save in known.living.values()
         if save.seal is not None and not waiting.isdisjoint(piece_ids(save.seal))
     ]
+    late = (known[save_id] for save_id in sorted(waiting - known.living.keys()) if save_id in known)
+    unsettled += [save.seal for save in late if save.seal is not None]
     names = {seal.name for seal in unsettled}
     if caps.shape is Shape.OBJECT and not caps.conditional_replace:
         names = set(newest)

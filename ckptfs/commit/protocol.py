@@ -3,6 +3,7 @@
     views = {domain id: LogState, ...}            the domains that could be reached
     standing(save_id, views)                      what became of one save
     catalog(views)                                all live saves, oldest first
+    history(views)                                all that ever were, for people and for copies
     doomed(views)                                 what the holder deletes without being asked again
 
 What an append may say is in ``decisions``, what the holder of a new fence does in ``recovery_plan``.
@@ -14,7 +15,7 @@ several parts the home alone decides; its seal, found in another domain, records
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,14 +34,19 @@ __all__ = [
     "Standing",
     "Views",
     "catalog",
+    "catalog_of",
     "commits",
     "doomed",
+    "hidden",
+    "history",
+    "living",
     "name_taken",
     "next_seq",
     "occupant",
     "order_key",
     "standing",
     "successor_here",
+    "used_overwrites",
 ]
 
 Views = Mapping[str, LogState]
@@ -122,11 +128,25 @@ def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str
     return (seal.base, seal.seq, not seal.fenced, -1 if at is None else at, seal.save_id)
 
 
+def living(views: Views) -> list[str]:
+    """The saves that may still matter in one of these logs, each once."""
+    return list({save_id: None for view in views.values() for save_id in view.saves.living})
+
+
 def commits(views: Views) -> list[Live]:
-    """All saves that were ever committed, in commit order, deleted ones included: a replaced save
-    must not come back to life when its successor is deleted.
+    """The committed saves that still say something, in commit order. Deleted ones are among them as
+    long as they do: a replaced save must not come back to life when its successor is deleted.
     """
+    return _committed_of(living(views), views)
+
+
+def history(views: Views) -> list[Live]:
+    """All saves that were ever committed, in commit order. As many as the run is old."""
     ids = {save_id: None for view in views.values() for save_id in view.saves}
+    return _committed_of(ids, views)
+
+
+def _committed_of(ids: Iterable[str], views: Views) -> list[Live]:
     lives = [
         Live(seal, order_key(seal, views))
         for save_id in ids
@@ -145,14 +165,22 @@ def _deleted(save_id: str, views: Views) -> bool:
     return any(view.save(save_id).deleted for view in views.values())
 
 
-def hidden(seal: Seal, views: Views, lives: Iterable[Live]) -> bool:
+def used_overwrites(views: Views, lives: Iterable[Live]) -> frozenset[Generation]:
+    """The overwriting generations under which something was committed. lives: all ``commits``."""
+    marks = {mark.generation for view in views.values() for mark in view.overwrites}
+    if not marks:
+        return frozenset()
+    settled = {g for g in marks if any(view.saves.was_base(g) for view in views.values())}
+    return frozenset(settled | (marks & {live.seal.base for live in lives}))
+
+
+def hidden(seal: Seal, views: Views, used: Collection[Generation]) -> bool:
     """Whether an overwriting fence took the save out of the catalog.
 
     It does while it is the newest fence, and for good once something was committed under it: a
-    later fence after an overwrite that committed nothing brings the old saves back. ``lives``: all
-    ``commits``.
+    later fence after an overwrite that committed nothing brings the old saves back. ``used``:
+    ``used_overwrites``.
     """
-    used = {live.seal.base for live in lives}
     return any(
         mark.generation == view.generation or mark.generation in used
         for view, mark in _marks(seal, views)
@@ -180,14 +208,19 @@ def _sealed_at(seal: Seal, view: LogState, domain: str) -> int | None:
 
 def catalog(views: Views) -> list[Live]:
     """The live saves in commit order: committed, undeleted, not superseded, not hidden."""
-    lives = commits(views)
+    return catalog_of(commits(views), views)
+
+
+def catalog_of(lives: Sequence[Live], views: Views) -> list[Live]:
+    """The live ones of all ``commits``."""
     newest = {live.seal.name: live.seal.save_id for live in lives}
+    used = used_overwrites(views, lives)
     return [
         live
         for live in lives
         if newest[live.seal.name] == live.seal.save_id
         and not _deleted(live.seal.save_id, views)
-        and not hidden(live.seal, views, lives)
+        and not hidden(live.seal, views, used)
     ]
 
 
@@ -209,7 +242,7 @@ def name_taken(name: str, views: Views) -> Seal | None:
         if live.seal.name == name:
             return live.seal
     for view in views.values():
-        for save in view.saves.values():
+        for save in view.saves.living.values():
             if save.seal is None or save.seal.name != name:
                 continue
             # Sealed in some domains only: another process is about to commit it, or failed to.
@@ -224,7 +257,7 @@ def occupant(name: str, views: Views) -> Seal | None:
     Files with plain names must not come to lie among those of a save that an overwrite hid.
     """
     for view in views.values():
-        for save in view.saves.values():
+        for save in view.saves.living.values():
             if save.seal is None or save.seal.name != name or save.gone:
                 continue
             if standing(save.save_id, views) is not Standing.ABORTED:
@@ -237,15 +270,16 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
 
     Unfenced saves share the number of the last fenced one and order by position in the log.
     """
-    top = max(
-        (
-            save.seal.seq
-            for view in views.values()
-            for save in view.saves.values()
-            if save.seal is not None and save.seal.base == base and save.seal.fenced
-        ),
-        default=0,
-    )
+    seqs = [
+        save.seal.seq
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None and save.seal.base == base and save.seal.fenced
+    ]
+    # Nothing is committed under a generation older than the newest, so only that one is asked for.
+    highest = [view.saves.highest for view in views.values() if view.saves.highest is not None]
+    seqs += [seq for generation, seq in highest if generation == base]
+    top = max(seqs, default=0)
     return top + 1 if fenced else top
 
 
@@ -266,16 +300,17 @@ def doomed(views: Views) -> list[Doomed]:
     hid, once something was committed under it. Pinned and referenced saves stay.
     """
     lives = commits(views)
-    used = {live.seal.base for live in lives}
-    kept = _kept(views)
+    used = used_overwrites(views, lives)
+    kept = _kept(views, lives)
+    successors = _successors(lives)
     out = []
-    for at, live in enumerate(lives):
+    for live in lives:
         seal = live.seal
         if seal.save_id in kept or _deleted(seal.save_id, views):
             continue
         if seal.parts and views.keys().isdisjoint(seal.domains):
             continue  # its home may have pinned it
-        successor = next((x.seal for x in lives[at + 1 :] if x.seal.name == seal.name), None)
+        successor = successors.get(seal.save_id)
         if successor is not None:
             last = lives[-1].seal.save_id
             if successor.save_id != last or _deleted(successor.save_id, views):
@@ -285,10 +320,21 @@ def doomed(views: Views) -> list[Doomed]:
     return out
 
 
-def _kept(views: Views) -> set[str]:
+def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
+    """Of each replaced save, by its id, the next one of its name in commit order."""
+    found: dict[str, Seal] = {}
+    before: dict[str, str] = {}
+    for live in lives:
+        if live.seal.name in before:
+            found[before[live.seal.name]] = live.seal
+        before[live.seal.name] = live.seal.save_id
+    return found
+
+
+def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
     """Live and pinned saves, and what they refer to."""
-    kept = {live.seal.save_id: live.seal for live in catalog(views)}
-    for live in commits(views):
+    kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
+    for live in lives:
         if any(view.save(live.seal.save_id).pinned for view in views.values()):
             kept[live.seal.save_id] = live.seal
     return set(kept) | {r for seal in kept.values() for r in seal.references}
@@ -299,7 +345,7 @@ def successor_here(state: LogState, seal: Seal) -> Seal | None:
     mine = state.save(seal.save_id).sealed_at
     later = [
         (save.sealed_at, save.seal)
-        for save in state.saves.values()
+        for save in state.saves.living.values()
         if save.seal is not None
         and save.sealed_at is not None
         and save.seal.name == seal.name

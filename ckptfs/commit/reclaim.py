@@ -172,13 +172,19 @@ def _wipe_attempt(keys: AttemptKeys) -> Program[None]:
     yield from wipe_objects(keys, projected=False)
 
 
-def wipe_leftovers(seals: list[Seal], domain: str, caps: Capabilities) -> Program[None]:
-    """Object stores: take away what a delayed PUT wrote after its save was deleted and gone."""
-    if caps.shape is not Shape.OBJECT or not seals:
+def wipe_leftovers(
+    left_of: Callable[[str], list[Seal]], domain: str, caps: Capabilities
+) -> Program[None]:
+    """Object stores: take away what a delayed PUT wrote after its save was deleted and gone.
+
+    left_of: the saves of a name whose bytes went. Asked for what lies in the run, not for all that
+    ever did.
+    """
+    if caps.shape is not Shape.OBJECT:
         return
-    present = {entry.name for entry in (yield List(""))}
-    for seal in seals:
-        if seal.name in present:
+    entries: list[Entry] = yield List("")
+    for name in dict.fromkeys(entry.name for entry in entries):
+        for seal in left_of(name):
             for piece in pieces(seal, domain):
                 keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
                 yield from wipe_objects(keys, projected=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from ckptfs.commit.decisions import Refusal, may_abort
-from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Stamp
+from ckptfs.commit.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, AttemptKeys
 from ckptfs.commit.links import is_checkpoint_name
@@ -277,12 +277,12 @@ def _complete_deletes(
     """Finish deletes whose bytes a crash left, and deletes that another domain began: the entry
     here too, before any byte, or this domain alone would believe in a save that is not there.
     """
-    leftovers = []
-    for save in list(views[domain].saves.values()):
+    leftovers: dict[str, list[Seal]] = {}
+    for save in list(views[domain].saves.living.values()):
         if save.seal is None or standing(save.save_id, views) is not Standing.DELETED:
             continue
         if save.gone:
-            leftovers.append(save.seal)
+            leftovers.setdefault(save.seal.name, []).append(save.seal)
             continue
         reason = "begun elsewhere"
         if spared is None:
@@ -300,8 +300,17 @@ def _complete_deletes(
         _stop_if_fenced(gone, domain)
         views = {**views, domain: gone.state}
     names = {live.seal.name for live in committed(views)}
-    wipe = wipe_leftovers([s for s in leftovers if s.name not in names], domain, caps)
-    yield from _if_permitted(wipe, "leftovers", caps)
+    saves = views[domain].saves
+
+    def left_of(name: str) -> list[Seal]:
+        """Saves of a name whose bytes went, where nothing lives under that name."""
+        settled = saves.named(name)
+        known = [saves[save_id].seal for save_id in (settled.ids if settled else ())]
+        found = [*leftovers.get(name, ()), *(seal for seal in known if seal is not None)]
+        return [] if name in names else found
+
+    if leftovers or saves.count:
+        yield from _if_permitted(wipe_leftovers(left_of, domain, caps), "leftovers", caps)
     return views
 
 

@@ -15,7 +15,7 @@ from ckptfs.commit.entries import Generation, Outcome, Seal
 from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.pieces import part_in, part_name, promise, split_name
 from ckptfs.commit.promises import not_told, unheard
-from ckptfs.commit.protocol import Standing, seal_of, standing
+from ckptfs.commit.protocol import Standing, living, seal_of, standing
 
 __all__ = [
     "AttemptRecord",
@@ -79,10 +79,7 @@ def with_equal_seals_once(views: Mapping[str, LogState]) -> Mapping[str, LogStat
             return save
         return replace(save, seal=known[save.save_id])
 
-    return {
-        domain: replace(view, saves={key: once(save) for key, save in view.saves.items()})
-        for domain, view in views.items()
-    }
+    return {domain: replace(view, saves=view.saves.mapped(once)) for domain, view in views.items()}
 
 
 def encode_record(
@@ -108,7 +105,7 @@ def plan_recovery(
     """
     views = {domain: r.state for domain, r in reports.items()}
     records = _records(reports)
-    ids = [*records, *(s for v in views.values() for s in v.saves if s not in records)]
+    ids = [*records, *(save_id for save_id in living(views) if save_id not in records)]
     abort: dict[str, AttemptRecord] = {}
     decided: list[tuple[str, Outcome]] = []
     in_doubt: list[Seal] = []

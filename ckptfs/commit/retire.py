@@ -39,7 +39,7 @@ def waiting(state: LogState) -> list[Seal]:
     """Saves that are deleted in this log and whose bytes are still here."""
     return [
         save.seal
-        for save in state.saves.values()
+        for save in state.saves.living.values()
         if save.seal is not None and save.deleted and not save.gone
     ]
 
@@ -54,7 +54,7 @@ def may_retire(state: LogState, save_id: str, going: Collection[str]) -> bool:
         return False
     return not any(
         save_id in save.seal.references
-        for save in state.saves.values()
+        for save in state.saves.living.values()
         if save.seal is not None
         and save.save_id not in going
         and not save.deleted

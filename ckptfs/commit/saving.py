@@ -191,7 +191,7 @@ def to_clear(
     """What is doomed by now, and what a delete that failed half-way left, but for ``spare``."""
     begun = [
         (save.seal, "begun before")
-        for save in seen[domain].saves.values()
+        for save in seen[domain].saves.living.values()
         if save.seal is not None and save.deleted and not save.gone and save.save_id not in spare
     ]
     return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.everywhere]

@@ -98,7 +98,7 @@ def not_needed(
     for origin in dict.fromkeys(shared.values()):
         wanted = {path for path, writer in shared.items() if writer == origin}
         # The newest first: it is the likeliest to need what lasted so long.
-        for save in reversed([*state.saves.values()]):
+        for save in reversed([*state.saves.living.values()]):
             if wanted <= needed:
                 break
             if save.save_id == seal.save_id or not _may_need(save, origin):
@@ -120,7 +120,7 @@ def not_needed(
 def needed(writer: str, state: LogState, shape: Shape) -> Program[frozenset[str] | None]:
     """Paths of shared files of ``writer`` that some save with bytes lists. None: that cannot be told."""
     paths: frozenset[str] = frozenset()
-    for save in state.saves.values():
+    for save in state.saves.living.values():
         if _may_need(save, writer):
             found = yield from _shared_paths(save, shape)
             if found is None:

@@ -19,12 +19,14 @@ from ckptfs.commit.pieces import part_in, promise
 from ckptfs.commit.protocol import (
     Standing,
     Views,
-    catalog,
+    catalog_of,
     commits,
     hidden,
+    living,
     order_key,
     seal_of,
     standing,
+    used_overwrites,
 )
 from ckptfs.commit.unlogged import Unlogged
 from ckptfs.manager.blanks import Reshard
@@ -154,9 +156,10 @@ def _candidate(seal: Seal, views: Views, request: RestoreRequest) -> Candidate:
 def _seals(views: Views) -> list[Seal]:
     """Live saves, and those in doubt that no later commit replaced, in commit order."""
     lives = commits(views)
-    found = {live.seal.save_id: (live.key, live.seal) for live in catalog(views)}
+    used = used_overwrites(views, lives)
+    found = {live.seal.save_id: (live.key, live.seal) for live in catalog_of(lives, views)}
     newest = {live.seal.name: live.key for live in lives}
-    for save_id in {s for view in views.values() for s in view.saves} - set(found):
+    for save_id in set(living(views)) - set(found):
         if standing(save_id, views) is not Standing.IN_DOUBT:
             continue
         seal, part = seal_of(save_id, views), part_in(save_id, views)
@@ -166,7 +169,7 @@ def _seals(views: Views) -> list[Seal]:
             continue
         key = order_key(seal, views)
         replaced = seal.name in newest and newest[seal.name] > key
-        if not replaced and not hidden(seal, views, lives):
+        if not replaced and not hidden(seal, views, used):
             found[save_id] = (key, seal)
     return [seal for _, seal in sorted(found.values(), key=lambda one: one[0])]
 

@@ -21,8 +21,9 @@ from enum import Enum
 
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
-from ckptfs.commit.protocol import Views, catalog, commits
+from ckptfs.commit.protocol import Views, catalog, history
 from ckptfs.commit.resuming import AGAIN, origin_of
+from ckptfs.commit.saves import Saves
 from ckptfs.manager.retention import Keep, plan_retention
 
 __all__ = [
@@ -118,8 +119,8 @@ def plan_copies(
 
 def _pending(lives: Sequence[Seal], primary: Views, copy: Views) -> list[Seal]:
     """Live saves that came after the last one that the copy ever held."""
-    held = {origin_of(live.seal.save_id) for live in commits(copy)}
-    order = [live.seal.save_id for live in commits(primary)]
+    held = {origin_of(live.seal.save_id) for live in history(copy)}
+    order = [live.seal.save_id for live in history(primary)]
     last = max((at for at, save_id in enumerate(order) if save_id in held), default=-1)
     later = set(order[last + 1 :])
     return [seal for seal in lives if seal.save_id in later]
@@ -142,4 +143,4 @@ def _log_of(seals: Sequence[Seal]) -> Views:
             seal, base=Generation(1, ""), seq=at, fenced=True, domains=(place,), references=()
         )
         saves[seal.save_id] = SaveState(seal.save_id, as_if, at)
-    return {place: LogState(next=len(seals), saves=saves)}
+    return {place: LogState(next=len(seals), saves=Saves.of(saves.values()))}

@@ -22,7 +22,7 @@ def last_save_s(state: LogState, storage: Storage) -> float | None:
 
     Local, one read, appends nothing. What a job saved that has not sealed anything is not seen.
     """
-    sealed = [(save.sealed_at, save.save_id) for save in state.saves.values() if save.seal]
+    sealed = [(save.sealed_at, save.save_id) for save in state.saves.living.values() if save.seal]
     at, save_id = max(((at, name) for at, name in sealed if at is not None), default=(-1, ""))
     if at < 0:
         return None

@@ -161,10 +161,10 @@ def _needed(views: Views, candidates: dict[str, Seal], roots: Collection[str]) -
     seals = {
         save.save_id: save.seal
         for view in views.values()
-        for save in view.saves.values()
+        for save in view.saves.living.values()
         if save.seal is not None
     }
-    pinned = {s.save_id for view in views.values() for s in view.saves.values() if s.pinned}
+    pinned = {s.save_id for view in views.values() for s in view.saves.living.values() if s.pinned}
     stays = [
         save_id
         for save_id in seals
@@ -189,7 +189,7 @@ def why_it_stays(views: Views, save_id: str) -> str | None:
     users = [
         save.seal.name
         for view in views.values()
-        for save in view.saves.values()
+        for save in view.saves.living.values()
         if save.seal is not None
         and save_id in save.seal.references
         and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
@@ -205,7 +205,7 @@ def inherited_pins(views: Views) -> list[tuple[str, str]]:
     found = {
         save.save_id: live[save.seal.name]
         for view in views.values()
-        for save in view.saves.values()
+        for save in view.saves.living.values()
         if save.pinned
         and save.seal is not None
         and live.get(save.seal.name, save.save_id) != save.save_id

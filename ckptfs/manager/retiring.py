@@ -23,7 +23,7 @@ from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import Appended, Refused, catch_up_again
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Standing, Views, catalog, seal_of, standing
+from ckptfs.commit.protocol import Standing, Views, catalog, living, seal_of, standing
 from ckptfs.commit.retire import pin, retire, waiting
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
@@ -254,7 +254,7 @@ class Retirer:
         if seat.placement.is_owner:
             state = drive(catch_up_again(known_of(seat)), seat.storage)
             seat.known.learn(state)
-            view = (seat.placement.mine.id, state)
+            view = (seat.placement.mine.id, state.to_send(len(seat.placement.domains)))
         return _Said(view, frozenset(roots))
 
     def _decide(self, said: Sequence[_Said]) -> _Verdict:
@@ -344,7 +344,7 @@ class Retirer:
 def _halfway(views: Views) -> list[Going]:
     """Saves that one reached domain deleted and another did not: its process died in between."""
     found = []
-    for save_id in {s: None for view in views.values() for s in view.saves}:
+    for save_id in living(views):
         seal = seal_of(save_id, views)
         if seal is None or standing(save_id, views) is not Standing.DELETED:
             continue

@@ -37,7 +37,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Live, Views, catalog, commits
+from ckptfs.commit.protocol import Live, Views, catalog, commits, history
 from ckptfs.commit.unlogged import Unlogged, check_unlogged
 from ckptfs.errors import (
     AccessError,
@@ -226,6 +226,8 @@ def newer_than(after: After, kind: Kind, views: Views) -> Live | None:
         return None
     # Deleted and replaced ones too: what was seen may be gone by now, its place in the order is not.
     seen = [live.key for live in commits(views) if _is(live, after, kind)]
+    if not seen and after is not None:
+        seen = [live.key for live in history(views) if _is(live, after, kind)]
     return lives[-1] if not seen or lives[-1].key > seen[-1] else None
 
 

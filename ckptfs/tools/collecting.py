@@ -41,7 +41,7 @@ from ckptfs.commit.log import catch_up
 from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
-from ckptfs.commit.protocol import commits
+from ckptfs.commit.protocol import history
 from ckptfs.commit.run import Run
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.commit.trash import move_to_trash, trash_of
@@ -210,7 +210,7 @@ def _refuse(look: Look, before: Collected) -> None:
             uri=look.root,
             hint="wait for it, or say --older-than 0s if nobody saves or copies there now",
         )
-    used = {live.seal.base for live in commits(look.views)}
+    used = {live.seal.base for live in history(look.views)}
     if state.fence.mode is FenceMode.OVERWRITE and state.generation not in used:
         raise RunBusyError(
             'prepared with mode="overwrite", and nothing was committed since',

@@ -26,7 +26,7 @@ from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import piece, split_name
-from ckptfs.commit.protocol import Views, catalog, commits, latest, name_taken
+from ckptfs.commit.protocol import Views, catalog, history, latest, name_taken
 from ckptfs.commit.resuming import origin_of
 from ckptfs.dcp.copy_source import Original, stock_manifest
 from ckptfs.errors import CkptfsError, CommitConflictError, NotFoundError
@@ -243,7 +243,7 @@ def _held(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
 
 def _going_back(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:
     """A warning where the target's latest will be older than one that it has."""
-    order = [origin_of(live.seal.save_id) for live in commits(here.source)]
+    order = [origin_of(live.seal.save_id) for live in history(here.source)]
     training = [i for i in items if i.kind is Kind.CHECKPOINT and not i.failure]
     last = next((item for item in reversed(training) if item.status.is_due), None)
     there = latest(here.target, Kind.CHECKPOINT)

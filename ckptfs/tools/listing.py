@@ -22,7 +22,16 @@ from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG
 from ckptfs.commit.log import check_whole
 from ckptfs.commit.looking import Look
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Live, Standing, catalog, commits, hidden, seal_of, standing
+from ckptfs.commit.protocol import (
+    Live,
+    Standing,
+    catalog,
+    commits,
+    hidden,
+    seal_of,
+    standing,
+    used_overwrites,
+)
 from ckptfs.commit.recovery import AttemptRecord, read_record
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Entry
@@ -143,7 +152,7 @@ def _state_of(
         case Standing.COMMITTED if seal.save_id in live:
             return State.COMMITTED, ""
         case Standing.COMMITTED:
-            is_hidden = hidden(seal, views, lives)
+            is_hidden = hidden(seal, views, used_overwrites(views, lives))
             return (State.OVERWRITTEN if is_hidden else State.REPLACED), ""
         case Standing.DELETED:
             saves = [view.save(seal.save_id) for view in views.values()]

@@ -6,7 +6,6 @@ a change to an existing file is a change of the format and needs a version.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,8 +154,10 @@ def _bodies() -> dict[str, Body]:
 
 
 def _snapshot(state: LogState) -> Snapshot:
-    # As JSON has it: a pair reads back as a list.
-    return Snapshot(json.loads(json.dumps(snapshot_of(state).state)))
+    # As it is read back: a pair is a list then.
+    body = decode_entry(encode_entry(Entry("w", snapshot_of(state))), "snapshot").body
+    assert isinstance(body, Snapshot)
+    return body
 
 
 def _manifest() -> Manifest:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ckptfs.commit.entries import Abort, Body, Decided, Delete, Kind, Outcome, Pin, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.protocol import catalog
+from ckptfs.commit.saves import Saves
 from ckptfs.errors import StateError
 from ckptfs.manager.naming import Template
 from ckptfs.manager.options import Names
@@ -394,7 +395,7 @@ def test_no_plan_breaks_what_is_promised(items: list[Item], keep: Keep, again: i
 def lay_deletes(state: LogState, ids: list[str]) -> LogState:
     """The log with these saves deleted."""
     saves = {i: replace(state.save(i), deleted=True) for i in ids}
-    return replace(state, saves={**state.saves, **saves})
+    return replace(state, saves=Saves.of({**state.saves, **saves}.values()))
 
 
 def test_saves_of_an_older_generation_count_too() -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from ckptfs.commit.saves import Saves
 from tests.model.disk import Failed
 
 __all__ = ["Machine", "canonical"]
@@ -47,6 +48,9 @@ def canonical(value: Any) -> Any:
             return ("list", *map(canonical, value))
         case dict() | types.MappingProxyType():
             return ("dict", *((canonical(k), canonical(v)) for k, v in value.items()))
+        case Saves():
+            # Which of them a decision walks is part of what a program can tell.
+            return ("saves", canonical(dict(value)), *value.living)
         case set() | frozenset():
             return ("set", frozenset(map(canonical, value)))
         case BaseException():

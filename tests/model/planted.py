@@ -33,6 +33,7 @@ from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.layout import AttemptKeys, log_key
 from ckptfs.commit.log import Appended, Refused
 from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace, Write
+from ckptfs.commit.saves import Saves
 from ckptfs.errors import NotFoundError
 from tests.model import programs
 
@@ -223,7 +224,7 @@ def _gone(save: Any) -> Any:
 
 
 def _with(state: Any, saves: Any) -> Any:
-    return replace(state, saves=saves)
+    return replace(state, saves=Saves.of(saves.values()))
 
 
 def _dead_on_arrival() -> list[Patch]:
@@ -261,7 +262,7 @@ def _replaced_save_comes_back() -> list[Patch]:
 
 
 def _pins_forgotten() -> list[Patch]:
-    return [(protocol, "_kept", lambda views: {x.seal.save_id for x in protocol.catalog(views)})]
+    return [(protocol, "_kept", lambda views, _: {x.seal.save_id for x in protocol.catalog(views)})]
 
 
 def _bytes_before_the_entry() -> list[Patch]:
@@ -374,7 +375,7 @@ def _deleted_taken_for_aborted() -> list[Patch]:
             k: replace(s, deleted=False, aborted=True) if s.deleted and s.seal is None else s
             for k, s in state.saves.items()
         }
-        return replace(state, saves=saves)
+        return replace(state, saves=Saves.of(saves.values()))
 
     return [(parts, "stand_in", stand_in)]
 
