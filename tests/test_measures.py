@@ -38,6 +38,7 @@ LABS = "the labs run one test at a time"
 ALLOWED: dict[tuple[str, str], str] = {
     ("bench/test_variants.py", "memory"): "asks only whether the system can tell",
     ("cli/test_look.py", "processor"): "of child processes alone, the least of three runs",
+    ("crash/one_rank.py", "elapsed"): DEADLINE,
     ("crash/test_takeover.py", "elapsed"): SLOWER,
     ("dcp/test_dcp_api.py", "elapsed"): DEADLINE,
     ("dcp/test_dcp_api.py", "threads"): "by the names of ckptfs's agents, in a rank of its own",
@@ -71,6 +72,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("soak/job.py", "descriptors"): CHILD,
     ("soak/job.py", "memory"): CHILD,
     ("soak/job.py", "threads"): CHILD,
+    ("storage/test_over.py", "descriptors"): "names a directory by its descriptor",
     ("storage/test_s3_scripted.py", "elapsed"): DEADLINE,
     ("storage/test_threads.py", "threads"): "by the name of the one pool that it made",
     ("storage/test_uploads.py", "memory"): FAR,

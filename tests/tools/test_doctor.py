@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,12 +168,20 @@ def test_a_replace_with_a_gap_is_seen_by_the_reader(tmp_path: Path) -> None:
     """A rename that first removes the target: for a moment there is nothing, and somebody looks."""
 
     class Gap(Posix):
+        looked = threading.Event()
+
+        def open(self, path: str, *rest: Any, **more: Any) -> int:
+            try:
+                return super().open(path, *rest, **more)
+            except FileNotFoundError:
+                self.looked.set()
+                raise
+
         def rename(self, source: str, target: str) -> None:
-            if "/replace/" in target:
-                if os.path.lexists(target):
-                    os.unlink(target)
-                for _ in range(200):  # system calls, so that the reader has its turn
-                    os.path.lexists(target)
+            if "/replace/" in target and os.path.lexists(target):
+                os.unlink(target)
+                self.looked.clear()
+                assert self.looked.wait(60), "nobody looked"
             super().rename(source, target)
 
     found = alone(tmp_path / "run", opener=on(Gap())).finding("atomic-replace")
