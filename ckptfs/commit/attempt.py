@@ -30,6 +30,7 @@ from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.decisions import may_seal
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.foreign import foreign_at
 from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
 from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.manifest import (
@@ -109,6 +110,7 @@ class Attempt:
         self._state: LogState | None = None
         self._plan: SavePlan | None = None
         self._keys: AttemptKeys | None = None
+        self._foreign: str | None = None
         self._seal_tried = False
         self._committed: Committed | None = None
         self._began = False
@@ -215,12 +217,33 @@ class Attempt:
     def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
         return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
 
-    def _begin_plainly(self) -> tuple[str, ...] | SymlinkError:
+    def _begin_plainly(self) -> tuple[str, ...] | SymlinkError | CommitConflictError:
         try:
+            self._look_for_foreign()
             return self._begin()
-        except SymlinkError as error:
+        except (SymlinkError, CommitConflictError) as error:
             self._began = False  # nothing was made: nothing is to be aborted
             return error  # a value, so that it is raised as its type
+
+    def _look_for_foreign(self) -> None:
+        """Another program's checkpoint of that name: replaced when that was asked for, else refused.
+
+        Only the one that stands there now: what comes while this save is written is left alone.
+        """
+        if not self._owner or self._state is None or self.spec.artifact is Kind.DIRECTORY:
+            return
+        found = drive(foreign_at(self.spec.name, self._state), self.storage)
+        self._foreign = None if found is None else found.digest
+        # A copy of a checkpoint of ours, whole or interrupted, is no other program's.
+        if found is None or found.is_copy:
+            return
+        if self.spec.if_exists is IfExists.ERROR or self.spec.spares_foreign:
+            ways = 'move it away, or save over it with ckptfs.save(..., if_exists="replace")'
+            raise CommitConflictError(
+                f"{self.spec.name} holds a checkpoint that ckptfs did not write",
+                uri=self.storage.uri(self.spec.name),
+                hint=f"choose another name, {ways}",
+            )
 
     def _begin(self) -> tuple[str, ...]:
         if not self._owner:
@@ -232,9 +255,11 @@ class Attempt:
             return drive(other_attempts(self._named, state), self.storage)
         return ()
 
-    def _refuse_others(self, answers: Sequence[tuple[str, ...] | SymlinkError]) -> None:
+    def _refuse_others(
+        self, answers: Sequence[tuple[str, ...] | SymlinkError | CommitConflictError]
+    ) -> None:
         for answer in answers:
-            if isinstance(answer, SymlinkError):
+            if isinstance(answer, SymlinkError | CommitConflictError):
                 raise answer
         others = [save_id for answer in answers if isinstance(answer, tuple) for save_id in answer]
         if others:
@@ -376,7 +401,14 @@ class Attempt:
             # is sealed here but not elsewhere must not be projected.
             aside = background is not None and not self._clears_plain_names()
             now = None if aside else holder
-            program = finish(seal, self._means, self._state, holder=now, spare=self.seat.spared)
+            program = finish(
+                seal,
+                self._means,
+                self._state,
+                holder=now,
+                spare=self.seat.spared,
+                replaces=self._foreign,
+            )
             self._state = drive(take_turns(program, self.seat.turn), self.storage)
             self.seat.known.learn(self._state)
             self.seat.touch_log_later()

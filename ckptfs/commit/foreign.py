@@ -4,18 +4,27 @@
     saves_named(data, state)      those whose ids it carries
     names_save(data)              the save that a ``ckptfs.json`` names
 
-A foreign ``.metadata`` is another program's checkpoint: nothing of ours replaces or removes it. Pure.
+    foreign_at(name, state)       a foreign one that stands under a name; reads
+
+A foreign ``.metadata`` is another program's checkpoint: nothing of ours removes it, and only a save that was
+told to replace it does.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import MANIFEST, METADATA
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.ops import Program, Read
+from ckptfs.errors import NotFoundError
 
-__all__ = ["is_known", "names_save", "saves_named"]
+__all__ = ["Foreign", "foreign_at", "is_known", "names_save", "saves_named"]
 
 _WORD = re.compile(rb"[\w~.-]+", re.ASCII)
 
@@ -30,8 +39,32 @@ def is_known(name: str, metadata: bytes, state: LogState) -> bool:
         and save.seal.artifact is Kind.DIRECTORY
         and not save.gone
         and name.partition("/")[0] == save.seal.name
-        for save in state.saves.values()
+        for save in state.saves.living.values()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """A ``.metadata`` that no save of this log wrote. is_copy: a manifest of ckptfs lies beside it."""
+
+    digest: str
+    is_copy: bool
+
+
+def foreign_at(name: str, state: LogState) -> Program[Foreign | None]:
+    """The foreign ``.metadata`` under that name; None where there is none."""
+    try:
+        data: bytes = yield Read(f"{name}/{METADATA}")
+    except NotFoundError:
+        return None
+    # A save may have been sealed since the log was folded.
+    if is_known(name, data, state) or is_known(name, data, (yield from catch_up(state))):
+        return None
+    try:
+        is_copy = names_save((yield Read(f"{name}/{MANIFEST}"))) is not None
+    except NotFoundError:
+        is_copy = False
+    return Foreign(digest_of(data), is_copy)
 
 
 def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:

@@ -39,7 +39,8 @@ class SaveSpec:
 
     run: the generation of a held run; None is an unfenced save. metrics: numbers about the model, for
     retention. save_id, world_size: of the save that this one is a copy of; None takes a fresh id, and
-    counts the ranks that save.
+    counts the ranks that save. spares_foreign: what another program saved under that name is an error
+    even where a save of ours would be replaced, because nobody asked for that.
     """
 
     name: str
@@ -53,6 +54,7 @@ class SaveSpec:
     metrics: tuple[tuple[str, float], ...] = ()
     save_id: str | None = None
     world_size: int | None = None
+    spares_foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)

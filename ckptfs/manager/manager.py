@@ -194,6 +194,7 @@ class CheckpointManager(RunManager):
             failure=failure,
             per_rank=(*self._settings.per_rank, *taken.per_rank),
             metrics=told,
+            spares_foreign=True,
         )
         job = StateJob(
             taken.state_dict, self._ground.root / name, spec, self._settings.write, started

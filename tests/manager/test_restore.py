@@ -635,7 +635,9 @@ def test_on_an_object_store_requests_do_not_grow_with_the_files(tmp_path: Path) 
     site.nodes = "ab"
     assert site.restore(lambda _: {"w": torch.zeros(9)}, strict=False) is not None
     assert counted["list .ckptfs"] == counted["list step_1"] == 1
-    assert counted["stat step_1"] == 0
+    assert (
+        counted["stat step_1"] <= 1
+    )  # when the newest commit was projected; not one for each file
     assert counted["read step_1"] <= 2 * 3  # the manifest, .metadata, digests of what is read
     store = bucket(Uri.parse("file:///site/run"), tmp_path)
     (save_id,) = (entry.name for entry in store.list("step_1") if entry.is_dir)
