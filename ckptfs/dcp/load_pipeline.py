@@ -9,8 +9,9 @@ know of one that nobody wants. ``ckptfs.load`` finds the checkpoint before, and 
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from ckptfs.progress import SILENT, Meter
 from ckptfs.topology.control import Control
 
 __all__ = ["PlannedLoad", "plan_load", "read", "restore_stateful"]
+
+_OPTIMIZER_STATE = re.compile(r"(.+?)\.state\.[^.]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +83,30 @@ def plan_load(
         if unexpected and strict:
             raise StateError(
                 f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
-                hint="strict=False skips them",
+                hint=_hint_for(unexpected, inventory.keys),
             )
         return unexpected
 
     unexpected = control.step("plan the load", local, decide)
     return PlannedLoad(
         tuple(held[0]), planner, planner.missing, unexpected, time.perf_counter() - started
+    )
+
+
+def _hint_for(unexpected: Sequence[str], saved: Collection[str]) -> str:
+    """What to do about keys that nobody asks for. An optimizer has no state before its first step: what
+    it says of itself then asks for none, and strict=False would leave it empty without a word.
+    """
+    names = {at[1] for key in unexpected if (at := _OPTIMIZER_STATE.match(key))}
+    empty = sorted(
+        name for name in names if any(key.startswith(f"{name}.param_groups") for key in saved)
+    )
+    if not empty:
+        return "strict=False skips them"
+    return (
+        f"{empty[0]!r} is an optimizer without state: ask for what get_state_dict(model, optimizer) of "
+        "torch.distributed.checkpoint.state_dict returns, or hand the optimizer to "
+        "CheckpointManager.restore; strict=False would leave it empty"
     )
 
 

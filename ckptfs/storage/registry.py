@@ -18,7 +18,9 @@ connection: clients are lazy. A URI's query is merged into the options, which wi
 from __future__ import annotations
 
 import os
+import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -58,6 +60,9 @@ _EXTRAS = {
 # Implementations that fsspec ships itself and that import their library when they connect.
 _LATE = {"hdfs": "pyarrow", "arrow_hdfs": "pyarrow", "sftp": "paramiko", "ssh": "paramiko"}
 
+# What os.path makes of a URI that is given for a path: s3://bucket becomes a directory called "s3:".
+_URI_AS_PATH = re.compile(r"/((?:ckptfs\+)?(?:s3|gs|gcs|az|abfss?|adl|hdfs|memory)):/")
+
 
 def open_storage(
     uri: Uri | str | os.PathLike[Any] | HasProtocol,
@@ -69,6 +74,12 @@ def open_storage(
     MissingDriverError: its library is not installed; the hint names the extra.
     """
     place = Uri.parse(uri)
+    if place.is_local and (taken := _URI_AS_PATH.search(place.path)) is not None:
+        warnings.warn(
+            f"{place.path} lies on this machine's own disk: a program took the URI {taken[1]}://... for a "
+            "path. Give the URI to ckptfs, and programs a directory",
+            stacklevel=2,
+        )
     if place.is_masked:
         raise UriError(
             "this URI's credentials were masked: it was taken from a log or an error",
