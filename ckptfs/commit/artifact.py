@@ -26,7 +26,12 @@ from ckptfs.commit.publishing import list_files
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import Committed, SaveSpec, WrittenPart
-from ckptfs.errors import CkptfsError, IncompleteCheckpointError, StateError
+from ckptfs.errors import (
+    CkptfsError,
+    CollectiveError,
+    IncompleteCheckpointError,
+    StateError,
+)
 from ckptfs.events import Counters
 from ckptfs.storage.watched import WatchedFile, walk
 from ckptfs.topology.control import Control
@@ -94,8 +99,9 @@ def leaving_together(control: Control) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, CkptfsError) and error.rank is None:
-            error.rank = control.rank
+        # A collective error is all ranks' already: with one's number it would differ between them.
+        if isinstance(error, CkptfsError) and not isinstance(error, CollectiveError):
+            error.rank = control.rank if error.rank is None else error.rank
         with contextlib.suppress(Exception):
             control.step("leave", _raiser(error))
         raise
