@@ -411,9 +411,10 @@ class Attempt:
             )
             self._state = drive(take_turns(program, self.seat.turn), self.storage)
             self.seat.known.learn(self._state)
-            self.seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             return str(error)
+        finally:
+            self.seat.touch_log_later()  # the seal stands, whatever became of its projection
         if holder is not None and background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
             clearing = clear(self._means, self._known, holder, self.seat.spared)

@@ -302,10 +302,11 @@ class Desk:
             program = finish(seal, self._means, state, holder=now, spare=seat.spared)
             state = drive(take_turns(program, seat.turn), seat.storage)
             seat.known.learn(state)
-            seat.touch_log_later()
         except (StorageError, CommitInDoubtError) as error:
             logger.warning("%s is committed; its projection is not complete: %s", seal.name, error)
             return state
+        finally:
+            seat.touch_log_later()  # the seal stands, whatever became of its projection
         if background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
             clearing = clear(self._means, self._known, holder, seat.spared)

@@ -171,3 +171,20 @@ def test_several_domains_are_as_old_as_the_oldest(tmp_path: Path) -> None:
         with pytest.raises(FencedError, match="claimed at different times"):
             end.get()
     assert rig.look(rig.TWO_DOMAINS, base, ["step_1", "step_2"]).state == {"step_1": "one"}
+
+
+def test_the_log_is_touched_for_a_seal_whose_projection_fails(tmp_path: Path) -> None:
+    """The save is committed: a reader over NFSv3 has to see its seal, whatever became of the rest."""
+    touched = threading.Event()
+
+    class Noticed(LocalStorage):
+        def touch(self, key: str) -> None:
+            super().touch(key)
+            touched.set()
+
+    storage = Noticed(Uri.parse(tmp_path / "run"))
+    plan = Plan([Fault("rename", f"{ATTEMPTS}/*", 1, Fail(PermissionError(13, "not here")))])
+    seat = sit_down(SoloControl(), FaultyStorage(storage, plan), Place(), write=True)
+    rig.save(seat, "step_1", "one")
+    assert not (tmp_path / "run" / "step_1").exists(), "its projection failed"
+    assert touched.wait(60)
