@@ -40,7 +40,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
         if isinstance(value, int):
             return value
         try:
-            return parse_size(str(value))
+            return parse_size(str(value), least=0)  # 0: nothing is timed
         except ValueError as error:
             self.fail(str(error), param, ctx)
 

@@ -22,8 +22,8 @@ _UNITS = {
 }
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of ``5_000_000_000``, "1.5GB" (powers of ten) or "5GiB"; at least 1. StateError."""
+def parse_size(size: int | str, *, least: int = 1) -> int:
+    """Bytes of ``5_000_000_000``, "1.5GB" (powers of ten) or "5GiB"; StateError below ``least``."""
     match = re.fullmatch(
         r"\s*(\d+)(\.\d+)?\s*([KMGT]i?B|B)?\s*", str(size), re.IGNORECASE | re.ASCII
     )
@@ -32,7 +32,7 @@ def parse_size(size: int | str) -> int:
     factor = _UNITS[(match[3] or "").upper()]
     # Whole numbers stay exact, however large.
     found = int(match[1]) * factor + (round(float(match[2]) * factor) if match[2] else 0)
-    if found < 1:
+    if found < least:
         raise _no_size(size)
     return found
 
