@@ -271,6 +271,22 @@ class _Process:
                 os.kill(told["pid"], number)
 
 
+def _stop(process: _Process) -> None:
+    """SIGSTOP. A thread that runs on another core goes on until the kernel comes to it: wait for all."""
+    process.signal(signal.SIGSTOP)
+    told = process.find("pid")
+    if told is None or process.prefix or not Path("/proc/self/task").exists():
+        return
+    end = time.monotonic() + 20
+    while time.monotonic() < end and not process.ended:
+        states = []
+        for stat in Path(f"/proc/{told['pid']}/task").glob("*/stat"):
+            with contextlib.suppress(OSError):
+                states.append(stat.read_text().rpartition(")")[2].split()[0])
+        if all(state in "Tt" for state in states):
+            return
+
+
 class Ranks:
     """The rank processes of one ``launch``, seen from the test."""
 
@@ -340,8 +356,8 @@ class Ranks:
         self._processes[rank].signal(signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
-        """SIGSTOP."""
-        self._processes[rank].signal(signal.SIGSTOP)
+        """SIGSTOP; returns when it stands still."""
+        _stop(self._processes[rank])
 
     def thaw(self, rank: int) -> None:
         """SIGCONT."""
@@ -353,9 +369,9 @@ class Ranks:
         self._store_host.signal(signal.SIGKILL)
 
     def freeze_store(self) -> None:
-        """SIGSTOP the process that hosts the store (``store="apart"``)."""
+        """SIGSTOP the process that hosts the store (``store="apart"``); returns when it stands still."""
         assert self._store_host
-        self._store_host.signal(signal.SIGSTOP)
+        _stop(self._store_host)
 
     def results(
         self, *, timeout_s: float = 60.0, ranks: Sequence[int] | None = None
