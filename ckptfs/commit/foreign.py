@@ -72,7 +72,8 @@ def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:
     words = set(_WORD.findall(metadata))
     # A pickle writes the length of a short text as one byte before it, which may look like a letter.
     words |= {word[1:] for word in words}
-    return frozenset(save_id for save_id in state.saves if save_id.encode() in words)
+    ids = (word.decode("ascii") for word in words)
+    return frozenset(save_id for save_id in ids if save_id in state.saves)
 
 
 def names_save(manifest: bytes) -> str | None:

@@ -165,8 +165,9 @@ def discard_source(keys: AttemptKeys) -> Program[None]:
 
 def names_saved_twice(state: LogState) -> set[str]:
     """Names under which a removal and a projection may have met."""
-    names = [save.seal.name for save in state.saves.values() if save.seal is not None]
-    return {name for name, count in Counter(names).items() if count > 1}
+    saves = state.saves
+    names = Counter(save.seal.name for save in saves.living.values() if save.seal is not None)
+    return {name for name, count in names.items() if count > 1 or saves.named(name) is not None}
 
 
 def project_all(

@@ -120,7 +120,7 @@ class Settled:
         return Settled, (self.save,)
 
 
-Parts = tuple["Layers[Settled]", "Layers[Named]", "Layers[bool]"]
+Index = tuple["Layers[Settled]", "Layers[Named]", "Layers[bool]"]
 
 
 class Saves(Mapping[str, SaveState]):
@@ -128,21 +128,21 @@ class Saves(Mapping[str, SaveState]):
 
     living: those that decisions walk. highest: the greatest (base, seq) of a settled save whose writer
     held the run. waiting: living ones that are to be settled as soon as they say nothing of others.
-    count: of settled ones. parts: the settled by id, by name, and what they began under; for Draft.
+    count: of settled ones. index: the settled by id, by name, and what they began under; for Draft.
     """
 
-    __slots__ = ("count", "highest", "living", "parts", "waiting")
+    __slots__ = ("count", "highest", "index", "living", "waiting")
 
     def __init__(
         self,
         living: Mapping[str, SaveState] | None = None,
-        parts: Parts | None = None,
+        index: Index | None = None,
         highest: tuple[Generation, int] | None = None,
         waiting: tuple[str, ...] = (),
         count: int = 0,
     ) -> None:
         self.living: Mapping[str, SaveState] = {} if living is None else living
-        self.parts: Parts = (Layers(), Layers(), Layers()) if parts is None else parts
+        self.index: Index = (Layers(), Layers(), Layers()) if index is None else index
         self.highest = highest
         self.waiting = waiting
         self.count = count
@@ -160,7 +160,7 @@ class Saves(Mapping[str, SaveState]):
 
         For sending to another rank. A settled save is unknown there when it is asked for by its id.
         """
-        _, names, bases = self.parts
+        _, names, bases = self.index
         return Saves(self.living, (Layers(), names, bases), self.highest, self.waiting)
 
     def mapped(self, change: Callable[[SaveState], SaveState]) -> Saves:
@@ -169,7 +169,7 @@ class Saves(Mapping[str, SaveState]):
 
     def named(self, name: str) -> Named | None:
         """The settled saves of a name; None where it has none."""
-        return self.parts[1].get(name)
+        return self.index[1].get(name)
 
     def knows_name(self, name: str) -> bool:
         """Whether a save of that name was ever sealed here."""
@@ -179,11 +179,11 @@ class Saves(Mapping[str, SaveState]):
 
     def was_base(self, generation: Generation) -> bool:
         """Whether a settled save was committed under that generation."""
-        return self.parts[2].get(_key_of(generation)) is not None
+        return self.index[2].get(_key_of(generation)) is not None
 
     def encoded(self, encode: Callable[[SaveState], Mapping[str, Any]]) -> Iterator[EncodedSave]:
         """What a snapshot says of each settled save; each is encoded once in its life."""
-        settled = self.parts[0]
+        settled = self.index[0]
         found = (settled.get(save_id) for save_id in settled if save_id not in self.living)
         return (one.text(encode) for one in found if one is not None)
 
@@ -191,18 +191,18 @@ class Saves(Mapping[str, SaveState]):
         living = self.living.get(save_id)
         if living is not None:
             return living
-        found = self.parts[0].get(save_id)
+        found = self.index[0].get(save_id)
         if found is None:
             raise KeyError(save_id)
         return found.save
 
     def __contains__(self, save_id: object) -> bool:
         return save_id in self.living or (
-            isinstance(save_id, str) and self.parts[0].get(save_id) is not None
+            isinstance(save_id, str) and self.index[0].get(save_id) is not None
         )
 
     def __iter__(self) -> Iterator[str]:
-        yield from (save_id for save_id in self.parts[0] if save_id not in self.living)
+        yield from (save_id for save_id in self.index[0] if save_id not in self.living)
         yield from self.living
 
     def __len__(self) -> int:
@@ -254,7 +254,7 @@ class Draft:
     def __init__(self, base: Saves) -> None:
         self._base = base
         self._living: dict[str, SaveState] | None = None
-        self._settled, self._names, self._bases = base.parts
+        self._settled, self._names, self._bases = base.index
         self._highest, self._count = base.highest, base.count
         self._waiting = dict.fromkeys(base.waiting)
 
