@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +22,12 @@ from ckptfs.commit.entries import (
     Entry,
     Foreign,
     Pin,
+    Snapshot,
     body_fields,
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState
+from ckptfs.commit.fold import LogState, fold_entry
 from ckptfs.commit.layout import HINT, LOG, log_key
 from ckptfs.commit.log import (
     Appended,
@@ -251,6 +253,29 @@ def test_the_hint_is_no_authority(hint: bytes) -> None:
     state = _long_log(storage, 230)
     storage.replace(HINT, hint)
     assert drive(catch_up(), storage).saves == state.saves
+
+
+def test_a_fold_from_the_first_entry_holds_one_snapshot_at_a_time() -> None:
+    """Where no hint names a snapshot all entries are read, snapshots too: each says all that was before,
+    and together they are as much as the square of the log.
+    """
+    storage = memory()
+    state = LogState()
+    drive(make_log(), storage)
+    for number in range(200):
+        body: Body = Snapshot({"saves": [{"save_id": f"{n}"} for n in range(2000)]})
+        body = body if number % 2 else Pin("x")
+        storage.create(log_key(number), encode_entry(Entry(f"w{number}", body)), staging="s")
+        state = fold_entry(state, body)
+    tracemalloc.start()
+    try:
+        found = drive(catch_up(), storage)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found.next, found.snapshot_at) == (200, 199)
+    # Eight of 16 entries that are read at once are snapshots, of half a MB; all together are 50 MB.
+    assert peak < 16 * 800_000
 
 
 def _rewritten(storage: Storage, edit: Callable[[dict[str, Any]], None]) -> None:
