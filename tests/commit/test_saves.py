@@ -84,7 +84,9 @@ def lives(draw: st.DrawFn) -> dict[str, list[Body]]:
     generation, seq = GENESIS, 0
     seals: list[Seal] = []
     for _ in range(draw(st.integers(0, 24))):
-        what = draw(st.sampled_from(["seal"] * 4 + ["erase"] * 4 + ["fence"] * 2 + ["other"] * 2))
+        what = draw(
+            st.sampled_from(["seal"] * 4 + ["rest"] + ["erase"] * 4 + ["fence", "other"] * 2)
+        )
         where = draw(st.sampled_from([domains, domains, domains[-1:]]))
         known = draw(st.sampled_from(seals)).save_id if seals else IDS[-1]
         bodies: list[Body] = []
@@ -96,6 +98,13 @@ def lives(draw: st.DrawFn) -> dict[str, list[Body]]:
             refers = (known,) if draw(st.booleans()) and seals else ()
             seals.append(replace(seal, fenced=owned, references=refers))
             bodies = [seals[-1]]
+        elif what == "rest":
+            # One that was sealed in one domain only: the other one follows, behind what came meanwhile.
+            late = [
+                seal for seal in seals if seal not in logs["A"] or seal not in logs[domains[-1]]
+            ]
+            bodies = [draw(st.sampled_from(late))] if late else []
+            where = tuple(one for one in domains if not bodies or bodies[0] not in logs[one])
         elif what == "erase":
             # The entry first, then the bytes, then that they are gone; a crash may come between.
             erased: list[Body] = [Delete(known, generation), Gone(known, generation)]
@@ -106,13 +115,9 @@ def lives(draw: st.DrawFn) -> dict[str, list[Body]]:
             bodies = [Fence(generation, mode)]
         else:
             at = ("part-1", IDS[-1], "actor", generation, "step_3", None, "A", "host")
-            # What was deleted had been decided before, if it was: nobody decides it afterwards.
-            entries = [body for log in logs.values() for body in log]
-            deleted = any(isinstance(one, Delete) and one.save_id == known for one in entries)
-            outcome = Outcome.COMMITTED if deleted else draw(st.sampled_from(Outcome))
             others: list[Body] = [
                 Abort(draw(st.sampled_from(IDS)), generation),
-                Decided(known, outcome),
+                *_decisions(known, logs),
                 Pin(known, pinned=True),
                 Pin(known, pinned=draw(st.booleans())),
                 Part(*at, domains=("A",), digest="d"),
@@ -149,6 +154,19 @@ HIDDEN_BY_A_DELETED_ONE: list[Body] = [
     Delete(IDS[1], G2),
     Gone(IDS[1], G2),
 ]
+
+
+def _decisions(save_id: str, logs: dict[str, list[Body]]) -> list[Body]:
+    """What may be recorded of a save: committed where every domain sealed it, aborted where one did not.
+    What was deleted had been decided before.
+    """
+    sealed = [
+        any(isinstance(b, Seal) and b.save_id == save_id for b in log) for log in logs.values()
+    ]
+    entries = [body for log in logs.values() for body in log]
+    if any(isinstance(one, Delete) and one.save_id == save_id for one in entries):
+        return []
+    return [Decided(save_id, Outcome.COMMITTED if all(sealed) else Outcome.ABORTED)]
 
 
 def folded(bodies: Sequence[Body]) -> LogState:
