@@ -38,6 +38,7 @@ LABS = "the labs run one test at a time"
 ALLOWED: dict[tuple[str, str], str] = {
     ("bench/test_variants.py", "memory"): "asks only whether the system can tell",
     ("cli/test_look.py", "processor"): "of child processes alone, the least of three runs",
+    ("commit/test_log.py", "memory"): FAR,
     ("crash/one_rank.py", "elapsed"): DEADLINE,
     ("crash/test_takeover.py", "elapsed"): SLOWER,
     ("dcp/test_dcp_api.py", "elapsed"): DEADLINE,

@@ -24,7 +24,7 @@ from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.ops import Program, Read
 from ckptfs.errors import NotFoundError
 
-__all__ = ["Foreign", "foreign_at", "is_known", "names_save", "saves_named"]
+__all__ = ["ForeignMetadata", "foreign_at", "is_known", "names_save", "saves_named"]
 
 _WORD = re.compile(rb"[\w~.-]+", re.ASCII)
 
@@ -44,14 +44,14 @@ def is_known(name: str, metadata: bytes, state: LogState) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignMetadata:
     """A ``.metadata`` that no save of this log wrote. is_copy: a manifest of ckptfs lies beside it."""
 
     digest: str
     is_copy: bool
 
 
-def foreign_at(name: str, state: LogState) -> Program[Foreign | None]:
+def foreign_at(name: str, state: LogState) -> Program[ForeignMetadata | None]:
     """The foreign ``.metadata`` under that name; None where there is none."""
     try:
         data: bytes = yield Read(f"{name}/{METADATA}")
@@ -64,7 +64,7 @@ def foreign_at(name: str, state: LogState) -> Program[Foreign | None]:
         is_copy = names_save((yield Read(f"{name}/{MANIFEST}"))) is not None
     except NotFoundError:
         is_copy = False
-    return Foreign(digest_of(data), is_copy)
+    return ForeignMetadata(digest_of(data), is_copy)
 
 
 def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:

@@ -51,7 +51,7 @@ from ckptfs.storage.base import Entry as Listed
 __all__ = [
     "SNAPSHOT_EVERY",
     "Appended",
-    "Checked",
+    "CheckedLog",
     "Gap",
     "Refused",
     "append",
@@ -97,7 +97,7 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckedLog:
     """A log that was folded and then listed. gap: None where nothing lies behind the fold."""
 
     state: LogState
@@ -119,7 +119,7 @@ def gap_in(names: Iterable[str], end: int) -> Gap | None:
     return next((Gap(at, n) for at, n in enumerate(numbers) if n > at), None)
 
 
-def check_whole(state: LogState) -> Program[Checked]:
+def check_whole(state: LogState) -> Program[CheckedLog]:
     """See by a listing that nothing lies behind the end of ``state``, the fold of all that was seen.
     Reads only. Whoever acts on a log must know this: what lies behind a gap is read by nobody, and
     an append would take the number of the missing entry for good.
@@ -128,14 +128,14 @@ def check_whole(state: LogState) -> Program[Checked]:
     try:
         found: list[Listed] = yield List(LOG)
     except NotFoundError:
-        return Checked(state, None)
+        return CheckedLog(state, None)
     names = [one.name for one in found if not one.is_dir]
     gap = gap_in(names, state.next)
     if gap is not None:
         # Somebody may have appended between the two looks: only what a second one misses is a gap.
         state = yield from catch_up(state)
         gap = gap_in(names, state.next)
-    return Checked(state, gap)
+    return CheckedLog(state, gap)
 
 
 def make_log() -> Program[None]:

@@ -55,7 +55,7 @@ from ckptfs.storage.names import (
     sync_dir,
     unlink_if_there,
 )
-from ckptfs.storage.over import InPlaceWriter, OverWriter, Way, look_at_target
+from ckptfs.storage.over import InPlaceWriter, OverWriter, WriteMethod, look_at_target
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.posix import Posix, beneath, holder_of, without_mark
 from ckptfs.storage.probe import probe_posix
@@ -238,7 +238,7 @@ class LocalStorage(Storage):
 
         def begin() -> DataWriter:
             target = look_at_target(self._posix, self.local_path(key), uri)
-            if target.way is Way.IN_PLACE:
+            if target.method is WriteMethod.IN_PLACE:
                 return InPlaceWriter(self._posix, uri, target.path)
 
             def publish(partial: str) -> None:

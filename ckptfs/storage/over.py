@@ -25,7 +25,14 @@ from ckptfs.storage.files import NEW, LocalWriter, write_all
 from ckptfs.storage.posix import Posix
 from ckptfs.uri import Uri
 
-__all__ = ["InPlaceWriter", "OverWriter", "Target", "Way", "look_at_target", "way_of"]
+__all__ = [
+    "InPlaceWriter",
+    "OverWriter",
+    "WriteMethod",
+    "WriteTarget",
+    "look_at_target",
+    "method_of",
+]
 
 _PERMISSIONS = 0o1777  # set-user-id does not outlive a write of others, and need not
 _PRIVATE = 0o600
@@ -33,7 +40,7 @@ _PRIVATE = 0o600
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EROFS})
 
 
-class Way(Enum):
+class WriteMethod(Enum):
     """How bytes come to what stands at a path."""
 
     NEW = "new"
@@ -43,23 +50,23 @@ class Way(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class WriteTarget:
     """Where to write. path: behind all links. like: of a regular file that is replaced."""
 
     path: str
-    way: Way
+    method: WriteMethod
     like: os.stat_result | None = None
 
 
-def way_of(mode: int) -> Way:
+def method_of(mode: int) -> WriteMethod:
     """For something of this st_mode. Pure."""
     if stat.S_ISREG(mode):
-        return Way.REPLACE
+        return WriteMethod.REPLACE
     special = stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)
-    return Way.IN_PLACE if special else Way.REFUSED
+    return WriteMethod.IN_PLACE if special else WriteMethod.REFUSED
 
 
-def look_at_target(posix: Posix, path: str, uri: Uri) -> Target:
+def look_at_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
     """What stands at ``path``. AlreadyExistsError: a directory. UnsupportedError: a socket, or a file
     that no path leads to any more.
     """
@@ -67,17 +74,17 @@ def look_at_target(posix: Posix, path: str, uri: Uri) -> Target:
         try:
             found = posix.stat(path)
         except FileNotFoundError:
-            return Target(posix.resolve(path), Way.NEW)
-        way = way_of(found.st_mode)
-        if way is Way.IN_PLACE:
-            return Target(path, way)
-        if way is Way.REFUSED:
+            return WriteTarget(posix.resolve(path), WriteMethod.NEW)
+        method = method_of(found.st_mode)
+        if method is WriteMethod.IN_PLACE:
+            return WriteTarget(path, method)
+        if method is WriteMethod.REFUSED:
             raise _refused(found.st_mode, uri)
         target = posix.resolve(path)
         behind = posix.stat(target, follow=False)
     if (behind.st_dev, behind.st_ino) != (found.st_dev, found.st_ino):
         raise UnsupportedError("no path leads to the file behind this link", uri=uri)
-    return Target(target, way, found)
+    return WriteTarget(target, method, found)
 
 
 def _refused(mode: int, uri: Uri) -> StorageError:
@@ -95,7 +102,7 @@ class OverWriter(LocalWriter):
         uri: Uri,
         partial: str,
         publish: Callable[[str], None],
-        target: Target,
+        target: WriteTarget,
     ) -> None:
         self._target = target
         super().__init__(posix, uri, partial, publish)

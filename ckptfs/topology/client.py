@@ -7,7 +7,7 @@ each user of a store has a client alone, and waits for the thread, never for the
 no timeout of their own (each expiry prints a warning from C++): what ends them early is a write of
 the key that they wait for.
 
-A client that is closed leaves its connection to the next one (``spares``).
+A client that is closed leaves its connection to the next one (``connection_pool``).
 
     put / take     values of any size under a key, in chunks below 1 MiB (8 MiB kills a connection)
     offer          the same, once: the first one wins and everybody reads the winner
@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError
-from ckptfs.topology.spares import Spares, spares_of
+from ckptfs.topology.connection_pool import ConnectionPool, pool_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -57,10 +57,10 @@ class StoreClient:
 
     def __init__(self, source: Any, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._spares = spares_of(source)
+        self._pool = pool_of(source)
         self._closed = False
         # A daemon: a store that never answers must not keep the interpreter from ending.
-        work = (source, self._jobs, self._spares)
+        work = (source, self._jobs, self._pool)
         threading.Thread(target=_serve, args=work, name=name, daemon=True).start()
 
     def submit(self, op: Callable[[Any], T]) -> Future[T]:
@@ -85,8 +85,8 @@ class StoreClient:
         if self._closed:
             return
         self._closed = True
-        if self._spares is not None:
-            self._spares.expect()
+        if self._pool is not None:
+            self._pool.expect()
         self._jobs.put(None)
 
 
@@ -113,18 +113,18 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None], spares: Spares | None) -> None:
+def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None], pool: ConnectionPool | None) -> None:
     store, is_whole = None, True
     while True:
         job = jobs.get()
         if job is None:
-            if spares is not None:
-                spares.give(store if is_whole else None)
+            if pool is not None:
+                pool.give(store if is_whole else None)
             return
         future, op = job
         try:
             if store is None:
-                store = spares.take() if spares is not None else None
+                store = pool.take() if pool is not None else None
             if store is None:
                 store = _torch.clone_store(source)
             result = op(store)
@@ -169,7 +169,7 @@ def _is_there(store: Any, timeout_s: float) -> bool:
     """Whether the server that this client was connected to still answers."""
     with contextlib.closing(StoreClient(store, "ckptfs-reached")) as client:
         try:
-            client.call(lambda s: s.check(["ckptfs/spare"]), min(timeout_s, 60.0))
+            client.call(lambda s: s.check(["ckptfs/idle"]), min(timeout_s, 60.0))
         except ControlPlaneLostError:
             return False
     return True

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.over import OverWriter, Way, way_of
+from ckptfs.storage.over import OverWriter, WriteMethod, method_of
 from ckptfs.storage.posix import Posix
 from ckptfs.uri import Uri
 
@@ -183,11 +183,11 @@ def test_what_comes_to_stand_there_meanwhile_is_not_replaced(tmp_path: Path) -> 
 def test_every_kind_of_file_has_its_way() -> None:
     """Regular files are replaced, what has a driver or a reader is written in place, the rest refused."""
     ways = {
-        stat.S_IFREG: Way.REPLACE,
-        stat.S_IFCHR: Way.IN_PLACE,
-        stat.S_IFBLK: Way.IN_PLACE,
-        stat.S_IFIFO: Way.IN_PLACE,
-        stat.S_IFDIR: Way.REFUSED,
-        stat.S_IFSOCK: Way.REFUSED,
+        stat.S_IFREG: WriteMethod.REPLACE,
+        stat.S_IFCHR: WriteMethod.IN_PLACE,
+        stat.S_IFBLK: WriteMethod.IN_PLACE,
+        stat.S_IFIFO: WriteMethod.IN_PLACE,
+        stat.S_IFDIR: WriteMethod.REFUSED,
+        stat.S_IFSOCK: WriteMethod.REFUSED,
     }
-    assert {kind: way_of(kind | 0o644) for kind in ways} == ways
+    assert {kind: method_of(kind | 0o644) for kind in ways} == ways

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from ckptfs.topology.client import StoreClient, connect
-from ckptfs.topology.spares import spares_of
+from ckptfs.topology.connection_pool import pool_of
 from tests.topology.relay import HOST, Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,23 +103,23 @@ def test_an_error_half_way_keeps_nothing(relay: Relay) -> None:
     with pytest.raises(RuntimeError):
         client.submit(fail).result(10)
     client.close()
-    spares = spares_of(store)
-    assert spares is not None
-    assert spares.take() is None
+    pool = pool_of(store)
+    assert pool is not None
+    assert pool.take() is None
 
 
 def test_connections_go_with_their_store(relay: Relay) -> None:
     """A store that the process has no more keeps no connection open."""
     store = client_of(relay)
     ask(store)
-    spares = spares_of(store)
-    assert spares is not None
-    kept = spares.take()
+    pool = pool_of(store)
+    assert pool is not None
+    kept = pool.take()
     assert kept is not None
-    spares.give(kept)
+    pool.give(kept)
     again = client_of(relay)
-    assert spares_of(again) is not spares
-    del store, kept, spares
+    assert pool_of(again) is not pool
+    del store, kept, pool
     gc.collect()
     made = relay.accepted
     ask(again)
@@ -161,6 +161,6 @@ def test_a_store_that_somebody_else_hosts_is_reached_once(relay: Relay) -> None:
 def test_a_store_without_connections_keeps_none() -> None:
     """Clients of a store in memory are the store itself."""
     store = HashStore()
-    assert spares_of(store) is None
-    assert spares_of(PrefixStore("a", store)) is None
+    assert pool_of(store) is None
+    assert pool_of(PrefixStore("a", store)) is None
     ask(store)

@@ -1,8 +1,8 @@
-"""Connections to a store that are kept for the next client, for as long as the process has that store.
+"""The connections of this process to a store, kept for its next clients as long as it has that store.
 
-    spares = spares_of(source)         None: it is no store of connections, or cannot be kept track of
-    store = spares.take()              one that answers, or None: make a new one
-    spares.expect(); spares.give(store)
+    pool = pool_of(source)           None: it is no store of connections, or cannot be kept track of
+    store = pool.take()              one that answers, or None: make a new one
+    pool.expect(); pool.give(store)
 
 A store's server has one thread. It looks up the name of every peer that connects before it serves anybody
 else, and where an answer of the name server is lost that takes 5 s: so a process connects once for each
@@ -19,13 +19,13 @@ from typing import Any
 
 from ckptfs import _torch
 
-__all__ = ["Spares", "spares_of"]
+__all__ = ["ConnectionPool", "pool_of"]
 
 _RETURN_S = 1.0  # how long a client that was closed may take to give its connection back
 
 
-class Spares:
-    """The connections to one store that nobody uses now. Any thread."""
+class ConnectionPool:
+    """The connections to one store that no client uses now. Any thread may call it."""
 
     def __init__(self) -> None:
         self._idle: list[Any] = []
@@ -62,7 +62,7 @@ class Spares:
 def _answers(store: Any) -> bool:
     """Whether a connection that was idle, perhaps for hours, was not cut in between."""
     try:
-        store.check(["ckptfs/spare"])
+        store.check(["ckptfs/idle"])
     except (RuntimeError, OSError):
         return False
     return True
@@ -73,7 +73,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.by_store: weakref.WeakKeyDictionary[Any, Spares] = weakref.WeakKeyDictionary()
+        self.by_store: weakref.WeakKeyDictionary[Any, ConnectionPool] = weakref.WeakKeyDictionary()
 
 
 _kept = _Kept()
@@ -89,9 +89,9 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def spares_of(source: Any) -> Spares | None:
-    """The spare connections of a store; None where clients of it are no connections."""
+def pool_of(source: Any) -> ConnectionPool | None:
+    """The idle connections of a store; None where clients of it are no connections."""
     if not _torch.is_networked(source):
         return None
     with _kept.lock:
-        return _kept.by_store.setdefault(source, Spares())
+        return _kept.by_store.setdefault(source, ConnectionPool())
