@@ -4,6 +4,7 @@
 
     flat_to_save(state)    None: a ShardedTensor is inside; torch takes those apart that hold others
     flat_to_load(state)    None: that, a tensor on the meta device, or two values under one key
+    containers(state)      what is taken apart: key and path of each dict and list, empty ones too
 
 torch's load planner goes over the state three times: to give tensors on the meta device memory, to
 unwrap ShardedTensors in ShardedTensors, and to flatten. Most states need only the last. None says that
@@ -12,7 +13,7 @@ there is something for the others to do. Used by the two planners; pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckptfs import _torch
 from ckptfs.dcp.per_rank import Path
 
-__all__ = ["Flat", "flat_to_load", "flat_to_save"]
+__all__ = ["Flat", "containers", "flat_to_load", "flat_to_save"]
 
 Flat = tuple[dict[str, Any], dict[str, Path]]  # key -> leaf, key -> path, in torch's order
 
@@ -57,6 +58,20 @@ def flat_to_load(state: Mapping[Any, Any]) -> Flat | None:
         elif kind not in _ATOMS and _is_for_torch(value):
             return None
     return flat, paths
+
+
+def containers(state: Mapping[Any, Any]) -> Iterator[tuple[str, Path, Any]]:
+    """Key, path and value of each dict and list inside that flattening takes apart, outer ones first."""
+    return _containers(state, (), "")
+
+
+def _containers(value: Any, path: Path, before: str) -> Iterator[tuple[str, Path, Any]]:
+    named = isinstance(value, Mapping)
+    for part, inner in value.items() if named else enumerate(value):
+        if isinstance(inner, Mapping) or (isinstance(inner, list) and not _is_leaf(inner)):
+            own = (*path, str(part) if named else part)
+            yield f"{before}{part}", own, inner
+            yield from _containers(inner, own, f"{before}{part}.")
 
 
 def _walked(state: Mapping[Any, Any]) -> Flat:

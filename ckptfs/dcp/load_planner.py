@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
-from ckptfs.dcp.flattening import flat_to_load
+from ckptfs.dcp.flattening import containers, flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
 from ckptfs.dcp.leaves import load_leaf
-from ckptfs.dcp.per_rank import listed, unmarked_key
+from ckptfs.dcp.per_rank import Path, listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
 from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box, refuse_untiled
 from ckptfs.dcp.reads import Read
@@ -81,6 +81,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """What this rank reads. All ranks. StateError names every key that does not fit."""
+        assert self.metadata is not None  # noqa: S101 - torch gives it to set_up_planner
+        with gc_paused():
+            self._ask_for_whole(Whole(self.metadata))
         with gc_paused(), self._as_flattened():
             try:
                 plan = super().create_local_plan()
@@ -89,7 +92,6 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise StateError(f"the state dict does not fit: {error}") from error
             self._check()
             self._zero_missing()
-            assert self.metadata is not None  # noqa: S101 - _check would have failed
             refuse_untiled(plan, self.state_dict, _tensors_of(self.metadata))
             return plan
 
@@ -99,7 +101,10 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         with gc_paused():
             keys = inventory.keys
-            self.missing = tuple(key for key in self.state_dict if key not in keys)
+            self.missing = self._not_in(keys)
+            if len(self.state_dict) - len(self.missing) < len(keys):
+                self._ask_for_whole(inventory)
+                self.missing = self._not_in(keys)
             if self.missing and len(self.state_dict) - len(self.missing) < len(keys):
                 # Something is asked for and not there, something else is there and not asked for:
                 # they may be the same, flattened by an older torch.
@@ -114,6 +119,35 @@ class LoadPlanner(DefaultLoadPlanner):
                 raise StateError(f"the state dict does not fit: {error}") from error
             self._zero_missing()
             return reads
+
+    def _ask_for_whole(self, inventory: Inventory) -> None:
+        """Ask for a dict or a list whole where it was saved as one object. A manager saves the states of
+        objects so, empty ones too, and of an empty one flattening leaves nothing that could be asked for.
+        """
+        if not self.flatten_state_dict:
+            return
+        keys = inventory.keys
+        inside: dict[Path, list[str]] = {}
+        whole: list[tuple[str, Path, Any]] = []
+        for key, path, value in containers(self.original_state_dict):
+            if key not in keys or key in self.state_dict or inventory.tensor(key) is not None:
+                continue
+            if not any(path[:depth] in inside for depth in range(1, len(path))):
+                whole.append((key, path, value))
+                inside[path] = []
+        for key, path in self.mappings.items() if whole else ():
+            for depth in range(1, len(path)):
+                if path[:depth] in inside:
+                    inside[path[:depth]].append(key)
+        for key, path, value in whole:
+            if any(part in keys for part in inside[path]):
+                continue  # its parts were saved too, and those are asked for
+            for part in inside[path]:
+                del self.state_dict[part], self.mappings[part]
+            self.state_dict[key], self.mappings[key] = value, path
+
+    def _not_in(self, keys: Collection[str]) -> tuple[str, ...]:
+        return tuple(key for key in self.state_dict if key not in keys)
 
     def _zero_missing(self) -> None:
         """What came without memory and is not in the checkpoint: fresh memory holds anything."""
@@ -203,7 +237,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """StateError that names every key that does not fit."""
         keys = inventory.keys
         problems = []
-        self.missing = tuple(key for key in self.state_dict if key not in keys)
+        self.missing = self._not_in(keys)
         if self.missing and self.strict:
             problems.append(f"not in the checkpoint: {listed(self.missing)}")
         for key, value in self.state_dict.items():

@@ -20,7 +20,17 @@ from ckptfs.dcp.per_rank import unmarked_key
 from ckptfs.errors import StateError
 from ckptfs.manager.objects import StoredObject
 from ckptfs.manager.rng import RngState
-from ckptfs.manager.saved import NOT_LOADED, Path, Saved, get_at, is_loaded, key_of, put_at
+from ckptfs.manager.saved import (
+    NOT_LOADED,
+    NOT_SAVED,
+    Path,
+    Saved,
+    get_at,
+    is_loaded,
+    is_void,
+    key_of,
+    put_at,
+)
 from ckptfs.manager.state import PerRank, as_object, children_of, in_order, names_in, rooted
 
 __all__ = ["Blank", "Marks", "Moving", "Reshard", "blank_of", "moved_keys"]
@@ -30,7 +40,6 @@ __all__ = ["Blank", "Marks", "Moving", "Reshard", "blank_of", "moved_keys"]
 Reshard = Callable[[list[Any], int, int], Any]
 
 Give = Callable[[Any], Any]
-_ABSENT = object()
 
 
 class Marks:
@@ -151,7 +160,7 @@ class _Loading:
     ) -> tuple[dict[Any, Any], Give]:
         parts = {key: self.enter((*path, str(key)), child) for key, child in in_order(children)}
         # Lists become dicts too: DCP would take a list of blank leaves for one leaf.
-        blank = {str(key): blank for key, (blank, _) in parts.items() if blank is not _ABSENT}
+        blank = {str(key): blank for key, (blank, _) in parts.items() if blank is not NOT_SAVED}
 
         def give(loaded: Mapping[str, Any]) -> Any:
             got = {key: part(loaded.get(str(key))) for key, (_, part) in parts.items()}
@@ -161,14 +170,17 @@ class _Loading:
 
     def _object(self, path: Path, value: Any, stored: StoredObject) -> tuple[Any, Give]:
         if isinstance(value, RngState) and not self._saved.is_there(path):
-            return _ABSENT, self._skipped(value, "not in the checkpoint")
+            return NOT_SAVED, self._skipped(value, "not in the checkpoint")
+
+        target = stored.target(self._saved, path)
 
         def give(loaded: Any) -> Any:
             if is_loaded(loaded):
-                self._later(stored.order, path, value, lambda: stored.put(loaded))
+                got = {} if target is NOT_SAVED else loaded
+                self._later(stored.order, path, value, lambda: stored.put(got))
             return value
 
-        return stored.target(self._saved, path), give
+        return target, give
 
     def _skipped(self, value: Any, why: str) -> Give:
         def give(_: Any) -> Any:
@@ -183,6 +195,8 @@ class _Loading:
         self.puts.append((order, key_of(path), value, put))
 
     def _plain(self, path: Path, value: Any) -> tuple[Any, Give]:
+        if is_void(value) and not self._saved.is_there(path):
+            return NOT_SAVED, lambda _: value
         # A dict that is empty here may have been filled when it was saved.
         blank = self._saved.blank(path) if self._saved.is_there(path) else NOT_LOADED
 
@@ -199,7 +213,7 @@ class _Loading:
     def _move(self, path: Path, value: Any, old: Mapping[int, Path]) -> tuple[Any, Give]:
         hook = self._moving.hooks.get(key_of(path))
         if hook is None:
-            return _ABSENT, self._skipped(value, "kept per rank by another number of ranks")
+            return NOT_SAVED, self._skipped(value, "kept per rank by another number of ranks")
         for place in old.values():
             put_at(self.loaded, place, self._saved.blank(place))
 
@@ -211,7 +225,7 @@ class _Loading:
             made = hook(states, self._moving.rank, self._moving.size)
             return self._hand(path, value, made)
 
-        return _ABSENT, give
+        return NOT_SAVED, give
 
     def _hand(self, path: Path, value: Any, made: Any) -> Any:
         """Give a state that a hook made to whatever it is for."""

@@ -19,7 +19,16 @@ import torch
 from ckptfs import _torch
 from ckptfs.dcp.leaves import Leaf
 from ckptfs.errors import StateError
-from ckptfs.manager.saved import NOT_LOADED, Path, Saved, is_loaded, key_of, put_at
+from ckptfs.manager.saved import (
+    NOT_LOADED,
+    NOT_SAVED,
+    Path,
+    Saved,
+    is_loaded,
+    is_void,
+    key_of,
+    put_at,
+)
 
 __all__ = [
     "ModuleObject",
@@ -43,7 +52,9 @@ class StoredObject(Protocol):
         """What is saved: nested dicts and lists, or a Leaf."""
 
     def target(self, saved: Saved, path: Path) -> Any:
-        """What the checkpoint's state of this object, at ``path``, is loaded into."""
+        """What the checkpoint's state of this object, at ``path``, is loaded into. NOT_SAVED: nothing is
+        there, and the object's state is empty now.
+        """
 
     def put(self, loaded: Any) -> None:
         """Give the object what was loaded into its target."""
@@ -77,12 +88,17 @@ class ModuleObject:
             if isinstance(value, torch.Tensor)
             else saved.blank((*path, name)) or NOT_LOADED
             for name, _, value in self._entries()
+            if not (is_void(value) and not saved.is_there((*path, name)))
         }
-        return own or NOT_LOADED
+        return own or (NOT_LOADED if saved.is_there(path) else NOT_SAVED)
 
     def put(self, loaded: Any) -> None:
         """Through load_state_dict, so that its hooks run."""
-        got = {full: loaded[name] for name, full, _ in self._entries() if is_loaded(loaded[name])}
+        got = {
+            full: loaded[name]
+            for name, full, _ in self._entries()
+            if name in loaded and is_loaded(loaded[name])
+        }
         # What is missing was refused or allowed when the load was planned.
         self._module.load_state_dict(got, strict=False)
 
@@ -270,8 +286,10 @@ class StatefulObject:
 
     def target(self, saved: Saved, path: Path) -> Any:
         """As it was saved, whichever way."""
-        if saved.has(path) or not saved.is_there(path):
+        if saved.has(path):
             return NOT_LOADED
+        if not saved.is_there(path):
+            return NOT_SAVED if is_void(self._stateful.state_dict()) else NOT_LOADED
         return saved.blank(path, self._stateful.state_dict())
 
     def put(self, loaded: Any) -> None:

@@ -22,7 +22,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from ckptfs._torch import is_sharded_tensor
 from ckptfs.errors import ManifestError
 
-__all__ = ["NOT_LOADED", "Path", "Saved", "get_at", "is_loaded", "key_of", "put_at"]
+__all__ = [
+    "NOT_LOADED",
+    "NOT_SAVED",
+    "Path",
+    "Saved",
+    "get_at",
+    "is_loaded",
+    "is_void",
+    "key_of",
+    "put_at",
+]
 
 Path = tuple[str | int, ...]
 
@@ -33,6 +43,9 @@ _MOST_LEFT_OUT = 4096
 # Any leaf will do to ask for an object; a text is one that torch hands through as it is.
 NOT_LOADED: str = str.__new__(type("_NotLoaded", (str,), {}), "not loaded yet")
 
+# What is left out of a load's target: the checkpoint has nothing there, and need not.
+NOT_SAVED: Any = object()
+
 
 def key_of(path: Path) -> str:
     """The flattened key of a path, as DCP writes it."""
@@ -42,6 +55,13 @@ def key_of(path: Path) -> str:
 def is_loaded(value: object) -> bool:
     """Whether something came from the checkpoint into this place."""
     return value is not NOT_LOADED
+
+
+def is_void(value: object) -> bool:
+    """Whether flattening leaves nothing of it: a dict that is empty, or that holds only such ones."""
+    if isinstance(value, Mapping):
+        return all(map(is_void, value.values()))
+    return isinstance(value, list) and bool(value) and all(map(is_void, value))
 
 
 class Saved:
