@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ckptfs.errors import (
+    AccessError,
     AlreadyExistsError,
     AnswerLostError,
     NotFoundError,
@@ -128,11 +129,14 @@ class Verdict:
             return self._found
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Probe:
+    """may_exist: some put was done, or nobody knows whether it was."""
+
     client: ObjectClient
     key: str
     retrier: Retrier
+    may_exist: bool = False
 
     def ask(self) -> Honoured | None:
         """None: the first answer was about our own first put, so that it tells nothing."""
@@ -169,9 +173,16 @@ class _Probe:
         try:
             self.retrier.run(lambda: self.client.put(self.key, data, condition), after=NOT_DONE)
         except AlreadyExistsError:
+            self.may_exist = True
             return _Answer.NO
         except UnsupportedError:
             return _Answer.UNKNOWN
+        except (AccessError, NotFoundError):
+            raise  # refused, or no such bucket: this put has made nothing
+        except StorageError:
+            self.may_exist = True
+            raise
+        self.may_exist = True
         return _Answer.DONE
 
     def _read(self) -> tuple[bytes, str | None]:
@@ -184,6 +195,8 @@ class _Probe:
             return False
 
     def clean(self) -> None:
+        if not self.may_exist:
+            return
         try:
             for refused in self.retrier.run(lambda: self.client.delete([self.key])):
                 raise refused.error

@@ -28,6 +28,7 @@ __all__ = [
     "LocalWriter",
     "PartialFile",
     "read_whole",
+    "stands",
     "unlink_quietly",
     "write_all",
     "write_whole",
@@ -245,4 +246,17 @@ def unlink_quietly(posix: Posix, path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        log.warning("left behind: %s (%s)", without_mark(path), error)
+        # A read-only mount refuses before it looks whether the name is there at all.
+        if stands(posix, path):
+            log.warning("left behind: %s (%s)", without_mark(path), error)
+
+
+def stands(posix: Posix, path: str) -> bool:
+    """Whether there is anything of that name; true where nobody can tell."""
+    try:
+        posix.stat(path, follow=False)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True

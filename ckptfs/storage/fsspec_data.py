@@ -94,7 +94,9 @@ class Stream(DataWriter):
         except FileNotFoundError:
             return
         except Exception as error:  # noqa: BLE001 - the error that brought us here is the one to tell
-            _log.warning("left behind: %s (%s)", self._uri, mask_credentials(str(error)))
+            # Where the file was never opened, nothing of it is known to be there.
+            level = logging.DEBUG if stream is None else logging.WARNING
+            _log.log(level, "left behind: %s (%s)", self._uri, mask_credentials(str(error)))
 
     @property
     def _uri(self) -> Uri:

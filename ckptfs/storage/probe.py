@@ -16,7 +16,7 @@ import logging
 import secrets
 
 from ckptfs.storage.base import Capabilities, Shape
-from ckptfs.storage.files import read_whole, unlink_quietly, write_whole
+from ckptfs.storage.files import read_whole, stands, unlink_quietly, write_whole
 from ckptfs.storage.names import remove_tree, sync_dir
 from ckptfs.storage.posix import Posix, without_mark
 
@@ -92,7 +92,7 @@ def _replaces(posix: Posix, stem: str) -> bool:
         if error.errno in _CANNOT or isinstance(error, FileExistsError):
             return False
         raise
-    return read_whole(posix, f"{stem}a") == b"second" and not _stands(posix, f"{stem}c")
+    return read_whole(posix, f"{stem}a") == b"second" and not stands(posix, f"{stem}c")
 
 
 def _moves(posix: Posix, stem: str) -> bool:
@@ -107,15 +107,7 @@ def _moves(posix: Posix, stem: str) -> bool:
         raise
     # A rename that copies makes new files: another inode, or both names for a while.
     moved = posix.stat(f"{stem}e/f").st_ino == before
-    return moved and not _stands(posix, f"{stem}d")
-
-
-def _stands(posix: Posix, path: str) -> bool:
-    try:
-        posix.stat(path, follow=False)
-    except FileNotFoundError:
-        return False
-    return True
+    return moved and not stands(posix, f"{stem}d")
 
 
 def _remove_quietly(posix: Posix, path: str) -> None:
@@ -123,4 +115,5 @@ def _remove_quietly(posix: Posix, path: str) -> None:
         remove_tree(posix, path)
     except OSError as error:
         # The probe's own answer or error matters more than a corner that could not be swept.
-        log.warning("left behind: %s (%s)", without_mark(path), error)
+        if stands(posix, path):
+            log.warning("left behind: %s (%s)", without_mark(path), error)

@@ -24,6 +24,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Capabilities, Shape
+from ckptfs.storage.files import unlink_quietly
 from ckptfs.storage.local import ASSUMED, LocalStorage
 from ckptfs.storage.posix import Buffer, Posix
 from ckptfs.uri import Uri
@@ -826,3 +827,24 @@ def test_a_directory_that_may_only_be_passed_through_is_no_error_to_refresh(tmp_
     storage = LocalStorage(Uri.parse(str(tmp_path / "run")), posix=Unlistable())
     storage.refresh("log")
     assert storage.read("log/f") == b"x"
+
+
+def test_what_was_never_written_is_not_left_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A read-only mount refuses to remove a name that is not there: nothing stays, so nothing is told;
+    of a file that does stay it is.
+    """
+
+    class ReadOnly(Posix):
+        def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
+            raise OSError(errno.EROFS, "Read-only file system", path)
+
+    with caplog.at_level(logging.WARNING):
+        unlink_quietly(ReadOnly(), str(tmp_path / "absent"))
+    assert caplog.messages == []
+    (tmp_path / "there").touch()
+    with caplog.at_level(logging.WARNING):
+        unlink_quietly(ReadOnly(), str(tmp_path / "there"))
+    (message,) = caplog.messages
+    assert message.startswith("left behind: ")

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +259,21 @@ def test_a_refused_replace_that_was_done_is_found_out() -> None:
     caps = over(Lying(MemoryObjects())).probe("")
     assert caps.exclusive_create
     assert not caps.conditional_replace
+
+
+def test_a_probe_that_was_refused_left_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """No permission to put: an AccessError, and no word of an object that was never there."""
+
+    class ReadOnly(MemoryObjectClient):
+        def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
+            raise AccessError("put failed: 403 Forbidden")
+
+        def delete(self, keys: Sequence[str]) -> list[Any]:
+            raise AccessError("delete failed: 403 Forbidden")
+
+    with caplog.at_level(logging.INFO), pytest.raises(AccessError, match="put failed"):
+        over(ReadOnly(MemoryObjects())).create("log/0", b"x", staging="")
+    assert "left behind" not in caplog.text
 
 
 def test_a_probe_that_may_not_delete_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
