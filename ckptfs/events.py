@@ -220,7 +220,8 @@ class DeleteFailed:
 class Restored:
     """A restore is done; what ``restore`` returns. step: None where nobody told one. skipped: newer
     checkpoints that could not be loaded and why, newest first. dropped: keys of what ranks of another
-    world size kept for themselves (``per_rank="drop"``).
+    world size kept for themselves (``per_rank="drop"``). copy_of: the URI of the run where ``uri`` lies in
+    one of its copies, because the run's own place has lost that save or is behind; None: read from the run.
     """
 
     uri: str
@@ -228,6 +229,7 @@ class Restored:
     skipped: tuple[str, ...]
     wall_s: float
     dropped: tuple[str, ...] = ()
+    copy_of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

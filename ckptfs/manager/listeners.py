@@ -228,8 +228,11 @@ class LogListener:
                 self._log.warning("step %d was not saved to %s, %s: %s", step, uri, known, error)
             case SaveSkipped(uri, step, in_flight):
                 self._log.warning("step %d skipped, %d saves in flight: %s", step, in_flight, uri)
-            case Restored(uri, step, skipped):
-                self._log.info("restored step %s from %s", step, uri)
+            case Restored(uri, step, skipped, copy_of=copy_of):
+                if copy_of is None:
+                    self._log.info("restored step %s from %s", step, uri)
+                else:
+                    self._log.warning("restored step %s from %s, a copy of %s", step, uri, copy_of)
                 for line in skipped:
                     self._log.warning("not restored: %s", line)
             case Retained(kept, going):

@@ -234,6 +234,7 @@ class _Restore:
             skipped=self._tell_skipped(candidate),
             wall_s=time.perf_counter() - self._started,
             dropped=dropped,
+            copy_of=str(self._places.uri(0)) if source else None,
         )
         if dropped:
             logger.warning("per-rank state of %d ranks was dropped: %s", world, listed(dropped))

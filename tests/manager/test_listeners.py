@@ -332,6 +332,16 @@ def test_one_line_per_commit_with_everything_in_it(caplog: pytest.LogCaptureFixt
     )
 
 
+def test_a_restore_from_a_copy_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever trains on does so from elsewhere: which copy, and of what."""
+    event = Restored("s3://b/run/step_1", 1, (), 0.5, copy_of="/run")
+    with caplog.at_level(logging.INFO):
+        LogListener(logging.getLogger("mine"))(event)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "restored step 1 from s3://b/run/step_1, a copy of /run"
+
+
 @pytest.mark.parametrize("event", ALL_EVENTS, ids=lambda e: type(e).__name__)
 def test_bad_news_are_warnings_and_every_event_has_a_line(
     event: Event, caplog: pytest.LogCaptureFixture

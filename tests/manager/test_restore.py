@@ -385,6 +385,7 @@ def test_a_copy_serves_the_save_that_the_run_lost(tmp_path: Path, again: bool) -
     assert (outcome.restored.step, outcome.source, value_of(site)) == (2, 1, 2.0)
     assert outcome.restored.skipped == ()
     assert "/copy/step_2" in outcome.restored.uri
+    assert outcome.restored.copy_of == outcome.restored.uri.replace("/copy/step_2", "/run")
 
 
 def test_a_copy_that_is_behind_does_not_make_the_run_older(tmp_path: Path) -> None:
