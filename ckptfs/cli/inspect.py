@@ -190,7 +190,9 @@ def _show(found: Inspected, rows: list[Leaf], told: dict[str, str], console: Con
     if found.files:
         files = ((f.path, size_text(f.size_bytes)) for f in found.files)
         table(console, ["FILE", "BYTES>"], files)
-        return
+        if not found.leaves:
+            return
+        console.print()
     columns = ["NAME", "DTYPE", "SHAPE", "SHARDS", "BYTES>", "FILE"]
     lines = [_line(leaf, f"{found.summary.save_id}/") for leaf in rows]
     if told:

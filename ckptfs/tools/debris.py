@@ -17,12 +17,30 @@ the log has never heard of, other runs below, a checkpoint that was copied here 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ckptfs.commit.claim import ORPHAN_S
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.recovery_plan import AttemptRecord
+from ckptfs.storage.base import UnfinishedUpload
 from ckptfs.uri import Uri
 
-__all__ = ["Debris", "Fate", "Found", "Survey"]
+__all__ = [
+    "DAY_S",
+    "AttemptFate",
+    "Debris",
+    "Fate",
+    "Found",
+    "Survey",
+    "attempt_fate",
+    "is_sending",
+]
+
+DAY_S = (
+    24 * 3600.0
+)  # an attempt of the owner that stands is left alone for so long after its last write
 
 
 class Debris(StrEnum):
@@ -73,3 +91,57 @@ class Survey:
 
     found: tuple[Found, ...]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFate:
+    """What is known of an attempt without a seal. may_live: as in ``Found``."""
+
+    fate: Fate
+    why: str
+    may_live: bool = False
+
+
+def attempt_fate(
+    record: AttemptRecord,
+    state: LogState,
+    *,
+    has_files: bool,
+    age_s: float | None,
+    is_sending: bool,
+    older_than_s: float,
+) -> AttemptFate:
+    """The one opinion of ``ls`` and ``gc`` of an attempt that no entry has settled for good. Pure.
+
+    A process that is gone decides nothing: the attempt may be a plain save's, of another process.
+
+    Args:
+        record: the attempt, as its first file tells of it.
+        state: the log of the domain in which the attempt lies.
+        has_files: anything was written below it.
+        age_s: since the last write below the attempt; None where the store does not tell.
+        is_sending: a part of one of its files was uploaded a short time ago.
+        older_than_s: how long after its last write an attempt of the owner that stands may live;
+            0: not at all.
+    """
+    known = state.save(record.save_id)
+    if known.aborted or known.decided is not None or known.deleted:
+        return AttemptFate(Fate.GOES, "aborted in the log")
+    if record.base is not None and record.base < state.generation:
+        return AttemptFate(Fate.GOES, "a newer owner took the run: it can not commit any more")
+    if older_than_s > 0:
+        # Also without attempt.json: it may be on its way itself.
+        if age_s is None or age_s < older_than_s:
+            return AttemptFate(Fate.YOUNG, "a save may be under way", may_live=True)
+        # The parts of a file have no age here: the last one may have come a moment ago.
+        if is_sending:
+            why = "a file of it is being sent, or was: a save may be under way"
+            return AttemptFate(Fate.YOUNG, why, may_live=True)
+    if record.base is None and has_files:
+        return AttemptFate(Fate.STAYS, "its attempt.json is missing or damaged")
+    return AttemptFate(Fate.GOES, "nothing was written for that long", may_live=True)
+
+
+def is_sending(save_id: str, uploads: Iterable[UnfinishedUpload]) -> bool:
+    """Whether a file of that save is being uploaded, or was a short time ago. Pure."""
+    return any(save_id in u.key.split("/") and u.age_s < ORPHAN_S for u in uploads)

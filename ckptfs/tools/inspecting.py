@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.catalog import find
-from ckptfs.commit.entries import Seal
+from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.opening import step_of
@@ -100,7 +100,9 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """leaves: those asked for, in the order of the checkpoint. files: of a directory without leaves."""
+    """leaves: those asked for, in the order of the checkpoint. files: of a checkpoint
+    that is a directory of files, and of what holds no leaves.
+    """
 
     summary: Summary
     leaves: tuple[Leaf, ...] = ()
@@ -124,7 +126,9 @@ def inspect(
         return _parts_of(whole, uri, storage_options)
     with open_contents(uri, storage_options) as opened:
         leaves = tuple(matching(opened.contents.leaves.values(), filters))
-        files = () if opened.contents.leaves else tuple(_files(opened))
+        manifest = None if opened.found is None else opened.found.manifest
+        is_directory = manifest is not None and manifest.artifact is Kind.DIRECTORY
+        files = tuple(_files(opened)) if is_directory or not opened.contents.leaves else ()
         return Inspected(_summary(opened), leaves, files)
 
 

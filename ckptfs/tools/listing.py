@@ -12,6 +12,8 @@ deleted       by the log, with bytes still there; ``aborted``, ``replaced``, ``o
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,10 +35,11 @@ from ckptfs.commit.protocol import (
     used_overwrites,
 )
 from ckptfs.commit.recovery import AttemptRecord, read_record
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import AccessError, NotFoundError, UnsupportedError
 from ckptfs.storage.base import Entry
+from ckptfs.tools.debris import DAY_S, Fate, attempt_fate, is_sending
 from ckptfs.tools.details import from_beside, from_seal
-from ckptfs.tools.holding import Hold, holding_of
+from ckptfs.tools.holding import holding_of
 from ckptfs.tools.lines import (
     HISTORY,
     Checkpoint,
@@ -48,11 +51,11 @@ from ckptfs.tools.lines import (
     in_order,
     side_by_side,
 )
+from ckptfs.tools.measured import Tree, attempt_tree
 
 __all__ = ["gap", "list_run"]
 
 _NEWER = "the log has entries of a newer version, which are not understood here: upgrade ckptfs"
-_STALE_S = 24 * 3600.0  # an attempt so old is shown as abandoned; nothing is decided by it
 
 
 def list_run(
@@ -197,8 +200,6 @@ def _attempts(look: Look) -> list[AttemptRecord]:
 
 def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]:
     """Attempts that no log has settled."""
-    hold = holding_of(look.views).hold
-    generation = max((view.generation for view in look.views.values()), default=None)
     found = []
     for record in attempts:
         saves = [view.save(record.save_id) for view in look.views.values()]
@@ -206,21 +207,45 @@ def _unsealed(look: Look, attempts: Iterable[AttemptRecord]) -> list[_Candidate]
             continue
         created_at = began_at(record.save_id)
         state, note = State.SAVING, ""
-        if record.base is None:
-            note = "nothing was written yet"
-        elif generation is not None and record.base < generation:
-            state, note = State.ABANDONED, "a newer owner came"
-        elif hold is Hold.GONE:
-            state, note = State.ABANDONED, "its writer is gone"
-        elif (age_s(created_at) or 0.0) > _STALE_S:
-            state, note = State.ABANDONED, "it began more than a day ago"
         if any(save.part is not None for save in saves):
             note = "a part, whole; the others are not yet"
+        elif look.views:
+            state, note = _attempt_state(look, record, created_at)
         name = record.name or record.save_id
         base = None if record.base is None else record.base.number
         line = Checkpoint(look.root / name, name, state, None, save_id=record.save_id)
         found.append(_Candidate(replace(line, created_at=created_at, generation=base, note=note)))
     return found
+
+
+def _attempt_state(look: Look, record: AttemptRecord, created_at: str | None) -> tuple[State, str]:
+    """As ``gc`` sees it. What began less than a day ago was written to less than a day ago: nothing of it
+    is measured, which on an object store is a request for each file.
+    """
+    (state,) = look.views.values()
+    age, tree, sending = age_s(created_at), Tree(), False
+    if (age is None or age >= DAY_S) and not (record.base and record.base < state.generation):
+        tree = attempt_tree(look.storage, record)
+        if tree.newest_s is not None:
+            age = max(0.0, time.time() - tree.newest_s)
+        with contextlib.suppress(AccessError, UnsupportedError):
+            sending = is_sending(record.save_id, look.storage.unfinished_uploads())
+    fate = attempt_fate(
+        record,
+        state,
+        has_files=bool(tree.files),
+        age_s=age,
+        is_sending=sending,
+        older_than_s=DAY_S,
+    )
+    match fate.fate:
+        case Fate.GOES:
+            why = "nothing was written to it for a day" if fate.may_live else fate.why
+            return State.ABANDONED, why
+        case Fate.STAYS:
+            return State.ABANDONED, fate.why
+        case Fate.YOUNG:
+            return State.SAVING, "nothing was written yet" if record.base is None else ""
 
 
 def _notes(look: Look) -> tuple[str, ...]:

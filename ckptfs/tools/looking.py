@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.beside import newest as newest_of
@@ -103,6 +103,8 @@ def look_at(
             return _list(look, wanted)
         entries = _entries(look.storage, "")
         names = {entry.name for entry in entries or ()}
+        if CONTROL in names and not _entries(look.storage, CONTROL):
+            names.discard(CONTROL)  # an empty directory: nobody began a run here
         # A run that is being made, or has lost its domain, is still one.
         if CONTROL in names and not names & {MANIFEST, METADATA}:
             return _list(look, wanted)
@@ -111,10 +113,11 @@ def look_at(
             return one
         entries = _refuse_absent(look, entries)
         run = _list(look, wanted)
-        if run.checkpoints or not any(entry.is_dir for entry in entries):
-            return run
-        found = tuple(_runs_below(look, entries, storage_options))
-        return Runs(look.root, found) if found else run
+        if not run.checkpoints and any(entry.is_dir for entry in entries):
+            found = tuple(_runs_below(look, entries, storage_options))
+            if found:
+                return Runs(look.root, found)
+        return run if run.checkpoints else replace(run, notes=(*run.notes, *_no_run(entries)))
 
 
 def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None) -> Newest:
@@ -138,6 +141,19 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
         if not look.views:
             _refuse_absent(look, _entries(look.storage, ""))
         return Newest(None)
+
+
+_SINGLE_FILES = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def _no_run(entries: Sequence[Entry]) -> Iterator[str]:
+    """What lies in a place that is no run. Pure."""
+    files = sorted(e.name for e in entries if not e.is_dir and e.name.endswith(_SINGLE_FILES))
+    if files:
+        shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")  # noqa: PLR2004
+        yield f"no run, a directory of single files: {shown}; ckptfs inspect shows one of them"
+    elif any(e.name == CONTROL for e in entries):
+        yield f"no run: {CONTROL} is empty"
 
 
 def _refuse_absent(look: Look, entries: list[Entry] | None) -> list[Entry]:
@@ -219,7 +235,7 @@ def _runs_below(
         below: list[str] = []
         for key, found in zip(level, side_by_side(_lister(look.storage), level), strict=True):
             names = {entry.name for entry in found}
-            if CONTROL in names:
+            if CONTROL in names and _entries(look.storage, f"{key}/{CONTROL}"):
                 runs.append(key)
             elif names & {MANIFEST, METADATA}:
                 runs.append(key.rpartition("/")[0])  # a checkpoint: what holds it is a run

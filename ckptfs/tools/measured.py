@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from ckptfs.commit.layout import AttemptKeys, shared_key
+from ckptfs.commit.recovery_plan import AttemptRecord
 from ckptfs.errors import NotFoundError
-from ckptfs.storage.base import Entry, Storage
+from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.tools.lines import side_by_side
 
-__all__ = ["Tree", "files_below", "is_link", "listed", "measured"]
+__all__ = ["Tree", "attempt_tree", "files_below", "is_link", "listed", "measured"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ def measured(storage: Storage, keys: Iterable[str]) -> Tree:
     """Of files, and of all below directories."""
     files = [file for key in dict.fromkeys(keys) for file in files_below(storage, key) or [key]]
     return sum(side_by_side(partial(_stat, storage), files), Tree())
+
+
+def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
+    """Of all that an attempt has written; on object stores its data lies where the save will have it."""
+    shape = storage.capabilities.shape
+    keys = AttemptKeys(shape, record.name, record.save_id)
+    below = [keys.attempt]
+    if shape is Shape.OBJECT:
+        below += [shared_key(record.save_id), *([keys.projected_data] if record.name else [])]
+    return measured(storage, below)
 
 
 def files_below(storage: Storage, key: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -127,11 +128,20 @@ def _load(file: File) -> Any:
     except (CkptfsError, MemoryError):
         raise
     except Exception as error:
-        refused = isinstance(error, pickle.UnpicklingError)
         raise IntegrityError(
-            f"not loadable with weights_only: {str(error).splitlines()[0]}",
-            uri=file.uri,
-            hint="it holds objects that would run code, or is no torch.save file"
-            if refused
-            else "the file is damaged, or torch.save did not write it",
+            _why_not(error), uri=file.uri, hint="ckptfs reads only what runs no code"
         ) from error
+
+
+# torch's own text goes on to say how to unpickle the file all the same.
+_GLOBAL = re.compile(r"Unsupported (?:global: GLOBAL|class) (\S+)")
+
+
+def _why_not(error: Exception) -> str:
+    """Why a file cannot be loaded with weights_only. Pure."""
+    refused = _GLOBAL.search(str(error))
+    if refused is not None:
+        return f"it holds an object of {refused[1]}, which weights_only does not load"
+    if isinstance(error, pickle.UnpicklingError) and "Weights only load failed" in str(error):
+        return "it holds an object that weights_only does not load"
+    return "a plain file: torch.save did not write it, or it is damaged"

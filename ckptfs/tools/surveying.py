@@ -39,18 +39,17 @@ from ckptfs.commit.shared_data import needed, not_needed
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
 from ckptfs.tools.copies import homes_of, listed_by_copies, names_save
-from ckptfs.tools.debris import Debris, Fate, Found, Survey
+from ckptfs.tools.debris import DAY_S, Debris, Fate, Found, Survey, attempt_fate, is_sending
 from ckptfs.tools.lines import age_s, began_at, side_by_side
-from ckptfs.tools.measured import Tree, files_below, is_link, listed, measured
+from ckptfs.tools.measured import Tree, attempt_tree, files_below, is_link, listed, measured
 
 __all__ = ["survey_debris"]
 
 _WRITE_ID = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8,32}")
 _PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kept-.+)")
-_DAY_S = 24 * 3600.0
 
 
-def survey_debris(look: Look, older_than_s: float = _DAY_S) -> Survey:
+def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
     """What is left in a run, as one process sees it. Empty where there is no log.
 
     Errors are the storage's; ManifestError: an entry of the log is damaged.
@@ -124,12 +123,16 @@ class _Finder:
 
     def _attempt(self, record: AttemptRecord) -> Found:
         keys = AttemptKeys(self._caps.shape, record.name, record.save_id)
-        below = [keys.attempt]
-        if self._caps.shape is Shape.OBJECT:
-            below += [shared_key(record.save_id), *([keys.projected_data] if record.name else [])]
-        tree = measured(self._storage, below)
+        tree = attempt_tree(self._storage, record)
         age_s = self._age_s(tree, record.save_id)
-        fate, why, may_live = self._judged(record, tree, age_s)
+        fate = attempt_fate(
+            record,
+            self._state,
+            has_files=bool(tree.files),
+            age_s=age_s,
+            is_sending=is_sending(record.save_id, self._uploads),
+            older_than_s=self._older_than_s,
+        )
         return Found(
             Debris.ATTEMPT,
             record.name or record.save_id,
@@ -137,35 +140,10 @@ class _Finder:
             tree.files,
             tree.size_bytes,
             age_s,
-            fate,
-            why,
-            may_live=may_live,
+            fate.fate,
+            fate.why,
+            may_live=fate.may_live,
         )
-
-    def _judged(
-        self, record: AttemptRecord, tree: Tree, age_s: float | None
-    ) -> tuple[Fate, str, bool]:
-        known = self._state.save(record.save_id)
-        if known.aborted or known.decided is not None or known.deleted:
-            return Fate.GOES, "aborted in the log", False
-        if record.base is not None and record.base < self._state.generation:
-            return Fate.GOES, "a newer owner took the run: it can not commit any more", False
-        if self._older_than_s > 0:
-            # Also without attempt.json: it may be on its way itself.
-            if age_s is None or age_s < self._older_than_s:
-                return Fate.YOUNG, "a save may be under way", True
-            # The parts of a file have no age here: the last one may have come a moment ago.
-            if any(
-                record.save_id in u.key.split("/") and u.age_s < ORPHAN_S for u in self._uploads
-            ):
-                return (
-                    Fate.YOUNG,
-                    "a file of it is being sent, or was: a save may be under way",
-                    True,
-                )
-        if record.base is None and tree.files:
-            return Fate.STAYS, "its attempt.json is missing or damaged", False
-        return Fate.GOES, "nothing was written for that long", True
 
     def deleted(self) -> Iterator[Found]:
         """Saves whose delete is in the log and whose bytes are here."""

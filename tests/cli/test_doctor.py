@@ -381,3 +381,12 @@ def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
     while not path.exists():
         nap(process)
         assert process.poll() is None, process.stderr and process.stderr.read()
+
+
+def test_a_plain_file_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
+    """A file in which no run can lie is no storage to test: one sentence, and exit code 2."""
+    (tmp_path / "model.pt").write_bytes(b"weights")
+    ran = cli("doctor", tmp_path / "model.pt", "--size", "0")
+    assert ran.exit == 2
+    assert "a plain file" in ran.err
+    assert (tmp_path / "model.pt").read_bytes() == b"weights"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 import ckptfs
 from ckptfs.integrations.safetensors import save_safetensors
@@ -238,3 +239,34 @@ def test_nan_and_infinity_are_equal_to_themselves(cli: Cli, tmp_path: Path) -> N
     (leaf,) = ran.json["leaves"]
     assert leaf["change"] == "same"
     assert leaf["norms"]["before"] == "nan"
+
+
+class _Custom:
+    """What weights_only does not load."""
+
+
+def test_a_plain_file_is_told_without_advice_to_unpickle(cli: Cli, tmp_path: Path) -> None:
+    """A text, and a file of torch.save with an object of a class: what it is, and not torch's two ways
+    to load it all the same.
+    """
+    (tmp_path / "notes.txt").write_text("hello")
+    torch.save({"x": _Custom()}, tmp_path / "custom.pt")
+    text = cli("inspect", tmp_path / "notes.txt")
+    assert (text.exit, "a plain file" in text.err) == (NO, True)
+    custom = cli("inspect", tmp_path / "custom.pt")
+    assert custom.exit == NO
+    assert "an object of tests.cli.test_inspect._Custom" in custom.err
+    for ran in (text, custom):
+        assert "still be loaded" not in ran.err
+        assert "weights_only=False" not in ran.err
+
+
+def test_the_files_of_a_directory_are_listed_beside_its_tensors(cli: Cli, tmp_path: Path) -> None:
+    """A directory of files with weights among them: its tensors, and all its files."""
+    with ckptfs.checkpoint_dir(tmp_path / "run" / "hf_1") as path:
+        save_file({"w": torch.ones(3)}, Path(path, "model.safetensors"))
+        Path(path, "config.json").write_text("{}")
+    ran = cli("inspect", tmp_path / "run" / "hf_1", "--json").json
+    assert keys(ran) == ["w"]
+    assert sorted(file["path"] for file in ran["file_list"]) == ["config.json", "model.safetensors"]
+    assert "config.json" in cli("inspect", tmp_path / "run" / "hf_1").out

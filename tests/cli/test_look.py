@@ -8,10 +8,12 @@ import resource
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptfs
 from ckptfs.cli.main import COMMANDS
@@ -19,6 +21,7 @@ from ckptfs.commit.entries import GENESIS, Kind, Seal
 from ckptfs.commit.log import append
 from ckptfs.commit.ops import drive
 from ckptfs.errors import IncompleteCheckpointError
+from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import DAMAGES, state_now
 
@@ -365,3 +368,61 @@ def test_ls_answers_at_once(healthy: Path, tmp_path: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(took) < DEADLINE_S, took
+
+
+def test_an_empty_control_directory_is_no_run(cli: Cli, tmp_path: Path) -> None:
+    """Nobody began a run where ``.ckptfs`` is empty: ls says so, and does not list it above."""
+    (tmp_path / "empty" / ".ckptfs").mkdir(parents=True)
+    ckptfs.save(state_of(5), tmp_path / "run" / "step_5")
+    assert "no run: .ckptfs is empty" in cli("ls", tmp_path / "empty").out
+    (found,) = cli("ls", tmp_path, "--json").json["places"]
+    assert [run["uri"] for run in found["runs"]] == [str(Uri.parse(tmp_path / "run"))]
+
+
+def test_a_directory_of_single_files_is_told_as_one(cli: Cli, tmp_path: Path) -> None:
+    """Lightning's ``.ckpt`` files and torch's ``.pt`` files lie in no run: ls names them."""
+    for name in ("last.ckpt", "epoch=1.ckpt"):
+        torch.save(state_of(5), tmp_path / name)
+    ran = cli("ls", tmp_path)
+    assert ran.exit == 0
+    assert "no run, a directory of single files: epoch=1.ckpt, last.ckpt" in ran.out
+    assert "no run" not in cli("ls", _run_beside(tmp_path)).out
+
+
+def _run_beside(path: Path) -> Path:
+    """A run in whose directory a single file lies too."""
+    ckptfs.save(state_of(5), path / "run" / "step_5")
+    torch.save(state_of(5), path / "run" / "best.ckpt")
+    return path / "run"
+
+
+@pytest.mark.parametrize(
+    ("began", "written"),
+    [("now", "now"), ("two days ago", "now"), ("two days ago", "two days ago")],
+)
+def test_ls_and_gc_have_one_opinion_of_an_attempt(
+    cli: Cli, healthy: Path, tmp_path: Path, began: str, written: str
+) -> None:
+    """An attempt of the owner that stands: gc leaves it alone, and ls says that it is on its way, until
+    nothing was written to it for a day, whenever it began.
+    """
+    run = shutil.copytree(healthy, tmp_path / "run")
+    place = Place("file", str(run))
+    DAMAGES["abandoned attempt"].plant(place)
+    attempts = run / ".ckptfs" / "attempts"
+    (attempt,) = attempts.iterdir()
+    ago = datetime.now(UTC) - timedelta(days=2 if began == "two days ago" else 0)
+    renamed = f"{ago:%Y%m%dT%H%M%S}-{attempt.name.partition('-')[2]}"
+    (attempt / attempt.name).rename(attempt / renamed)
+    (record,) = attempt.rglob("attempt.json")
+    record.write_text(record.read_text().replace(attempt.name, renamed))
+    attempt.rename(attempts / renamed)
+    if written == "two days ago":
+        for path in [*attempts.rglob("*"), attempts / renamed]:
+            os.utime(path, (ago.timestamp(),) * 2)
+    (found,) = cli("ls", "-a", run, "--json").json["places"]
+    (state,) = [one["state"] for one in found["checkpoints"] if one["name"] == "step_30"]
+    (gone,) = cli("gc", run, "--json").json["runs"]
+    (fate,) = [one["fate"] for one in gone["found"] if one["kind"] == "abandoned attempt"]
+    is_dead = written == "two days ago"
+    assert (fate, state) == (("goes", "abandoned") if is_dead else ("young", "on its way"))

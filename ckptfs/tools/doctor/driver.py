@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from ckptfs.commit.opening import agree_uri
-from ckptfs.errors import AccessError, CkptfsError
+from ckptfs.errors import AccessError, CkptfsError, StateError
+from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.clients.choose import PROTOCOLS
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.doctor.corner import Corner, Opener, new_id
@@ -75,6 +76,7 @@ def examine_with(
     corner = _agreed(control, "doctor.open", lambda: Corner(place, doctor_id, options, opener))
     visit = Visit(control, corner, wanted, place)
     try:
+        _agreed(control, "doctor.file", lambda: _refuse_file(corner.run, place))
         findings = _findings(visit)
     except BaseException:
         corner.clean_quietly()
@@ -86,6 +88,22 @@ def examine_with(
     shape = corner.run.capabilities.shape
     shapes = control.step("doctor.end", lambda: shape.value, lambda told: str(told[0]))
     return Report(str(place), doctor_id, shapes, control.size, tuple(sites), tuple(findings))
+
+
+def _refuse_file(storage: Storage, place: Uri) -> None:
+    """StateError: a file lies at that name on a filesystem, and below it there can be no run."""
+    if storage.capabilities.shape is Shape.OBJECT:
+        return
+    try:
+        is_file = not storage.stat("").is_dir
+    except CkptfsError:
+        return  # the checks say what is wrong with the place
+    if is_file:
+        raise StateError(
+            "this is a plain file: doctor tests directories and prefixes",
+            uri=place,
+            hint="give it the directory that the file lies in; ckptfs inspect shows a file",
+        )
 
 
 def _impatient(uri: Uri, options: Mapping[str, Any]) -> dict[str, Any]:
