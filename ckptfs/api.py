@@ -132,7 +132,8 @@ def list_checkpoints(
 ) -> list[Checkpoint]:
     """The committed checkpoints of a run, oldest commit first. Local, read-only.
 
-    Checkpoints that lie there without a log (copied, or written by stock torch) come first. On
+    Checkpoints that lie there without a log (copied, or written by stock torch) come first, in the
+    order that ``latest`` goes by. On
     node-local storage this node's log answers; a save whose outcome it does not record is left out.
     An empty or missing run gives an empty list. StorageError: the place cannot be read.
     """
@@ -151,8 +152,10 @@ def latest(
     """The last committed checkpoint, by commit order and never by the largest step. Local.
 
     None when there is none. kind: "directory" are those that a framework wrote as files. Saves of a
-    failing run are left out. Where no log tells, of those that have a manifest or `.metadata`, the one
-    with the largest step. StorageError: the place cannot be read (a run that is not there is None).
+    failing run are left out. Where no log tells, of those that have a manifest or `.metadata`: the one
+    with the largest step, which stock torch tells by the number that ends the name, where all are named
+    alike; else the one that was written last. StorageError: the place cannot be read (a run that is not
+    there is None).
 
     StateError: stock torch saved a checkpoint into the run after its newest commit, so that the newest
     commit is not the newest there is. unlogged="ignore" takes that commit all the same.

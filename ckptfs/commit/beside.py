@@ -2,8 +2,9 @@
 
     names_beside    directories of a run whose name no live save of the log has
     look_beside     one of them: a checkpoint, what is wrong with it, or None: it is none
-    list_unlogged   all that can be loaded
+    list_unlogged   all that can be loaded, the newest last
     newest          the latest of both: of the log, else of what lies beside it
+    oldest_first    the order of what no log orders
 
 A manifest is believed by itself if every listed file is there with its size; ``.metadata`` alone is a
 plain DCP checkpoint. What the log has heard of, in whatever state, is the log's to tell, but for a copy of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from ckptfs.commit.catalog import (
     Checkpoint,
@@ -24,7 +26,7 @@ from ckptfs.commit.catalog import (
     missing_files,
 )
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED
+from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED, number_order, step_in
 from ckptfs.commit.manifest import Manifest, decode_manifest
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
 from ckptfs.commit.protocol import Views, latest
@@ -32,7 +34,7 @@ from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Entry, Stat
 from ckptfs.uri import Uri
 
-__all__ = ["Beside", "list_unlogged", "look_beside", "names_beside", "newest"]
+__all__ = ["Beside", "list_unlogged", "look_beside", "names_beside", "newest", "oldest_first"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,41 @@ class Beside:
     why: str = ""
     modified_s: float | None = None
 
+    @property
+    def step(self) -> int | None:
+        """As its manifest says; where there is none, the number that ends its name."""
+        return step_in(self.name) if self.manifest is None else self.manifest.step
 
-def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
+    @property
+    def written_s(self) -> float:
+        """When it was written, Unix time; before everything else where nobody told."""
+        if self.manifest is None:
+            return float("-inf") if self.modified_s is None else self.modified_s
+        try:
+            then = datetime.fromisoformat(self.manifest.created_at)
+        except ValueError:
+            return float("-inf")
+        return then.replace(tzinfo=then.tzinfo or UTC).timestamp()
+
+
+def oldest_first(found: Iterable[Beside]) -> list[Beside]:
+    """Checkpoints that no log orders, the newest last. Pure.
+
+    By their steps, where all have one and the names without a manifest differ in nothing but the number;
+    else by the time at which they were written. A copying tool need not keep times, and a number in
+    names of two patterns need not count the same thing.
+    """
+    ordered = sorted(found, key=lambda one: number_order(one.name))
+    steps = {one.name: one.step for one in ordered}
+    patterns = {one.name.rstrip("0123456789") for one in ordered if one.manifest is None}
+    if None in steps.values() or len(patterns) > 1:
+        return sorted(ordered, key=lambda one: one.written_s)
+    return sorted(ordered, key=lambda one: steps[one.name] or 0)
+
+
+def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[list[Checkpoint]]:
     """Checkpoints beside the log: directories with a manifest, or `.metadata`, that none of
-    ``views`` has heard of, in whatever state. Names that a live save of the log has are not looked
+    ``views`` has heard of, in whatever state; of one kind where one is given. Names that a live save of the log has are not looked
     at: on an object store each look is a request.
     """
     try:
@@ -61,27 +94,31 @@ def list_unlogged(views: Views, root: Uri) -> Program[list[Checkpoint]]:
     found = []
     for name in names_beside(entries, views):
         beside = yield from look_beside(name, views, root)
-        # Listing names what can be loaded; load() says what is wrong with the rest.
-        if beside is not None and beside.checkpoint is not None:
-            found.append(beside.checkpoint)
-    return found
+        if beside is not None:
+            found.append(beside)
+    # Listing names what can be loaded; load() says what is wrong with the rest.
+    whole = {one.name: one.checkpoint for one in found if one.checkpoint is not None}
+    wanted = (b for b in found if b.name in whole and kind in (None, whole[b.name].kind))
+    return [whole[beside.name] for beside in oldest_first(wanted)]
 
 
 def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
     """The last commit of a kind that the log knows, those of failing runs apart; where it knows none,
-    of what lies beside it the one with the largest step.
+    the last of what lies beside it, in the order of ``oldest_first``.
     """
     live = latest(views, kind)
     if live is not None:
         return next(c for c in logged(views, root) if c.save_id == live.seal.save_id)
-    loose = [c for c in (yield from list_unlogged(views, root)) if c.kind is kind]
-    return max(loose, key=lambda c: -1 if c.step is None else c.step, default=None)
+    loose = yield from list_unlogged(views, root, kind)
+    return loose[-1] if loose else None
 
 
 def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
-    """Of what lies directly in a run, the directories that may be checkpoints no log knows."""
-    live = {seal.name for seal in list_live(views)}
-    return [e.name for e in entries if e.is_dir and e.name not in {CONTROL, SHARED, *live}]
+    """Of what lies directly in a run, the directories that may be checkpoints no log knows; step_9
+    before step_10.
+    """
+    known = {CONTROL, SHARED, *(seal.name for seal in list_live(views))}
+    return sorted((e.name for e in entries if e.is_dir and e.name not in known), key=number_order)
 
 
 def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
@@ -122,7 +159,7 @@ def _stock(name: str, root: Uri) -> Program[Beside | None]:
         stat: Stat = yield StatOf(f"{name}/{METADATA}")
     except NotFoundError:
         return None
-    checkpoint = Checkpoint(root / name, None, None, Kind.CHECKPOINT, Origin.STOCK)
+    checkpoint = Checkpoint(root / name, step_in(name), None, Kind.CHECKPOINT, Origin.STOCK)
     return Beside(name, checkpoint, modified_s=stat.modified_s)
 
 

@@ -36,8 +36,10 @@ __all__ = [
     "AttemptKeys",
     "is_save_id",
     "log_key",
+    "number_order",
     "shared_key",
     "staging_key",
+    "step_in",
 ]
 
 DOMAIN = ".ckptfs/domain"
@@ -60,6 +62,18 @@ _SAVE_ID = re.compile(r"(\d{8}T\d{6}-[0-9a-f]{12,16}|dcp-[0-9a-f]{16})(~[0-9a-f]
 def is_save_id(name: str) -> bool:
     """Whether a directory of this name is one that ckptfs made for the data of a save or of a copy."""
     return _SAVE_ID.fullmatch(name) is not None
+
+
+def step_in(name: str) -> int | None:
+    """The number that ends a checkpoint's name: 100 of ``step_100`` and of ``ckpt-100``; None: there is none."""
+    found = re.search(r"\d+$", name, re.ASCII)
+    return int(found[0]) if found else None
+
+
+def number_order(name: str) -> tuple[tuple[int, str], ...]:
+    """Sorts names as people read them: ``step_9`` before ``step_10``."""
+    words = re.split(r"(\d+)", name, flags=re.ASCII)
+    return tuple((int(word) if at % 2 else -1, word) for at, word in enumerate(words))
 
 
 def log_key(number: int) -> str:

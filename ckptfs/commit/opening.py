@@ -7,13 +7,12 @@ were given different ones get an error instead of two half checkpoints.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
-from ckptfs.commit.layout import CONTROL
+from ckptfs.commit.layout import CONTROL, step_in
 from ckptfs.commit.seat import Common, Seat
 from ckptfs.errors import StateError, UriError
 from ckptfs.storage.base import Capabilities, Storage
@@ -176,8 +175,7 @@ def step_of(name: str, step: int | None) -> int | None:
         if step < 0:
             raise StateError(f"step is {step}; it counts completed optimizer steps")
         return step
-    found = re.search(r"(\d+)$", name)
-    return int(found[1]) if found else None
+    return step_in(name)
 
 
 def control_for(process_group: Any, timeout_s: float | None) -> Control:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
+from ckptfs.commit.layout import number_order
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.unlogged import Unlogged, newer_unlogged, unlogged_error
@@ -112,7 +113,8 @@ class Places:
                 # Two nodes of one domain: one of them may see less of its log yet.
                 if known is None or known.next < sight.state.next:
                     views[sight.domain] = sight.state
-            unlogged = tuple(sorted({name for sight in sights for name in sight.unlogged}))
+            foreign = {name for sight in sights for name in sight.unlogged}
+            unlogged = tuple(sorted(foreign, key=number_order))
             found = choose(views, self._request)
             return Surveyed(found, has_log=bool(views), unlogged=unlogged)
 
@@ -230,7 +232,7 @@ class Places:
             return drive(leftovers(step_of, known, has_log=surveyed.has_log), seat.storage)
 
         def decide(answers: Sequence[tuple[str, ...]]) -> None:
-            names = sorted({name for answer in answers for name in answer})
+            names = sorted({name for answer in answers for name in answer}, key=number_order)
             if names:
                 raise StateError(
                     f"no log knows what lies in this run: {listed(names)}",

@@ -214,7 +214,6 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
         found = [] if loose is None else [Original(loose.uri.name)]
     else:
         beside = drive(list_unlogged(here.source, here.root), here.storage)
-        beside.sort(key=lambda c: (-1 if c.step is None else c.step, c.uri.name))
         # What no log orders comes first: the newest commit there is the log's newest.
         found = [*(Original(c.uri.name) for c in beside), *sealed]
     if wanted.step is not None:

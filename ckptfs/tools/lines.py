@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ckptfs.commit.catalog import Origin
 from ckptfs.commit.entries import Kind
+from ckptfs.commit.layout import number_order
 from ckptfs.commit.manifest import Manifest
 from ckptfs.tools.holding import Holding
 from ckptfs.uri import Uri
@@ -114,7 +115,7 @@ def in_order(lines: Sequence[Checkpoint], sort: Sort) -> list[Checkpoint]:
 
 _KEYS: dict[Sort, Callable[[Checkpoint], tuple[Any, ...]]] = {
     Sort.STEP: lambda one: (-1 if one.step is None else one.step, one.created_at or ""),
-    Sort.NAME: lambda one: (one.name, one.created_at or ""),
+    Sort.NAME: lambda one: (number_order(one.name), one.created_at or ""),
     Sort.AGE: lambda one: (one.created_at or "",),
     Sort.SIZE: lambda one: (-1 if one.size_bytes is None else one.size_bytes,),
 }

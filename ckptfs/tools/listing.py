@@ -17,7 +17,7 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptfs.commit.beside import look_beside, names_beside
+from ckptfs.commit.beside import Beside, look_beside, names_beside, oldest_first
 from ckptfs.commit.catalog import Origin
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG
@@ -77,12 +77,14 @@ def list_run(
     withheld = len(found) - len(shown)
     if limit is not None and sort is Sort.COMMIT and not kinds:
         shown = shown[max(0, len(shown) - limit) :]  # what is not shown is not read
+    loose: list[Checkpoint] = []
+    if limit is None or len(shown) < limit or sort is not Sort.COMMIT or kinds:
+        loose = _beside(look, names)
     lines = [
-        line
-        for line in side_by_side(lambda one: one.detailed(look, everything=everything), shown)
-        if line is not None and (not kinds or line.kind in kinds)
+        *loose,
+        *side_by_side(lambda one: one.detailed(look, everything=everything), shown),
     ]
-    lines = in_order(lines, sort)
+    lines = in_order([line for line in lines if not kinds or line.kind in kinds], sort)
     if limit is not None:
         lines = lines[max(0, len(lines) - limit) :]
     return Run(look.root, holding_of(look.views), tuple(lines), withheld, _notes(look))
@@ -93,17 +95,13 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """What is known without a read of its own. seal: of a save; beside: a directory to look at."""
+    """What is known of a save without a read of its own. seal: None of an attempt."""
 
     line: Checkpoint
     seal: Seal | None = None
-    is_beside: bool = False
 
-    def detailed(self, look: Look, *, everything: bool) -> Checkpoint | None:
-        """With what its manifest tells; None: it is no checkpoint."""
-        if self.is_beside:
-            beside = drive(look_beside(self.line.name, look.views, look.root), look.storage)
-            return None if beside is None else from_beside(self.line, beside)
+    def detailed(self, look: Look, *, everything: bool) -> Checkpoint:
+        """With what its manifest tells."""
         if self.seal is None:
             return self.line
         return from_seal(self.line, self.seal, look, everything=everything)
@@ -111,15 +109,21 @@ class _Candidate:
 
 def _candidates(look: Look, names: Collection[str]) -> list[_Candidate]:
     attempts = _attempts(look)
-    found = [*_beside(look, names), *_logged(look, attempts), *_unsealed(look, attempts)]
+    found = [*_logged(look, attempts), *_unsealed(look, attempts)]
     return [one for one in found if not names or one.line.name in names]
 
 
-def _beside(look: Look, names: Collection[str]) -> list[_Candidate]:
+def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
+    """What lies beside the log, in an order of its own: before all that the log has one for."""
     entries = [Entry(name, is_dir=True) for name in names] or look.storage.list("")
+
+    def looked_at(name: str) -> Beside | None:
+        return drive(look_beside(name, look.views, look.root), look.storage)
+
+    found = side_by_side(looked_at, names_beside(entries, look.views))
     return [
-        _Candidate(Checkpoint(look.root / name, name, State.COMMITTED, None), is_beside=True)
-        for name in names_beside(entries, look.views)
+        from_beside(Checkpoint(look.root / one.name, one.name, State.COMMITTED, None), one)
+        for one in oldest_first(one for one in found if one is not None)
     ]
 
 

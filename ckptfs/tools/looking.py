@@ -19,7 +19,7 @@ from typing import Any
 from ckptfs.commit.beside import newest as newest_of
 from ckptfs.commit.catalog import Origin, find, list_live
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA
+from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, number_order
 from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.ops import drive
 from ckptfs.commit.unlogged import check_unlogged
@@ -213,10 +213,11 @@ _RANK = {State.COMMITTED: 0, State.UNPROJECTED: 0, State.IN_DOUBT: 1, State.DAMA
 
 def _files(look: Look, line: Checkpoint) -> Iterator[File]:
     if line.manifest is not None:
-        for record in line.manifest.files:
+        for record in sorted(line.manifest.files, key=lambda one: number_order(one.path)):
             yield File(record.path, record.size_bytes, record.domain)
     elif line.origin is Origin.STOCK:
-        found = [e.name for e in look.storage.list(line.name) if not e.is_dir]
+        names = (e.name for e in look.storage.list(line.name) if not e.is_dir)
+        found = sorted(names, key=number_order)
         sizes = side_by_side(lambda name: look.storage.stat(f"{line.name}/{name}"), found)
         for name, stat in zip(found, sizes, strict=True):
             yield File(name, stat.size_bytes)
@@ -242,7 +243,9 @@ def _runs_below(
             else:
                 below += [f"{key}/{entry.name}" for entry in found if entry.is_dir]
         level = [key for key in below if key.rpartition("/")[0] not in runs]
-    yield from side_by_side(lambda key: _summary(look.root / key, options), sorted(set(runs)))
+    yield from side_by_side(
+        lambda key: _summary(look.root / key, options), sorted(set(runs), key=number_order)
+    )
 
 
 def _lister(storage: Storage) -> Any:
@@ -263,11 +266,10 @@ def _summary(uri: Uri, options: Mapping[str, Any] | None) -> RunFound:
             if not live:
                 run = list_run(look)
                 loose = [one for one in run.checkpoints if one.state is State.COMMITTED]
-                last = max(loose, key=lambda one: (one.step or -1, one.name), default=None)
-                told = (
-                    (None, None, None) if last is None else (last.name, last.step, last.created_at)
-                )
-                return RunFound(uri, holding, len(loose), *told)
+                if not loose:
+                    return RunFound(uri, holding)
+                last = ([one for one in loose if one.kind is Kind.CHECKPOINT] or loose)[-1]
+                return RunFound(uri, holding, len(loose), last.name, last.step, last.created_at)
             states = [seal for seal in live if seal.artifact is Kind.CHECKPOINT]
             seal = (states or live)[-1]
             created_at = began_at(seal.save_id)

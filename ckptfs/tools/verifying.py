@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfs.commit.layout import METADATA
+from ckptfs.commit.layout import METADATA, step_in
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import NotFoundError, StateError
@@ -228,6 +228,14 @@ def _save_id(seen: Looked) -> str:
     return "" if seen.manifest is None else seen.manifest.save_id
 
 
+def _step(seen: Looked) -> int | None:
+    if seen.target.seal is not None:
+        return seen.target.seal.step
+    if seen.manifest is not None:
+        return seen.manifest.step
+    return None if seen.found is None else step_in(seen.target.name)  # of stock torch
+
+
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
@@ -242,7 +250,7 @@ def _checked(seen: Looked, compared: Sequence[Compared] | None) -> Checked:
         seen.target.name,
         origin,
         seal.save_id if seal is not None else _save_id(seen) or None,
-        seal.step if seal is not None else None if manifest is None else manifest.step,
+        _step(seen),
         len(seen.sizes),
         sum(seen.sizes.values()),
         sum(one.compared_bytes for one in compared or ()),
