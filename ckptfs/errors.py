@@ -45,7 +45,8 @@ from __future__ import annotations
 import errno as _errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import Enum
+from typing import Any, Literal, Never
 
 __all__ = [
     "AccessError",
@@ -139,6 +140,15 @@ class MissingDriverError(UriError, ImportError):
 
 class StateError(CkptfsError, ValueError):
     """The state dict cannot be saved or loaded as asked; no file was made, no tensor changed."""
+
+
+class ArgumentChoice(Enum):
+    """An argument that takes one of a few words. Any other one is a StateError that lists them."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Never:
+        words = [f'"{one.value}"' for one in cls]
+        raise StateError(f"{value!r} is no choice here: {', '.join(words[:-1])} or {words[-1]}")
 
 
 class StorageError(CkptfsError, OSError):

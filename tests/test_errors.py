@@ -6,9 +6,13 @@ import builtins
 import errno
 import pickle
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ckptfs
 from ckptfs import errors
 from ckptfs.errors import (
     CkptfsError,
@@ -151,3 +155,25 @@ def test_outcome_defaults_say_what_is_known() -> None:
     """Only the errors that leave a commit open say "unknown" unasked."""
     unknown = {e.__name__ for e in ALL if e("x").outcome == "unknown"}
     assert unknown == {"AnswerLostError", "CommitInDoubtError"}
+
+
+LOOSE: Any = ckptfs  # mypy would refuse these words
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: LOOSE.CheckpointManager(run, mode="asnc"), '"sync" or "async"'),
+        (lambda run: LOOSE.CheckpointManager(run, if_slow="wait"), '"delay" or "skip"'),
+        (lambda run: LOOSE.save({}, run / "a", if_exists="overwrite"), '"error" or "replace"'),
+        (lambda run: LOOSE.prepare_run(run, mode="new"), '"resume", "overwrite" or "fail"'),
+    ],
+)
+def test_a_word_that_is_no_choice_is_told_with_those_that_are(
+    tmp_path: Path, call: Callable[[Path], Any], words: str
+) -> None:
+    """A StateError that lists the words, and names no class of ours."""
+    with pytest.raises(ckptfs.StateError) as caught:
+        call(tmp_path / "run")
+    assert words in str(caught.value)
+    assert "valid" not in str(caught.value)

@@ -9,6 +9,7 @@ With ``--json`` standard output gets one JSON document and nothing else; whateve
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,30 @@ from ckptfs.errors import CkptfsError
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Answer", "error_document", "print_answer", "print_error", "table"]
+__all__ = ["Answer", "error_document", "hint_text", "print_answer", "print_error", "table"]
 
+# The library's hints name its calls; whoever reads them at a terminal has the commands.
+_COMMANDS = (
+    (
+        r"see list_checkpoints\(\) of its parent( for what is there)?",
+        "ckptfs ls of its parent tells",
+    ),
+    (r"see steps or list_checkpoints\(\) for what is there", "ckptfs ls tells what is there"),
+    (r"latest\(\) and the next save tell", "ckptfs latest tells"),
+    (r"the next save or prepare_run(?:\(\))? ", "the next job of the run "),
+    (r"claim it again with prepare_run\(\)", "start its job again"),
+    (r"prepare_run\(\) settles (it|what died)", r"ckptfs gc --delete settles \1"),
+    (r", or prepare_run\(\) the run", ", or start a job of the run"),
+    (r'\bor if_exists="replace"', "or --overwrite"),
+    (r'ckptfs\.save\(\.\.\., if_exists="replace"\)', "--overwrite where the command has it"),
+    (r', or takeover="force"', ""),
+    (r'(, or|,)? pass unlogged="ignore"( where the newest is taken| to go on with [^,;]+)?', ""),
+    (r'load with verify="off"', "ckptfs.load with verification off"),
+    (r"storage_options key= and secret= or profile=", "-o key= and -o secret=, or -o profile="),
+    (r"storage_options=\{\"fo\": (\"[^\"]*\")\}", r"-o fo=\1"),
+    (r"\bin storage_options\b", "with -o"),
+    (r"see ckptfs\.", "see "),
+)
 _PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program wants whole lines
 
 
@@ -51,7 +74,14 @@ def print_error(name: str, error: CkptfsError, *, as_json: bool) -> None:
     where = f" [{error.uri}]" if error.uri else ""
     click.echo(f"ckptfs {name}: {error.message}{where}", err=True)
     if error.hint:
-        click.echo(f"  hint: {error.hint}", err=True)
+        click.echo(f"  hint: {hint_text(error.hint)}", err=True)
+
+
+def hint_text(hint: str) -> str:
+    """A hint of the library in the words of the command line. Pure."""
+    for call, command in _COMMANDS:
+        hint = re.sub(call, command, hint)
+    return hint
 
 
 def error_document(error: CkptfsError) -> dict[str, Any]:
@@ -60,7 +90,7 @@ def error_document(error: CkptfsError) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": error.message,
         "uri": error.uri,
-        "hint": error.hint,
+        "hint": None if error.hint is None else hint_text(error.hint),
         "outcome": error.outcome,
     }
 

@@ -40,6 +40,7 @@ from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import (
     AccessError,
+    ArgumentChoice,
     CommitConflictError,
     FencedError,
     ManifestError,
@@ -64,7 +65,7 @@ _Refusal = SymlinkError | ManifestError
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
-class Mode(Enum):
+class Mode(ArgumentChoice):
     """What to do about the checkpoints that are there."""
 
     RESUME = "resume"
@@ -72,7 +73,7 @@ class Mode(Enum):
     FAIL = "fail"  # CommitConflictError when there are any
 
 
-class Takeover(Enum):
+class Takeover(ArgumentChoice):
     """What to do about an owner that did not release the run."""
 
     AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still

@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import Enum
 
 from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.manifest import FileRecord
+from ckptfs.errors import ArgumentChoice
 from ckptfs.events import Counters, SaveResult
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 SmallFile = bytes | Mapping[str, bytes]
 
 
-class IfExists(Enum):
+class IfExists(ArgumentChoice):
     """What to do when the name is committed already."""
 
     ERROR = "error"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Iterator
-from enum import Enum
 
 from ckptfs.commit.beside import names_beside
 from ckptfs.commit.catalog import read_view
@@ -22,7 +21,7 @@ from ckptfs.commit.foreign import is_known, names_save
 from ckptfs.commit.layout import MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
 from ckptfs.commit.protocol import Views, catalog
-from ckptfs.errors import NotFoundError, StateError
+from ckptfs.errors import ArgumentChoice, NotFoundError, StateError
 from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
 
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 
-class Unlogged(Enum):
+class Unlogged(ArgumentChoice):
     """What to do about them."""
 
     ERROR = "error"

@@ -12,7 +12,6 @@ import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 
 from xxhash import xxh3_64_intdigest
@@ -27,6 +26,7 @@ from ckptfs.commit.layout import shared_key
 from ckptfs.dcp.lanes import Lanes, Scratch
 from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want, blob_cuts
 from ckptfs.errors import (
+    ArgumentChoice,
     CkptfsError,
     IncompleteCheckpointError,
     IntegrityError,
@@ -51,7 +51,7 @@ __all__ = [
 _LARGEST_GAP_BYTES = 1 << 20  # no cutting throws away more between two wants
 
 
-class Verify(Enum):
+class Verify(ArgumentChoice):
     """Whether the bytes that are read are compared with their digests."""
 
     READ = "read"

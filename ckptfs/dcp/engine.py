@@ -18,7 +18,6 @@ import io
 import math
 import time
 from collections.abc import Mapping, Sequence
-from enum import Enum
 
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -32,7 +31,7 @@ from ckptfs.dcp.laid import Laid, framed, lay_out
 from ckptfs.dcp.layout import FileTask, FileWritten, Placed, WriteEngine
 from ckptfs.dcp.resolve import Loan, Resolve, host_tensor, memory_of
 from ckptfs.dcp.windows import DiffersError, Windows
-from ckptfs.errors import StateError
+from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.parallel import Engine, ParallelWriter
 
@@ -42,7 +41,7 @@ _FRAME_BYTES = 4 << 10  # torch.save's own bytes around a tensor: 1.5 KiB, and s
 _DIMENSION_BYTES = 64  # and for each dimension
 
 
-class WriteEngineName(Enum):
+class WriteEngineName(ArgumentChoice):
     """auto: what the storage is fast with. direct: past the page cache wherever it is possible.
     buffered: through it. The last two mean files; other stores are always written in a stream.
     """

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -39,7 +38,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.opened import read_metadata
-from ckptfs.errors import CkptfsError, StateError
+from ckptfs.errors import ArgumentChoice, CkptfsError, StateError
 from ckptfs.storage.base import Capabilities, Shape, Storage
 from ckptfs.uri import Uri
 
@@ -59,7 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class Unchanged(Enum):
+class Unchanged(ArgumentChoice):
     """What to do with items that are what the last committed save of the run holds."""
 
     WRITE = "write"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 from ckptfs.commit.entries import Kind, Part, Seal
 from ckptfs.commit.pieces import part_in, promise
@@ -29,6 +28,7 @@ from ckptfs.commit.protocol import (
     used_overwrites,
 )
 from ckptfs.commit.unlogged import Unlogged
+from ckptfs.errors import ArgumentChoice
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.copy_plan import origin_of
 
@@ -45,14 +45,14 @@ __all__ = [
 ]
 
 
-class Fallback(Enum):
+class Fallback(ArgumentChoice):
     """What to do where the newest checkpoint is damaged, lost in part, or in doubt."""
 
     ERROR = "error"
     OLDER = "older"  # take the next older one that is whole, and say what that costs
 
 
-class PerRankPolicy(Enum):
+class PerRankPolicy(ArgumentChoice):
     """What to do with what ranks of another world size kept for themselves."""
 
     ERROR = "error"

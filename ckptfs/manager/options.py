@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.dcp.saving import WriteOptions
-from ckptfs.errors import StateError
+from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.manager.copies import Copy
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.naming import Template
@@ -23,14 +22,14 @@ from ckptfs.manager.retention import Keep
 __all__ = ["IfSlow", "Names", "SaveMode", "Settings", "metrics_of"]
 
 
-class SaveMode(Enum):
+class SaveMode(ArgumentChoice):
     """Whether ``save`` returns when the checkpoint is committed, or when the state is staged."""
 
     SYNC = "sync"
     ASYNC = "async"
 
 
-class IfSlow(Enum):
+class IfSlow(ArgumentChoice):
     """What an asynchronous save does while as many as allowed are on their way."""
 
     DELAY = "delay"  # wait for the oldest

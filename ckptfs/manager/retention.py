@@ -74,6 +74,11 @@ class Keep:
     best: Best | None = None
 
     def __post_init__(self) -> None:
+        if self.best is not None and not isinstance(self.best, Best):
+            raise StateError(
+                f"keep_best is {self.best!r}, and has to be a ckptfs.Best",
+                hint='keep_best=ckptfs.Best("loss"), or ckptfs.Best("accuracy", mode="max")',
+            )
         if self.latest is not None:
             _refuse_less_than_one("keep_latest", self.latest)
         elif self.every is not None or self.best is not None:

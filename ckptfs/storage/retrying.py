@@ -6,6 +6,7 @@
 
 Waits double and are drawn from their whole range (full jitter): thousands of ranks that one throttled
 answer met at once come back spread out. Only what a retry may cure is tried again: TransientError
+from ckptfs.uri import mask_credentials
 always, AnswerLostError where doing it twice is the same as once. The clients make one try each.
 """
 
@@ -16,15 +17,19 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ckptfs.errors import AnswerLostError, StorageError, TransientError
+from ckptfs.uri import mask_credentials
 
 __all__ = ["IDEMPOTENT", "NOT_DONE", "Retrier", "RetryPolicy", "wait_s"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_WARN_S = 3.0
+_AGAIN_S = 60.0
+
 Retryable = tuple[type[StorageError], ...]
 
 # Reads, deletes, parts, unconditional puts: twice is once.
@@ -69,11 +74,26 @@ def _sleep(seconds: float, stop: threading.Event | None) -> None:
         stop.wait(seconds)
 
 
+class Notice:
+    """When the endpoint's silence was last told. Threads that race may tell it twice, which is harmless."""
+
+    def __init__(self) -> None:
+        self._told_s: float | None = None
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether to tell it now; then not again for a minute."""
+        if self._told_s is not None and now_s - self._told_s < _AGAIN_S:
+            return False
+        self._told_s = now_s
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Retrier:
     """Runs requests against one endpoint under one policy. Threads may share it; it pickles.
 
-    clock, sleep (seconds, and what ends it sooner) and draw (a number in [0, 1]) are for tests.
+    clock, sleep (seconds, and what ends it sooner) and draw (a number in [0, 1]) are for tests. notice:
+    of all requests of this process to the endpoint, so that only one of them warns.
     """
 
     endpoint: str
@@ -81,6 +101,7 @@ class Retrier:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float, threading.Event | None], object] = _sleep
     draw: Callable[[], float] = _draw
+    notice: Notice = field(default_factory=Notice, compare=False, repr=False)
 
     def run(
         self,
@@ -108,6 +129,7 @@ class Retrier:
                 if pause_s is None or (stop is not None and stop.is_set()):
                     self._told(error, failures, now_s - first_s)
                     raise
+                self._warn(error, now_s - first_s)
                 log.debug("try %d at %s failed: %s", failures, self.endpoint, error)
             except StorageError as error:
                 if failures:
@@ -115,6 +137,24 @@ class Retrier:
                 raise
             self.sleep(pause_s, stop)
 
+    def _warn(self, error: StorageError, spent_s: float) -> None:
+        """Say once what a request is waiting for, so that a wrong endpoint is seen before it is given up."""
+        if (
+            spent_s >= _WARN_S
+            and self.policy.retry_s > _WARN_S
+            and self.notice.is_due(self.clock())
+        ):
+            log.warning(
+                "no answer from %s for %.0f s: %s; tried again for %.0f s more",
+                self.endpoint,
+                spent_s,
+                mask_credentials(error.message),
+                max(0.0, self.policy.retry_s - spent_s),
+            )
+
     def _told(self, error: StorageError, tries: int, spent_s: float) -> None:
         many = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else "1 try"
-        error.message = f"{error.message} ({self.endpoint}, {many})"
+        if self.endpoint in error.message:
+            error.message = f"{error.message} ({many})"
+        else:
+            error.message = f"{error.message} ({self.endpoint}, {many})"

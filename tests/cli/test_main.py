@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ckptfs.cli.answer import hint_text
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.main import COMMANDS, ckptfs
 from ckptfs.errors import (
@@ -26,6 +27,7 @@ from ckptfs.errors import (
     NotFoundError,
 )
 from tests.cli.conftest import Cli, Place, a_run
+from tests.cli.damage import DAMAGES
 
 DOCS = Path(__file__).parents[2] / "docs" / "cli.md"
 HEADINGS = {"unpin": "pin and unpin", "pin": "pin and unpin"}
@@ -176,3 +178,52 @@ _LONG_TABLE = """
 from ckptfs.cli.answer import Answer, print_answer, table
 print_answer("x", Answer({}, lambda c: table(c, ("A",), [("b" * 3000,)])), as_json=False)
 """
+
+
+_PYTHON = re.compile(
+    r"\w\(\)|\b(?:if_exists|unlogged|takeover|verify|storage_options)=|prepare_run"
+)
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "latest", "inspect", "verify", "log", "rm -y", "gc", "cp"]
+)
+@pytest.mark.parametrize(
+    "damage", ["missing manifest", "future manifest", "garbage entry", "nowhere"]
+)
+def test_a_hint_names_commands_and_no_calls(
+    cli: Cli, tmp_path: Path, command: str, damage: str
+) -> None:
+    """Who reads an error at a terminal has no Python at hand: its hint names what can be typed there."""
+    place = Place("file", str(tmp_path / "run"))
+    if DAMAGES[damage].on_a_run:
+        a_run(place)
+    hurt = DAMAGES[damage].plant(place)
+    where = f"{hurt.uri}/step_20" if command in {"inspect", "rm -y", "cp"} else hurt.uri
+    more = [str(tmp_path / "copy" / "step_20")] if command == "cp" else []
+    ran = cli(*command.split(), where, *more)
+    assert _PYTHON.search(ran.err) is None, ran.err
+
+
+@pytest.mark.parametrize(
+    ("hint", "words"),
+    [
+        ('choose another name, or if_exists="replace"', "choose another name, or --overwrite"),
+        ("see list_checkpoints() of its parent", "ckptfs ls of its parent tells"),
+        ("nothing was deleted; the next save or prepare_run settles it", "the next job of the run"),
+        (
+            "another process commits it now: prepare_run() settles it",
+            "ckptfs gc --delete settles it",
+        ),
+        ("storage_options key= and secret= or profile=; anon=True", "-o key= and -o secret="),
+        (
+            'load what you mean by its name, pass unlogged="ignore" to go on with step_2, or move',
+            "",
+        ),
+    ],
+)
+def test_hints_of_the_library_in_the_words_of_the_command_line(hint: str, words: str) -> None:
+    """Each phrase that names a call has one that names a command."""
+    told = hint_text(hint)
+    assert words in told
+    assert _PYTHON.search(told) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -402,3 +403,12 @@ def test_saves_of_an_older_generation_count_too() -> None:
     """The policy reads the catalog, so a restart changes nothing: old and new count together."""
     bodies: list[Body] = [save(1), save(2), fence(G2), *(replace(save(n), base=G2) for n in (3, 4))]
     assert kept(plan(Keep(3), *bodies)) == ["s2", "s3", "s4"]
+
+
+@pytest.mark.parametrize("best", ["loss", ("loss", "min")])
+def test_keep_best_is_a_best(best: Any) -> None:
+    """The name of a metric alone is refused where the manager is made, not at the first save."""
+    with pytest.raises(StateError, match=r"has to be a ckptfs\.Best"):
+        Keep(latest=2, best=best)
+    with pytest.raises(StateError, match=r"has to be a ckptfs\.Best"):
+        Keep(best=best)

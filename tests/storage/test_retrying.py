@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -148,3 +150,44 @@ def test_it_pickles() -> None:
     """A storage takes its retries into another process."""
     retrier = Retrier("http://host", RetryPolicy(7.0))
     assert pickle.loads(pickle.dumps(retrier)) == retrier
+
+
+def test_a_silent_endpoint_is_told_once_after_three_seconds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Which host, which error, how long it goes on: one line, whatever number of requests wait."""
+    time = FakeTime()
+    retrier = time.retrier(Retrier("http://host:1", RetryPolicy(60.0)))
+
+    def dead() -> None:
+        if time.now_s < 3.0:
+            assert caplog.messages == []
+        raise busy()
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with pytest.raises(TransientError):
+                replace(retrier, policy=RetryPolicy(20.0)).run(dead)
+    (line,) = caplog.messages
+    assert line.startswith("no answer from http://host:1 for 3 s: ")
+    assert line.endswith("; tried again for 17 s more")
+
+
+def test_a_short_trouble_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """Two busy answers within three seconds are nobody's business, nor is a deadline that is shorter."""
+    with caplog.at_level(logging.WARNING):
+        assert FakeTime().retrier(Retrier("http://host")).run(failing(busy(), busy())) == "answer"
+        with pytest.raises(TransientError):
+            FakeTime().retrier(Retrier("http://host", RetryPolicy(3.0))).run(
+                failing(*[busy() for _ in range(99)])
+            )
+    assert caplog.messages == []
+
+
+def test_an_endpoint_that_the_error_names_is_not_named_twice() -> None:
+    """The cause names its host already: only the tries are added."""
+    with pytest.raises(TransientError) as caught:
+        FakeTime().retrier(Retrier("http://host:1", RetryPolicy(1.0))).run(
+            failing(*[TransientError("nothing listens at http://host:1") for _ in range(99)])
+        )
+    assert caught.value.message.count("http://host:1") == 1
