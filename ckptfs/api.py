@@ -114,7 +114,10 @@ def load_object(
     storage = open_storage(target.parent, options)
     try:
         storage.refresh("")
-        data = io.BytesIO(storage.read(target.name))
+        with storage.open_read(target.name) as reader:  # as large as it is: it may hold a model
+            raw = bytearray(reader.size_bytes)
+            reader.read_into(0, memoryview(raw))
+        data = io.BytesIO(raw)
     finally:
         storage.close()
     try:

@@ -118,18 +118,25 @@ class AdvisoryLog(Storage):
 
     def read(self, key: str) -> bytes:
         """An entry by its place in the order; any other key as it is."""
+        return self._inner.read(self._lies_at(key))
+
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        """As ``read``."""
+        return self._inner.read_small(self._lies_at(key), limit_bytes)
+
+    def _lies_at(self, key: str) -> str:
         if key == HINT:
             # A snapshot equals what lay below it then; here more may have slipped in since.
             raise NotFoundError("no hint on an advisory log", uri=self.uri(key))
         number = self._number(key)
         if number is None:
-            return self._inner.read(key)
+            return key
         names = self._names  # one look: another thread may refresh meanwhile
         if number >= len(names):
             names = self._names = self._listed()
         if number >= len(names):
             raise NotFoundError("no such entry yet", uri=self.uri(key))
-        return self._inner.read(_PREFIX + names[number])
+        return _PREFIX + names[number]
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """Write an entry under its own name, unless the place in the order is taken already."""

@@ -28,7 +28,18 @@ from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, AttemptKeys, staging_
 from ckptfs.commit.links import name_is_plain
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import Create, MakeDir, Pause, Program, Read, Refresh, Sync, Write, drive
+from ckptfs.commit.ops import (
+    Create,
+    MakeDir,
+    Pause,
+    Program,
+    Read,
+    Refresh,
+    Sync,
+    Write,
+    drive,
+    read_limited,
+)
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import name_taken
 from ckptfs.commit.recovery import encode_record
@@ -161,7 +172,7 @@ def on_the_way(storage: Storage) -> dict[str, str]:
         for entry in storage.list(ATTEMPTS):
             record = AttemptKeys(Shape.OBJECT, "", entry.name).record
             with contextlib.suppress(NotFoundError, ValueError, KeyError, TypeError):
-                found[entry.name] = str(json.loads(storage.read(record))["name"])
+                found[entry.name] = str(json.loads(read_limited(storage, record))["name"])
     return found
 
 

@@ -37,7 +37,7 @@ from ckptfs.commit.manifest import (
     digest_of,
     encode_manifest,
 )
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
@@ -277,7 +277,7 @@ class Attempt:
             record = self._named.record
             self.storage.refresh(record.rsplit("/", 2)[0])
             self.storage.refresh(record.rsplit("/", 1)[0])
-            self.storage.read(record)
+            read_limited(self.storage, record)
 
     def given_up(self, error: CkptfsError) -> Committed:
         """Local, from any thread. What this save came to, for whoever waits while this rank's part of it

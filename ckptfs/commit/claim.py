@@ -29,7 +29,7 @@ from ckptfs.commit.layout import LOG, log_key
 from ckptfs.commit.lease import Keeper, LeaseTimes, moves
 from ckptfs.commit.links import control_is_plain
 from ckptfs.commit.log import Appended, Refused, append
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.owners import alive_here, describe, who_am_i
 from ckptfs.commit.protocol import catalog
 from ckptfs.commit.recovery import Report, plan_recovery, report, settle
@@ -339,11 +339,11 @@ def _read_fresh(storage: Storage, key: str) -> bytes:
     """
     for _ in range(_LOOKS):
         try:
-            return storage.read(key)
+            return read_limited(storage, key)
         except (NotFoundError, StaleError):
             storage.refresh(LOG)
             time.sleep(0.05)
-    return storage.read(key)
+    return read_limited(storage, key)
 
 
 def _sweep(storage: Storage) -> None:

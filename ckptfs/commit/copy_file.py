@@ -24,6 +24,7 @@ from ckptfs.commit.comparing import BlockCheck, Check, WholeCheck
 from ckptfs.commit.copy_spec import CopyTask, Readable, StoppedError, Tally, Writable
 from ckptfs.commit.digests import FileDigests, decode_digests
 from ckptfs.commit.manifest import FileRecord, digest_of
+from ckptfs.commit.ops import read_limited
 from ckptfs.commit.sending import SMALL_BYTES, PlainNames
 from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import (
@@ -68,7 +69,7 @@ class FileCopier:
         sidecar = b""
         if task.sidecar is not None:
             with _reading(self._source, task.sidecar):
-                sidecar = self._source.storage.read(self._source.key(task.sidecar))
+                sidecar = read_limited(self._source.storage, self._source.key(task.sidecar))
         made = self._copy_data(_Checks(task, sidecar, self._source))
         if task.sidecar is None:
             return [made]

@@ -20,6 +20,7 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.comparing import BlockCheck, Check, WholeCheck
 from ckptfs.commit.digests import decode_digests
 from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.ops import read_limited
 from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
@@ -252,7 +253,7 @@ def _check_of(storage: Storage, item: Item) -> Check:
         return Check()
     damaged = _damaged_at(storage, item)
     if item.digests is not None:
-        raw = storage.read(item.digests)
+        raw = read_limited(storage, item.digests)
         return BlockCheck(decode_digests(raw, storage.uri(item.digests)), damaged)
     digest = item.record.digest
     return Check() if digest is None else WholeCheck(digest, damaged)

@@ -18,12 +18,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ckptfs.storage.base import CONTROL, Shape
+from ckptfs.storage.base import CONTROL, SMALL_BYTES, Shape
 
 __all__ = [
     "ATTEMPTS",
     "CONTROL",
     "DOMAIN",
+    "ENTRY_BYTES",
     "HINT",
     "LEASE",
     "LOG",
@@ -35,6 +36,7 @@ __all__ = [
     "TRASH",
     "AttemptKeys",
     "is_save_id",
+    "limit_of",
     "log_key",
     "number_order",
     "shared_key",
@@ -53,6 +55,16 @@ MANIFEST = "ckptfs.json"
 METADATA = ".metadata"
 SHARED = "_data"
 PARTIAL_PREFIX = ".partial-"  # how backends with directories name a file on its way
+
+# What a file of each kind may have at most, in bytes. Far more than any run of ours has, and far less than
+# what fills a machine: a snapshot of the log takes 0.3 kB for each save, a manifest 0.5 kB for each rank,
+# a sidecar 8 bytes for each MiB of data.
+ENTRY_BYTES = 256 << 20
+MANIFEST_BYTES = 256 << 20
+METADATA_BYTES = 2 << 30
+SIDECAR_BYTES = 256 << 20
+RECORD_BYTES = 1 << 20  # domain, hint, lease, attempt.json
+_RECORDS = frozenset({"domain", "hint", "lease", "attempt.json"})
 
 # The time and a random number; "dcp-" and a digest for copies of stock checkpoints; copies of either
 # have "~" and a number of their own behind it (``resuming.AGAIN``).
@@ -79,6 +91,20 @@ def number_order(name: str) -> tuple[tuple[int, str], ...]:
 def log_key(number: int) -> str:
     """The key of entry ``number``; eight digits sort as text for the first hundred million."""
     return f"{LOG}/{number:08d}"
+
+
+def limit_of(key: str) -> int:
+    """How many bytes a small file under this key may have, for ``Storage.read_small``. Pure."""
+    name = key.rpartition("/")[2]
+    if key.startswith(f"{LOG}/"):
+        return ENTRY_BYTES
+    if name.startswith(MANIFEST):
+        return MANIFEST_BYTES
+    if name.startswith(METADATA):
+        return METADATA_BYTES
+    if name.endswith(".xxh3"):
+        return SIDECAR_BYTES
+    return RECORD_BYTES if name in _RECORDS else SMALL_BYTES
 
 
 def staging_key(write_id: str) -> str:

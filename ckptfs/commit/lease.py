@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ckptfs.commit.entries import Generation
 from ckptfs.commit.layout import CONTROL, LEASE
+from ckptfs.commit.ops import read_limited
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 
@@ -90,6 +91,6 @@ def moves(
 def _read(storage: Storage) -> bytes:
     storage.refresh(CONTROL)
     try:
-        return storage.read(LEASE)
+        return read_limited(storage, LEASE)
     except NotFoundError:
         return b""

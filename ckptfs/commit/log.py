@@ -16,6 +16,7 @@ proves the end.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from typing import Generic, TypeVar
 
 from ckptfs.commit.entries import Body, Entry, Snapshot, Stamp, decode_entry, encode_entry
 from ckptfs.commit.fold import LogState, fold_entries, fold_entry, snapshot_of, state_from_snapshot
-from ckptfs.commit.layout import CONTROL, HINT, LOG, TMP, log_key, staging_key
+from ckptfs.commit.layout import CONTROL, ENTRY_BYTES, HINT, LOG, TMP, log_key, staging_key
 from ckptfs.commit.ops import (
     Create,
     List,
@@ -263,7 +264,15 @@ def append(
 def _create(number: int, entry: Entry) -> Program[bool]:
     """Whether number ``number`` is our entry now; repeats the same create until that is known."""
     key, attempt, lost = log_key(number), 0, False
-    request = Create(key, encode_entry(entry), staging_key(entry.write_id))
+    data = encode_entry(entry)
+    if len(data) > ENTRY_BYTES:
+        # Nobody reads a larger one: it would end the run for all who come after.
+        raise StorageError(
+            f"an entry of {len(data)} bytes is not appended: nobody reads more than {ENTRY_BYTES}",
+            errno=errno.EFBIG,
+            uri=key,
+        )
+    request = Create(key, data, staging_key(entry.write_id))
     while True:
         try:
             yield request

@@ -20,6 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from ckptfs.commit.layout import limit_of
 from ckptfs.errors import CommitInDoubtError, FencedError, StorageError
 from ckptfs.storage.base import Storage
 
@@ -46,6 +47,7 @@ __all__ = [
     "Write",
     "drive",
     "perform",
+    "read_limited",
 ]
 
 
@@ -214,13 +216,18 @@ T = TypeVar("T")
 Program = Generator[Op, Any, T]
 
 
+def read_limited(storage: Storage, key: str) -> bytes:
+    """All bytes of a small file that has at most what one of its kind may have. Errors: ``read_small``."""
+    return storage.read_small(key, limit_of(key))
+
+
 def perform(op: Op, storage: Storage) -> Any:
     """Execute one operation; Pause is the driver's own and not accepted here."""
     match op:
         case Read(key):
-            return storage.read(key)
+            return read_limited(storage, key)
         case ReadAhead(keys):
-            return storage.read_ahead(keys)
+            return storage.read_ahead(keys, limit_bytes=limit_of(keys[0]))
         case StatOf(key):
             return storage.stat(key)
         case List(key):

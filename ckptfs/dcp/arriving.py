@@ -25,6 +25,7 @@ from ckptfs.commit.arriving import Joined, open_attempt
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.opening import step_of
+from ckptfs.commit.ops import read_limited
 from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart
 from ckptfs.dcp.metadata import decode_metadata, encode_metadata
 from ckptfs.errors import IncompleteCheckpointError, ManifestError, NotFoundError
@@ -51,7 +52,7 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
     where = storage.uri(name)
     if_exists = IfExists.REPLACE if replace else IfExists.ERROR
     with open_attempt(joined, SaveSpec(name, step_of(name, None), if_exists)) as attempt:
-        metadata = decode_metadata(storage.read(joined.key(metadata_file)), where)
+        metadata = decode_metadata(read_limited(storage, joined.key(metadata_file)), where)
         _refuse_unwritten(metadata, where)
         sizes = _sizes(joined, _needs(metadata))
         _refuse_missing(joined, _needs(metadata), sizes)
@@ -75,7 +76,7 @@ def commit_arrived(joined: Joined, metadata_file: str, *, replace: bool) -> Comm
 
 def missing(joined: Joined, metadata_file: str) -> list[str]:
     """Local. Files that the staged ``metadata_file`` refers to and that have not arrived whole."""
-    raw = joined.seat.storage.read(joined.key(metadata_file))
+    raw = read_limited(joined.seat.storage, joined.key(metadata_file))
     needs = _needs(decode_metadata(raw, joined.seat.storage.uri(joined.keys.name)))
     return _short(needs, _sizes(joined, needs))
 

@@ -21,7 +21,7 @@ from ckptfs.commit.entries import Seal
 from ckptfs.commit.locate import locate
 from ckptfs.commit.manifest import FileRecord, Manifest
 from ckptfs.commit.opening import step_of
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.metadata import decode_metadata
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StateError
@@ -171,7 +171,7 @@ def stock_manifest(storage: Storage, name: str) -> Manifest:
 
     IncompleteCheckpointError: a file of it is missing, or too short.
     """
-    raw = storage.read(f"{name}/.metadata")
+    raw = read_limited(storage, f"{name}/.metadata")
     metadata = decode_metadata(raw, storage.uri(name))
     needs: dict[str, int] = {}
     for info in metadata.storage_data.values():

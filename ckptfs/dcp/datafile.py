@@ -23,6 +23,7 @@ from ckptfs.commit.digests import (
     first_bad_block,
 )
 from ckptfs.commit.layout import shared_key
+from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.lanes import Lanes, Scratch
 from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want, blob_cuts
 from ckptfs.errors import (
@@ -299,7 +300,7 @@ def read_digests(source: Source, path: str) -> Mapping[int, ItemDigests] | None:
         return source.layouts.get(path)
     where = source.storage.uri(source.key(sidecar))
     try:
-        return decode_digests(source.storage.read(source.key(sidecar)), where).by_offset()
+        return decode_digests(read_limited(source.storage, source.key(sidecar)), where).by_offset()
     except (NotFoundError, ManifestError) as error:
         if source.verify is Verify.OFF:
             return source.layouts.get(path)

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.decoding import decode_metadata
 from ckptfs.dcp.inventory import Inventory
@@ -35,7 +36,7 @@ def inventory_of(storage: Storage, found: Found) -> Inventory:
 def _sealed(storage: Storage, found: Found) -> bytes:
     manifest, where = found.manifest, storage.uri(found.metadata)
     try:
-        raw = storage.read(found.metadata)
+        raw = read_limited(storage, found.metadata)
     except NotFoundError as error:
         if manifest is None:
             raise

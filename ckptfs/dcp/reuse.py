@@ -34,7 +34,7 @@ from ckptfs.commit.digests import ItemDigests, decode_digests
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.layout import AttemptKeys, shared_key
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.dcp.opened import read_metadata
@@ -238,7 +238,7 @@ def _files_of(found: Found, domain: str) -> dict[str, HeldFile]:
 
 def _digests_of(storage: Storage, found: Found, file: HeldFile) -> Mapping[int, ItemDigests]:
     key = file_key(file.sidecar, found.home)
-    return decode_digests(storage.read(key), storage.uri(key)).by_offset()
+    return decode_digests(read_limited(storage, key), storage.uri(key)).by_offset()
 
 
 def _described(

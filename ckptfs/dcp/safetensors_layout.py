@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptfs import _torch
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.digests import ItemDigests, first_bad_block
+from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.datafile import Source, Verify, open_data, read_digests
 from ckptfs.dcp.safetensors_format import (
     INDEX,
@@ -104,7 +105,9 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
     where = storage.uri(found.home)
     weight_map: dict[str, str] | None = None
     if INDEX in listed:
-        weight_map = decode_index(storage.read(f"{found.home}/{INDEX}"), f"{where}/{INDEX}")
+        weight_map = decode_index(
+            read_limited(storage, f"{found.home}/{INDEX}"), f"{where}/{INDEX}"
+        )
         names = sorted(set(weight_map.values()))
     else:
         # As transformers does: this one name, if it is there, is the whole.

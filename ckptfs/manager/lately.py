@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from ckptfs.commit.entries import decode_entry
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import log_key
+from ckptfs.commit.ops import read_limited
 from ckptfs.errors import ManifestError, StorageError
 from ckptfs.storage.base import Storage
 
@@ -27,7 +28,7 @@ def last_save_s(state: LogState, storage: Storage) -> float | None:
     if at < 0:
         return None
     try:
-        entry = decode_entry(storage.read(log_key(at)), log_key(at))
+        entry = decode_entry(read_limited(storage, log_key(at)), log_key(at))
     except (StorageError, ManifestError):
         return None  # whoever needs that entry reads it again, and has the error then
     return between_s(save_id, entry.stamp.at)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckptfs.commit.catalog import list_live, read_view
 from ckptfs.commit.entries import Seal
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import NotFoundError, StateError
 from ckptfs.storage.base import Storage
@@ -37,7 +37,7 @@ class Pointer:
     def read(self, storage: Storage) -> str | None:
         """Local. What it says, by whoever wrote it; None where there is none."""
         try:
-            return storage.read(self.file).decode().strip()
+            return read_limited(storage, self.file).decode().strip()
         except NotFoundError:
             return None
 

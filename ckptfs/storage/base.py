@@ -6,7 +6,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
     filesystem   directories are real; ``rename`` of a directory is one step
     object       a key is all there is; ``make_dir`` is nothing, ``rename`` is refused
 
-    small, whole       read  read_ahead  create  replace  stat  list    (log entries, manifests)
+    small, whole       read_small  read_ahead  create  replace  stat  list    (log entries, manifests)
     large, streamed    open_write -> DataWriter, open_read -> DataReader
     large, at once     open_parallel -> ParallelWriter, where the place takes windows in any order
     names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError
+from ckptfs.storage.failures import too_large
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.ranged import DataReader, Reach
 from ckptfs.storage.unfinished import Unfinished
@@ -32,6 +33,7 @@ from ckptfs.uri import Uri
 
 __all__ = [
     "CONTROL",
+    "SMALL_BYTES",
     "Capabilities",
     "DataReader",
     "DataWriter",
@@ -47,6 +49,9 @@ __all__ = [
 
 # Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
 CONTROL = ".ckptfs"
+
+# What a small file may have that is nothing in particular.
+SMALL_BYTES = 64 << 20
 
 
 class Shape(Enum):
@@ -176,16 +181,30 @@ class Storage(ABC):
     def read(self, key: str) -> bytes:
         """All bytes of a small file. NotFoundError; StaleError where an NFS server answers so."""
 
-    def read_ahead(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        """As ``read``, of a file that has at most ``limit_bytes``: StorageError (EFBIG) of a larger one,
+        before its bytes are read where the place tells their number. Anything but a regular file is a
+        StorageError at once: a FIFO or a device holds nobody up.
+
+        Whatever a stranger may have written is read so: it may be there to fill the memory.
+        """
+        data = self.read(key)
+        if len(data) > limit_bytes:
+            raise too_large(self.uri(key), len(data), limit_bytes)
+        return data
+
+    def read_ahead(
+        self, keys: Sequence[str], *, limit_bytes: int = SMALL_BYTES
+    ) -> tuple[bytes, ...]:
         """The bytes of small files that were written one after another, up to the first that is
         missing. Any other error of one before that is raised: a file that cannot be read is not absent.
 
-        Stores where a request takes long read several at once.
+        limit_bytes: of each, as for ``read_small``. Stores where a request takes long read several at once.
         """
         found: list[bytes] = []
         for key in keys:
             try:
-                found.append(self.read(key))
+                found.append(self.read_small(key, limit_bytes))
             except NotFoundError:
                 break
         return tuple(found)

@@ -32,7 +32,7 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["HARD_TO_TELL", "lost_answer", "translated", "typed"]
+__all__ = ["HARD_TO_TELL", "lost_answer", "too_large", "translated", "typed"]
 
 # A network filesystem may answer so although the server did, or will do, what was asked.
 HARD_TO_TELL = frozenset(
@@ -101,6 +101,16 @@ def lost_answer(error: BaseException, uri: Uri, action: str) -> AnswerLostError:
         errno=getattr(error, "errno", None),
         uri=uri,
         hint="read it back before doing it again",
+    )
+
+
+def too_large(uri: object, size_bytes: int, limit_bytes: int) -> StorageError:
+    """The error for a small file that is none."""
+    return StorageError(
+        f"read refused: it has {size_bytes} bytes, and no such file has more than {limit_bytes}",
+        errno=errno.EFBIG,
+        uri=uri,
+        hint="ckptfs did not write it; look at what stands there, or restore the file",
     )
 
 

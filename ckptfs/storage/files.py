@@ -13,12 +13,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from collections.abc import Callable
 from enum import Enum
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.failures import translated
+from ckptfs.storage.failures import too_large, translated
 from ckptfs.storage.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
@@ -27,6 +28,7 @@ __all__ = [
     "FileState",
     "LocalWriter",
     "PartialFile",
+    "open_regular",
     "read_whole",
     "stands",
     "unlink_quietly",
@@ -40,6 +42,7 @@ GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are gathered up to here
 BEHIND_BYTES = 8 << 20  # 8 MiB: so much is handed to the disk while the next is copied
 CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
 
+READ = os.O_RDONLY | os.O_CLOEXEC
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
@@ -66,14 +69,54 @@ def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -
         posix.close(fd)
 
 
-def read_whole(posix: Posix, path: str) -> bytes:
-    """All bytes of a file."""
-    fd = posix.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def open_regular(
+    posix: Posix, path: str, uri: object, flags: int = 0
+) -> tuple[int, os.stat_result]:
+    """A regular file to read from, and what it is. StorageError of anything else, at once: a FIFO is
+    opened without waiting for its writer, and of a device nothing is read. OSError as the kernel gave it.
+    """
     try:
-        parts = []
-        while part := posix.read(fd, GATHER_BYTES):
+        fd = posix.open(path, READ | os.O_NONBLOCK | flags)
+    except BlockingIOError:
+        # Somebody holds a lease on the file (a file server on this machine); it ends when asked for.
+        if not stat.S_ISREG(posix.stat(path).st_mode):
+            raise
+        fd = posix.open(path, READ | flags)
+    try:
+        found = posix.fstat(fd)
+        if stat.S_ISDIR(found.st_mode):
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a FIFO" if stat.S_ISFIFO(found.st_mode) else "a device"
+            raise StorageError(
+                f"read refused: {kind} stands there, and no regular file",
+                errno=errno.EINVAL,
+                uri=uri,
+                hint="remove it; ckptfs reads regular files alone",
+            )
+    except BaseException:
+        posix.close(fd)
+        raise
+    return fd, found
+
+
+def read_whole(
+    posix: Posix, path: str, uri: object, *, limit_bytes: int | None = None, flags: int = 0
+) -> bytes:
+    """All bytes of a regular file; StorageError of anything else, and of one that has more than
+    ``limit_bytes``, before they are read.
+    """
+    fd, found = open_regular(posix, path, uri, flags)
+    try:
+        parts, done, size = list[bytes](), 0, found.st_size
+        while limit_bytes is None or size <= limit_bytes:
+            part = posix.read(fd, GATHER_BYTES)
+            if not part:
+                return b"".join(parts)
             parts.append(part)
-        return b"".join(parts)
+            done += len(part)
+            size = max(size, done)  # it may grow, and of what it makes up /proc tells no size
+        raise too_large(uri, size, limit_bytes)
     finally:
         posix.close(fd)
 

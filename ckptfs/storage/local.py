@@ -120,8 +120,20 @@ class LocalStorage(Storage):
     # -- small, whole ------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
-        path = self._readable(key)
-        return self._looking_again("read", key, lambda: read_whole(self._posix, path))
+        return self._read(key, None)
+
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        return self._read(key, limit_bytes)
+
+    def _read(self, key: str, limit_bytes: int | None) -> bytes:
+        path, uri = self._readable(key), self.uri(key)
+        # The run's own files are no links either: what it decides by lies in it.
+        flags = os.O_NOFOLLOW if _is_control(key) else 0
+
+        def look() -> bytes:
+            return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
+
+        return self._looking_again("read", key, look)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """As ``Storage.create``. When this raises AlreadyExistsError, what stands there is durable.
@@ -414,8 +426,7 @@ class LocalStorage(Storage):
 
     def _readable(self, key: str) -> str:
         """For what only reads."""
-        is_ours = key == CONTROL or key.startswith(f"{CONTROL}/")
-        return self._path(key) if is_ours else self.local_path(key)
+        return self._path(key) if _is_control(key) else self.local_path(key)
 
     def _parent(self, key: str) -> str:
         return holder_of(self._path(key))
@@ -483,6 +494,10 @@ class LocalStorage(Storage):
             uri=self.uri(key),
             hint="use a filesystem with link(2) for fences that hold; see capabilities",
         )
+
+
+def _is_control(key: str) -> bool:
+    return key == CONTROL or key.startswith(f"{CONTROL}/")
 
 
 def partial_name(path: str) -> str:

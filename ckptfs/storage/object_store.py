@@ -24,6 +24,7 @@ from typing import Any
 
 from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError, UnsupportedError
 from ckptfs.storage.base import (
+    SMALL_BYTES,
     Capabilities,
     DataReader,
     DataWriter,
@@ -115,12 +116,14 @@ class ObjectStorage(Storage):
         path = self._path(key)
         return self.retrier.run(lambda: self.client.get(path)[0])
 
-    def read_ahead(self, keys: Sequence[str]) -> tuple[bytes, ...]:
+    def read_ahead(
+        self, keys: Sequence[str], *, limit_bytes: int = SMALL_BYTES
+    ) -> tuple[bytes, ...]:
         """As ``Storage.read_ahead``, all at once: a request takes long, and most of them are there."""
         if len(keys) < 2:  # noqa: PLR2004 - one is no reason for a thread
-            return super().read_ahead(keys)
+            return super().read_ahead(keys, limit_bytes=limit_bytes)
         pool = self._pool()
-        reads = [pool.submit(self.read, key) for key in keys]
+        reads = [pool.submit(self.read_small, key, limit_bytes) for key in keys]
         wait(reads)
         found = []
         for key, read in zip(keys, reads, strict=True):

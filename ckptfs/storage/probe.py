@@ -80,7 +80,7 @@ def _links(posix: Posix, stem: str) -> bool:
     try:
         posix.link(f"{stem}a", f"{stem}b")
     except FileExistsError:
-        return read_whole(posix, f"{stem}b") == b"first"
+        return read_whole(posix, f"{stem}b", without_mark(stem)) == b"first"
     return False
 
 
@@ -92,7 +92,9 @@ def _replaces(posix: Posix, stem: str) -> bool:
         if error.errno in _CANNOT or isinstance(error, FileExistsError):
             return False
         raise
-    return read_whole(posix, f"{stem}a") == b"second" and not stands(posix, f"{stem}c")
+    return read_whole(posix, f"{stem}a", without_mark(stem)) == b"second" and not stands(
+        posix, f"{stem}c"
+    )
 
 
 def _moves(posix: Posix, stem: str) -> bool:

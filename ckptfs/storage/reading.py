@@ -29,6 +29,7 @@ from ckptfs.errors import IntegrityError, StaleError, StorageError
 from ckptfs.storage.base import DataReader, Reach
 from ckptfs.storage.direct import takes_direct
 from ckptfs.storage.failures import translated, typed
+from ckptfs.storage.files import open_regular
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.slices import behind, first, scatter
 from ckptfs.storage.spreading import core_count
@@ -50,7 +51,6 @@ _VIEWS = 1024  # IOV_MAX
 _MARKS = 4  # pages of one range that are waited for before it counts as not cached
 _FAR_BYTES = (64 << 20, 80 << 20)  # beyond what is read ahead; two, as there may be a mark at one
 _PAGE = mmap.PAGESIZE
-_LOOK = os.O_RDONLY | os.O_CLOEXEC
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _INTERRUPTED = frozenset({errno.EINTR, errno.EAGAIN})
 
@@ -86,12 +86,9 @@ class LocalReader(DataReader):
         self._cores = core_count()
         self.direct_bytes = 0
         # Handles that went stale stay open until close: another thread may be reading through one.
-        self._fds: list[int] = [posix.open(path, _LOOK)]
-        try:
-            self.size_bytes = posix.fstat(self._fds[0]).st_size
-        except BaseException:
-            self.close()
-            raise
+        fd, found = open_regular(posix, path, uri)
+        self._fds: list[int] = [fd]
+        self.size_bytes = found.st_size
 
     @property
     def threads(self) -> int:
@@ -226,11 +223,11 @@ class LocalReader(DataReader):
         told = self._posix.direct_alignment(fd)
         if not takes_direct(told, self._posix.fs_type(fd), tries=False):
             return None
-        direct = self._posix.open(self._path, _LOOK | _DIRECT)
+        direct, found = open_regular(self._posix, self._path, self._uri, _DIRECT)
         try:
             self._posix.advise_random(fd)
             # The name may be another file's by now.
-            if os.path.samestat(self._posix.fstat(direct), self._posix.fstat(fd)):
+            if os.path.samestat(found, self._posix.fstat(fd)):
                 return direct
         except BaseException:
             self._posix.close(direct)
@@ -312,13 +309,10 @@ class LocalReader(DataReader):
         with self._lock, translated(self._uri, "read"):
             if self._closed or self._fds[-1] != stale:
                 return
-            fd = self._posix.open(self._path, _LOOK)
-            try:
-                if self._posix.fstat(fd).st_size != self.size_bytes:
-                    raise StaleError("another file has taken this name", uri=self._uri)
-            except BaseException:
+            fd, found = open_regular(self._posix, self._path, self._uri)
+            if found.st_size != self.size_bytes:
                 self._posix.close(fd)  # no other thread may read what stands there now
-                raise
+                raise StaleError("another file has taken this name", uri=self._uri)
             self._fds.append(fd)
 
 

@@ -109,6 +109,9 @@ class FaultyStorage(Storage):
     def read(self, key: str) -> bytes:
         return self._do("read", key, lambda: self.inner.read(key))
 
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        return self._do("read", key, lambda: self.inner.read_small(key, limit_bytes))
+
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         self._do(
             "create",

@@ -78,6 +78,10 @@ class LateStorage(FaultyStorage):
         self._look(key, "read")
         return super().read(key)
 
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        self._look(key, "read")
+        return super().read_small(key, limit_bytes)
+
     def stat(self, key: str) -> Stat:
         self._look(key, "stat")
         return super().stat(key)

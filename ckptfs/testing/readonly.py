@@ -43,6 +43,9 @@ class ReadOnlyStorage(Storage):
     def read(self, key: str) -> bytes:
         return self.inner.read(key)
 
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        return self.inner.read_small(key, limit_bytes)
+
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         self._refuse("create", key)
 

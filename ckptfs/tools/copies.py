@@ -14,7 +14,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, METADATA
 from ckptfs.commit.looking import Look
 from ckptfs.commit.manifest import decode_manifest
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.pieces import part_name
 from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
@@ -40,14 +40,14 @@ def names_save(storage: Storage, directory: str, save_id: str) -> bool:
     True where the manifest is damaged: nobody can tell. Errors are the storage's.
     """
     try:
-        told = json.loads(storage.read(f"{directory}/{MANIFEST}"))
+        told = json.loads(read_limited(storage, f"{directory}/{MANIFEST}"))
         return not isinstance(told, dict) or told.get("save_id") == save_id
     except ValueError:
         return True
     except NotFoundError:
         pass
     try:
-        return save_id.encode() in storage.read(f"{directory}/{METADATA}")
+        return save_id.encode() in read_limited(storage, f"{directory}/{METADATA}")
     except NotFoundError:
         return False
 
@@ -66,7 +66,7 @@ def listed_by_copies(look: Look) -> frozenset[str] | None:
             continue
         # A copy of what the log knows is the log's for look_beside: it does not tell what it lists.
         try:
-            raw = look.storage.read(f"{name}/{MANIFEST}")
+            raw = read_limited(look.storage, f"{name}/{MANIFEST}")
             manifest = decode_manifest(raw, look.root / name)
         except NotFoundError:
             continue

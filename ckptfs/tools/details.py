@@ -11,7 +11,7 @@ from ckptfs.commit.foreign import names_save
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA
 from ckptfs.commit.looking import Look
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.pieces import piece
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
 from ckptfs.tools.lines import Checkpoint, State, time_text
@@ -99,7 +99,7 @@ def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
 def _is_projected(seal: Seal, look: Look) -> bool:
     """Whether ``ckptfs.json`` beside the data names this save, and ``.metadata`` is there."""
     try:
-        if names_save(look.storage.read(f"{seal.name}/{MANIFEST}")) != seal.save_id:
+        if names_save(read_limited(look.storage, f"{seal.name}/{MANIFEST}")) != seal.save_id:
             return False
         # A directory artifact has none, and of a whole of parts each part has its own.
         if seal.artifact is not Kind.DIRECTORY and not seal.parts:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptfs.commit.ops import read_limited
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.errors import AnswerLostError, NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Shape, Storage
@@ -157,7 +158,7 @@ class _InPlace(Landing):
         for name in self.markers:
             if name in self.old and name not in self.taken:
                 key = f"{self.prefix}{name}"
-                self.taken[name] = self.storage.read(key)
+                self.taken[name] = read_limited(self.storage, key)
                 self.storage.remove_many([key])
 
     def undo(self, error: BaseException) -> None:

@@ -16,6 +16,7 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.datafile import Verify
 from ckptfs.dcp.metadata import decode_metadata
 from ckptfs.dcp.safetensors_layout import read_layout
@@ -101,7 +102,7 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
 
 
 def _decoded(storage: Storage, found: Found) -> Metadata:
-    raw, manifest = storage.read(found.metadata), found.manifest
+    raw, manifest = read_limited(storage, found.metadata), found.manifest
     if manifest is not None:
         path = f"{manifest.save_id}/{METADATA}"
         sealed = {f.digest for f in manifest.files if f.path == path}

@@ -38,6 +38,7 @@ from ckptfs.commit.entries import (
 )
 from ckptfs.commit.fold import LogState, fold_entry
 from ckptfs.commit.layout import LOG, log_key
+from ckptfs.commit.ops import read_limited
 from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
@@ -114,7 +115,7 @@ def _read(storage: Storage, end: int) -> list[bytes | None]:
 
     def read(number: int) -> bytes | None:
         try:
-            return storage.read(log_key(number))
+            return read_limited(storage, log_key(number))
         except NotFoundError:
             return None
 

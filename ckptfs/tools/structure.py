@@ -21,7 +21,7 @@ from ckptfs.commit.catalog import Found, find, unlogged
 from ckptfs.commit.digests import FileDigests, decode_digests
 from ckptfs.commit.layout import LOG, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.protocol import Views
 from ckptfs.commit.shared_data import file_key
 from ckptfs.errors import (
@@ -90,7 +90,7 @@ def _open(storage: Storage, target: Target, views: Views, seen: Looked) -> Found
     except (IntegrityError, ManifestError) as error:
         seen.add(Damage.MANIFEST, storage.uri(key), error.message, _BRING_BACK)
     try:
-        raw = storage.read(f"{target.name}/{MANIFEST}")
+        raw = read_limited(storage, f"{target.name}/{MANIFEST}")
     except NotFoundError:
         return None
     if digest_of(raw) != seal.digest:
@@ -118,11 +118,11 @@ def _open_unlogged(storage: Storage, target: Target, views: Views, seen: Looked)
         return found
     inner = storage.uri(f"{target.name}/{manifest.save_id}/{MANIFEST}")
     try:
-        raw = storage.read(f"{target.name}/{manifest.save_id}/{MANIFEST}")
+        raw = read_limited(storage, f"{target.name}/{manifest.save_id}/{MANIFEST}")
     except NotFoundError:
         seen.add(Damage.MANIFEST, inner, "the immutable manifest is missing", _BRING_BACK)
         return found
-    outer = storage.read(f"{target.name}/{MANIFEST}")
+    outer = read_limited(storage, f"{target.name}/{MANIFEST}")
     if raw != outer:
         seen.add(Damage.MANIFEST, inner, f"it differs from {where}", _BRING_BACK)
     elif target.digest is not None and digest_of(raw) != target.digest:
@@ -220,7 +220,7 @@ def _look_at_sidecars(storage: Storage, seen: Looked, at_once: int) -> None:
     def read(pair: tuple[FileRecord, FileRecord]) -> tuple[FileDigests, str] | tuple[str, str]:
         data, sidecar = pair
         try:
-            raw = storage.read(_key(seen, sidecar))
+            raw = read_limited(storage, _key(seen, sidecar))
             digests = decode_digests(raw, storage.uri(_key(seen, sidecar)))
         except ManifestError as error:
             return error.message, _SIDECAR_BACK
@@ -253,7 +253,7 @@ def _look_at_small(storage: Storage, seen: Looked, manifest: Manifest) -> None:
         return
     uri = storage.uri(_key(seen, record))
     try:
-        raw = storage.read(_key(seen, record))
+        raw = read_limited(storage, _key(seen, record))
     except StorageError as error:
         seen.add(Damage.UNREADABLE, uri, _of_the_disk(error), _BRING_BACK, path=path)
         return
@@ -299,7 +299,11 @@ def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest) -> N
 def _difference(storage: Storage, key: str, digests: set[str]) -> str:
     """What is wrong with one small file; empty where it is what was committed."""
     try:
-        return "" if digest_of(storage.read(key)) in digests else "it is not what was committed"
+        return (
+            ""
+            if digest_of(read_limited(storage, key)) in digests
+            else "it is not what was committed"
+        )
     except NotFoundError:
         return "it is missing"
 

@@ -21,7 +21,7 @@ from ckptfs.commit.entries import PartRef, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG, MANIFEST, METADATA
 from ckptfs.commit.manifest import decode_manifest
-from ckptfs.commit.ops import drive
+from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.pieces import part_name, piece
 from ckptfs.commit.protocol import Standing, standing
 from ckptfs.errors import (
@@ -225,7 +225,7 @@ def _copied(storage: Storage, name: str, uri: Uri) -> list[Target]:
     """A directory that no log knows: one target, or a whole and its parts; none if it is neither."""
     storage.refresh(name)
     try:
-        manifest = decode_manifest(storage.read(f"{name}/{MANIFEST}"), uri)
+        manifest = decode_manifest(read_limited(storage, f"{name}/{MANIFEST}"), uri)
     except (NotFoundError, NotADirectoryError):
         return [Target(uri, name)] if _is_there(storage, f"{name}/{METADATA}") else []
     except ManifestError:

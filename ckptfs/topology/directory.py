@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Sequence
 
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StorageError
-from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.base import SMALL_BYTES, Shape, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
 
@@ -78,7 +78,7 @@ def _confirm(
         storage.refresh(key)
         try:
             if token is not None:
-                storage.read(token)
+                storage.read_small(token, SMALL_BYTES)
             return
         except (NotFoundError, StaleError) as error:
             missing = error

@@ -20,7 +20,7 @@ from ckptfs.errors import (
     StorageError,
     UnsupportedError,
 )
-from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.base import SMALL_BYTES, Shape, Storage
 
 __all__ = ["Answer", "Probe"]
 
@@ -67,7 +67,7 @@ class Probe:
             # Without this an NFS client answers from a directory that it cached before the probe.
             storage.refresh(_TMP)
             if owners_token != self._token:
-                storage.read(owners_token)
+                storage.read_small(owners_token, SMALL_BYTES)
         except (NotFoundError, StaleError) as error:
             misses = str(error)
         found = self._read_id()
@@ -113,7 +113,7 @@ class Probe:
     def _read_id(self) -> str:
         self._storage.refresh(_HOME)
         try:
-            return self._storage.read(_ID).decode("ascii").strip()
+            return self._storage.read_small(_ID, SMALL_BYTES).decode("ascii").strip()
         except NotFoundError:
             return ""
         except UnicodeDecodeError:

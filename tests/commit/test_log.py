@@ -134,11 +134,11 @@ def test_exists_with_another_ones_bytes_is_folded_and_decided_again() -> None:
     class Late(MemoryStorage):
         """Shows entry 1 only after a create of it failed, as a stale client would."""
 
-        def read(self, key: str) -> bytes:
+        def read_small(self, key: str, limit_bytes: int) -> bytes:
             if key == log_key(1) and not seen[1:]:
                 seen.append(-1)
                 raise NotFoundError("not seen yet")
-            return super().read(key)
+            return super().read_small(key, limit_bytes)
 
     late = Late.__new__(Late)
     late.__dict__.update(storage.__dict__)
@@ -201,9 +201,9 @@ class Counting(MemoryStorage):
 
     reads = 0
 
-    def read(self, key: str) -> bytes:
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
         self.reads += key.startswith(LOG)
-        return super().read(key)
+        return super().read_small(key, limit_bytes)
 
 
 def _long_log(storage: Storage, length: int) -> LogState:

@@ -65,9 +65,9 @@ def test_nobody_has_the_turn_while_something_short_is_done() -> None:
     turn, seen = threading.Lock(), list[bool]()
 
     class Looking(FaultyStorage):
-        def read(self, key: str) -> bytes:
+        def read_small(self, key: str, limit_bytes: int) -> bytes:
             seen.append(turn.locked())
-            return super().read(key)
+            return super().read_small(key, limit_bytes)
 
     drive(take_turns(_reads(), turn), Looking(_storage([]), Plan([])))
     assert seen == [True]

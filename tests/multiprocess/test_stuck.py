@@ -20,6 +20,7 @@ import ckptfs
 from ckptfs.commit import sealing
 from ckptfs.commit.attempt import Attempt
 from ckptfs.manager.retiring import Retirer
+from ckptfs.storage.base import Storage
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import Control, open_control
@@ -31,6 +32,11 @@ TIMEOUT_S = 3.0
 END_S = 60.0
 
 
+def wait_for_pipe(storage: Storage) -> None:
+    """As long as somebody else has not opened the pipe: a system call that does not return."""
+    os.close(Posix().open(f"{storage.local_path('')}/pipe", os.O_RDONLY))
+
+
 def meets(rank: Rank) -> list[int]:
     """One rank's part of a step reads the pipe; then a step that all can do."""
     rank.init_group()
@@ -38,7 +44,7 @@ def meets(rank: Rank) -> list[int]:
 
     def local() -> int:
         if rank.number in rank.args["stuck"]:
-            storage.read("pipe")
+            wait_for_pipe(storage)
         return 1
 
     with open_control(timeout_s=TIMEOUT_S) as control:
@@ -57,7 +63,7 @@ def works_beside(rank: Rank) -> int:
     """A thread beside the steps reads the pipe; a step takes longer than timeout_s."""
     rank.init_group()
     storage = open_storage(Uri.parse(rank.args["run"]))
-    chore = threading.Thread(target=storage.read, args=("pipe",), daemon=True)
+    chore = threading.Thread(target=wait_for_pipe, args=(storage,), daemon=True)
     if rank.number == 1 and rank.args["before"]:
         chore.start()
 
@@ -80,7 +86,7 @@ def works_on_two(rank: Rank) -> int:
 
     def beside() -> int:
         if rank.number == 1:
-            storage.read("pipe")
+            wait_for_pipe(storage)
         return 1
 
     def local() -> int:
@@ -113,7 +119,7 @@ def seals_aside(rank: Rank) -> tuple[str, str]:
         follow = getattr(*at)
 
         def never(*args: Any) -> Any:
-            storage.read("pipe")
+            wait_for_pipe(storage)
             return follow(*args)
 
         setattr(*at, never)
@@ -148,7 +154,7 @@ def retains_aside(rank: Rank) -> None:
             survey = getattr(*at)
 
             def never(*args: Any) -> Any:
-                storage.read("pipe")
+                wait_for_pipe(storage)
                 return survey(*args)
 
             setattr(*at, never)

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ckptfs.errors import AccessError, CkptfsError, NotFoundError, StorageError, UnsupportedError
-from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.base import SMALL_BYTES, Shape, Storage
 from ckptfs.uri import Uri
 
 __all__ = ["ABOUT", "PREFIX", "Corner", "Opener", "begun_s", "new_id"]
@@ -83,7 +83,7 @@ class Corner:
 
     def remove_leftover(self, name: str) -> None:
         """Remove a leftover, if it is what it says. StorageError: it is not, or it stays."""
-        if self.run.read(f"{name}/{_NOTE}") != ABOUT:
+        if self.run.read_small(f"{name}/{_NOTE}", SMALL_BYTES) != ABOUT:
             raise StorageError("this is no corner of a doctor", uri=self.run.uri(name))
         if self.storage.capabilities.shape is Shape.FILESYSTEM:
             # Into our own corner in one step: what is removed is a name that only we have.

@@ -1,0 +1,165 @@
+"""Only regular files are read, and only so many bytes of a small one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptfs.commit.layout import (
+    ENTRY_BYTES,
+    HINT,
+    MANIFEST_BYTES,
+    METADATA_BYTES,
+    RECORD_BYTES,
+    SIDECAR_BYTES,
+    limit_of,
+    log_key,
+)
+from ckptfs.errors import StorageError, SymlinkError
+from ckptfs.storage.base import SMALL_BYTES, Storage
+from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.posix import Posix
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
+
+Ways = Callable[[Storage, str], object]
+WAYS: dict[str, Ways] = {
+    "read": lambda storage, key: storage.read(key),
+    "read_small": lambda storage, key: storage.read_small(key, 100),
+    "read_ahead": lambda storage, key: storage.read_ahead([key]),
+    "open_read": lambda storage, key: storage.open_read(key),
+}
+
+
+class Reads(Posix):
+    """Counts the bytes that were asked for."""
+
+    def __init__(self) -> None:
+        self.asked_bytes = 0
+
+    def read(self, fd: int, size_bytes: int) -> bytes:
+        self.asked_bytes += size_bytes
+        return super().read(fd, size_bytes)
+
+
+def _within(seconds: float, call: Callable[[], object]) -> object:
+    """What it returns or raises; AssertionError where it waits for somebody."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the test
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert outcome, "it waits"
+    return outcome[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_fifo_is_an_error_at_once(tmp_path: Path, way: str, linked: bool) -> None:
+    """Nobody waits for a writer that never comes, also not behind a link."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    storage = open_storage(tmp_path)
+    error = _within(30, lambda: WAYS[way](storage, "link" if linked else "fifo"))
+    assert isinstance(error, StorageError)
+    assert "FIFO" in error.message
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_and_a_socket_are_errors(tmp_path: Path, way: str) -> None:
+    """Of a device that never ends nothing is read."""
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    posix = Reads()
+    storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
+    with pytest.raises(StorageError, match="a device stands there"):
+        WAYS[way](storage, "zeros")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "socket"))
+        with pytest.raises(StorageError):
+            WAYS[way](storage, "socket")
+    assert posix.asked_bytes == 0
+
+
+def test_a_file_that_is_too_large_is_an_error_before_it_is_read(tmp_path: Path) -> None:
+    """20 GB of holes take no memory; a file of just the limit is read."""
+    (tmp_path / "right").write_bytes(b"x" * 100)
+    with (tmp_path / "giant").open("wb") as file:
+        file.truncate(20 << 30)
+    posix = Reads()
+    storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
+    with pytest.raises(StorageError, match="no such file has more than 100") as caught:
+        storage.read_small("giant", 100)
+    assert caught.value.errno == errno.EFBIG
+    assert posix.asked_bytes == 0
+    assert storage.read_small("right", 100) == b"x" * 100
+    with pytest.raises(StorageError, match="it has 100 bytes"):
+        storage.read_small("right", 99)
+
+
+def test_a_file_that_tells_no_size_is_read_to_the_limit() -> None:
+    """What /proc makes up has 0 bytes by its own word."""
+    storage = open_storage("/proc/self")
+    assert b"Name:" in storage.read_small("status", 1 << 20)
+    with pytest.raises(StorageError, match="no such file has more than 10"):
+        storage.read_small("status", 10)
+
+
+@pytest.mark.parametrize("uri", ["memory://small", "fsspec+memory:///small", "fsspec+file://{tmp}"])
+def test_other_stores_have_limits_too(tmp_path: Path, uri: str) -> None:
+    """The same answers from memory and through fsspec."""
+    storage = open_storage(uri.format(tmp=tmp_path))
+    storage.make_dir("")
+    with storage.open_write("f") as writer:
+        writer.write(b"x" * 100)
+    assert storage.read_small("f", 100) == b"x" * 100
+    with pytest.raises(StorageError, match="no such file has more than 99"):
+        storage.read_small("f", 99)
+    with pytest.raises(StorageError, match="no such file has more than 99"):
+        storage.read_ahead(["f"], limit_bytes=99)
+
+
+def test_a_fifo_through_fsspec_is_an_error_at_once(tmp_path: Path) -> None:
+    """What fsspec calls neither file nor directory is not opened."""
+    os.mkfifo(tmp_path / "fifo")
+    storage = open_storage(f"fsspec+file://{tmp_path}")
+    assert isinstance(_within(30, lambda: storage.read_small("fifo", 100)), StorageError)
+
+
+def test_the_run_s_own_files_are_no_links(tmp_path: Path) -> None:
+    """A link in .ckptfs would have a run decide by, and show, what lies elsewhere."""
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / ".ckptfs").mkdir()
+    (tmp_path / ".ckptfs" / "domain").symlink_to("../secret")
+    (tmp_path / "step_1").symlink_to("secret")
+    storage = open_storage(tmp_path)
+    with pytest.raises(SymlinkError):
+        storage.read_small(".ckptfs/domain", 100)
+    assert storage.read_small("step_1", 100) == b"secret"
+
+
+def test_every_kind_of_small_file_has_its_limit() -> None:
+    """What the name says, in whatever directory; what no name says has the common one."""
+    limits = {
+        log_key(7): ENTRY_BYTES,
+        HINT: RECORD_BYTES,
+        ".ckptfs/domain": RECORD_BYTES,
+        ".ckptfs/attempts/x/x/attempt.json": RECORD_BYTES,
+        "step_1/ckptfs.json": MANIFEST_BYTES,
+        "step_1/x/ckptfs.json": MANIFEST_BYTES,
+        "step_1/.metadata": METADATA_BYTES,
+        "step_1/x/__0_0.xxh3": SIDECAR_BYTES,
+        "step_1/model.safetensors.index.json": SMALL_BYTES,
+    }
+    assert {key: limit_of(key) for key in limits} == limits
