@@ -32,7 +32,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
 .PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
-.PHONY: scale campaign-scale campaign-mutants campaign-versions public
+.PHONY: scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
 .PHONY: lab-sink lab-nodes lab-nfs lab-nfs3 test-integrations integrations-matrix campaign-nodes campaign-nfs nfs-counts
@@ -69,6 +69,7 @@ help:
 	@echo "make campaign-scale  its counts as tests, and stock torch's under strace (minutes)"
 	@echo "make campaign-tools  2 GB copied with ten kills, gc killed at every request, all damages on S3 (long)"
 	@echo "make campaign-mutants  plant every mistake of tests/mutants, each alone, and see a test fail (long)"
+	@echo "make campaign-hostile  every hostile input of tests/hostile against every command that can meet it (long)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
 	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour)"
@@ -156,7 +157,7 @@ formats: $(STAMP)
 
 campaign-crash: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers --ignore=tests/soak --ignore=tests/nodes --ignore=tests/cuts \
-	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale --ignore=tests/versions tests $(PYTEST_ARGS)
+	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale --ignore=tests/versions --ignore=tests/hostile tests $(PYTEST_ARGS)
 
 # The first version is taken out of git: a shallow clone has not got it (git fetch --unshallow).
 campaign-versions: $(STAMP)
@@ -197,6 +198,10 @@ campaign-tools: $(STAMP)
 # MUTANTS="commit storage/abort-completes -n 2": only those, in two copies at a time.
 campaign-mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(MUTANTS)
+
+# HOSTILE="fifo maze": prints a table of those pairs alone.
+campaign-hostile: $(STAMP)
+	$(if $(HOSTILE),$(BIN)/python -m tests.hostile $(HOSTILE),$(BIN)/python -m pytest -m campaign --timeout=0 tests/hostile $(PYTEST_ARGS))
 
 # CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one, whose seed it printed.
 soak: $(STAMP)
