@@ -29,7 +29,7 @@ from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.spec import SaveSpec
 from ckptfs.commit.unlogged import Unlogged, check_unlogged
 from ckptfs.errors import IntegrityError, NotFoundError, StateError
@@ -223,7 +223,8 @@ def prepare_run(
     deletes it after the first commit, moving nothing before; "fail" is CommitConflictError if there
     is anything. takeover: "auto" takes a run from the same job, from a dead process of this node, or
     from an owner whose lease stood still for 20 s; "never" does not wait; "force" does not ask.
-    RunBusyError names the living owner. Leave the returned Run with ``with`` or ``release()``.
+    RunBusyError names the living owner. Leave the returned Run with ``with`` or ``release()``; one that
+    nobody refers to any more is released too, once Python has collected it.
 
     What fails is the same error on all ranks. After a crash in it, or without a release, every
     committed checkpoint is there, and the next owner goes on with what was left undone.
@@ -234,8 +235,8 @@ def prepare_run(
         control = stack.enter_context(control_for(process_group, timeout_s))
         root = agree_uri(control, run_uri)
         seat = stack.enter_context(open_seat(root, control, place, write=True))
-        run = claim(seat, modes, takeovers)
-        run.closing = stack.pop_all()
+        run = claim(seat, modes, takeovers, caller=Caller("prepare_run()"))
+        run.closing.push(stack.pop_all())
         return run
 
 

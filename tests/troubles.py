@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -150,8 +152,21 @@ def fenced(where: Path) -> None:
             run.release()
 
 
+_HOLDS = """
+import sys
+import ckptfs
+with ckptfs.prepare_run(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
 def run_busy(where: Path) -> None:
-    with ckptfs.prepare_run(where):
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLDS, str(where)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
         ckptfs.prepare_run(where, takeover="never")
 
 

@@ -43,7 +43,7 @@ from ckptfs.commit.ops import (
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import name_taken
 from ckptfs.commit.recovery import encode_record
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.saving import Means, survey
 from ckptfs.commit.sealing import undo_here
 from ckptfs.commit.seat import Seat
@@ -257,4 +257,5 @@ def _claimed(joined: Joined, spec: SaveSpec, stack: contextlib.ExitStack) -> Run
     view = {joined.seat.placement.mine.id: drive(catch_up(), joined.seat.storage)}
     if name_taken(spec.name, view) is None:
         return None
-    return stack.enter_context(claim(joined.seat, keep=(joined.keys.save_id,)))
+    keep, call = (joined.keys.save_id,), "a write by URL"
+    return stack.enter_context(claim(joined.seat, keep=keep, caller=Caller(call)))

@@ -15,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from ckptfs.errors import AccessError, CkptfsError
@@ -65,6 +66,10 @@ class Background:
                 )
                 self._thread.start()
 
+    def end_with(self, owner: object) -> None:
+        """Have the thread end when ``owner``, who submits, was collected without a close."""
+        weakref.finalize(owner, self._chores.put, None).atexit = False
+
     def drain(self, timeout_s: float) -> bool:
         """Wait for what was submitted so far, for up to ``timeout_s``; whether all of it is done."""
         done = threading.Event()
@@ -105,6 +110,8 @@ class Background:
                 logger.exception("%s failed, and is tried again later", what)
             else:
                 self._rest_s = 0.0
+            # Idle, this thread keeps nothing alive: not the run that a chore was for.
+            del task, what, chore
 
     def _rest(self, what: str, error: AccessError) -> None:
         """Credentials or a lock forbid it: told once, and asked less and less often."""

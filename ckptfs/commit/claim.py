@@ -34,13 +34,14 @@ from ckptfs.commit.owners import alive_here, describe, who_am_i
 from ckptfs.commit.protocol import catalog
 from ckptfs.commit.recovery import Report, plan_recovery, report, settle
 from ckptfs.commit.recovery_plan import Plan, with_equal_seals_once
-from ckptfs.commit.run import Run, release_fence
+from ckptfs.commit.run import Caller, Run, ownership_of, release_fence, wait_until_left
 from ckptfs.commit.saving import survey
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import (
     AccessError,
     ArgumentChoice,
+    CkptfsError,
     CommitConflictError,
     FencedError,
     ManifestError,
@@ -53,7 +54,6 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.topology.verdict import apart
-from ckptfs.uri import Uri
 
 __all__ = ["Mode", "Takeover", "claim"]
 
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 _LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
 ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
 _Refusal = SymlinkError | ManifestError
+LEFT_S = 60.0  # how long a claim waits for an earlier one of its process that is being released
+GIVE_BACK_S = 5.0  # and a claim that failed tries to release its fence
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
@@ -110,18 +112,22 @@ def claim(
     *,
     defer_deletes: bool = False,
     keep: Collection[str] = (),
+    caller: Caller | None = None,
 ) -> Run:
     """Collective. Take the run; returns on every rank with the same generation.
 
     RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
     was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
-    After a crash in it the next claim does the same again.
+    After another error the fence is released again, so that nobody has to wait for it. After a crash in
+    it the next claim does the same again.
 
     defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
     they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
-    before the fence is otherwise aborted.
+    before the fence is otherwise aborted. caller: who asks, for the message that names this process as
+    the owner.
     """
     claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
+    claimant.caller = caller or Caller()
     return claimant.claim()
 
 
@@ -146,6 +152,7 @@ class _Claimant:
         self._stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
         self._judged = GENESIS  # the fence that stood in this domain when its owner was judged
         self._fenced: Appended | None = None
+        self.caller = Caller()
 
     def claim(self) -> Run:
         control = self._seat.control
@@ -154,15 +161,18 @@ class _Claimant:
             if found.holder is _Holder.WATCH:
                 self._watch(found)
             fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
-            outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
-            if outcome.beaten_by is not None:
-                control.step("give back", lambda: self._give_back(fence.generation))  # noqa: B023
-                continue
             try:
+                outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
+                if outcome.beaten_by is not None:
+                    control.step("give back", lambda: self._give_back(fence.generation))  # noqa: B023
+                    continue
                 return self._recover(fence.generation)
             except FencedError:
                 # Only a prepare_run that has not returned may fence again, higher.
                 continue
+            except Exception:
+                self._let_go(fence.generation)
+                raise
         raise RunBusyError(
             f"{TRIES} newcomers took the run one after the other",
             uri=self._seat.storage.root,
@@ -170,6 +180,7 @@ class _Claimant:
         )
 
     def _survey(self) -> tuple[str, LogState] | _Refusal | None:
+        wait_until_left(self._seat.storage.root, LEFT_S)
         if not self._owner:
             return None
         try:
@@ -208,7 +219,7 @@ class _Claimant:
         if not claims or self._takeover is Takeover.FORCE:
             return _Survey(_Holder.FREE, number, None, last)
         if self._takeover is Takeover.NEVER:
-            raise _busy(claims[0], last, self._seat.storage.root)
+            raise self._busy(claims[0], last)
         # A process of this very node whose pid is gone needs no waiting for its lease.
         perhaps = [fence for fence in claims if fence.node != me.node or alive_here(fence)]
         if not perhaps:
@@ -223,9 +234,26 @@ class _Claimant:
 
         def decide(moved: Sequence[bool]) -> None:
             if any(moved) and found.fence is not None:
-                raise _busy(found.fence, found.last, self._seat.storage.root)
+                raise self._busy(found.fence, found.last)
 
         self._seat.control.step("watch", local, decide)
+
+    def _busy(self, fence: Fence, last: Seal | None) -> RunBusyError:
+        told = "nothing committed yet" if last is None else f"last commit {last.name}"
+        root, me = self._seat.storage.root, who_am_i(self._seat.control.world)
+        own = ownership_of(fence.generation)
+        if own is not None and (fence.node, fence.job) == (me.node, me.job):
+            return RunBusyError(
+                f"the run is held by this process (pid {fence.pid}) since {own.since}, "
+                f"by {own.call}, {told}",
+                uri=root,
+                hint="close that one, or drop every reference to it; or go on with it",
+            )
+        return RunBusyError(
+            f"the run is held by {describe(fence)}, {told}",
+            uri=root,
+            hint='wait for it to end, give this job another run, or takeover="force"',
+        )
 
     def _new_fence(self, number: int) -> Fence:
         mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
@@ -262,6 +290,16 @@ class _Claimant:
             program = release_fence(generation, self._ids, self._known, self._stamp)
             self._seat.known.learn(drive(program, self._seat.storage).state)
             self._fenced = None
+
+    def _let_go(self, generation: Generation) -> None:
+        """Local, best effort: nobody holds what this claim did not bring to its end."""
+        if self._fenced is None:
+            return
+        program = release_fence(generation, self._ids, self._known, self._stamp)
+        try:
+            drive(program, self._seat.storage, deadline_s=GIVE_BACK_S)
+        except (StorageError, CkptfsError) as error:
+            logger.warning("a fence was not released, the next owner will wait: %s", error)
 
     def _recover(self, generation: Generation) -> Run:
         seat = self._seat
@@ -310,7 +348,8 @@ class _Claimant:
         if self._owner and caps.shape is Shape.OBJECT:
             _sweep(seat.storage)
             seat = replace(seat, background=Background())
-        return Run(seat.storage.root, generation, seat, in_doubt, _keeper=keeper)
+        root = seat.storage.root
+        return Run(root, generation, seat, in_doubt, _keeper=keeper, _caller=self.caller)
 
     def _read_token(self, generation: Generation) -> None:
         """Every rank reads this fence through its own path: existence alone is not identity."""
@@ -370,12 +409,3 @@ def _by_domain(answers: Sequence[tuple[str, int] | None]) -> dict[str, int]:
 
 def _beaten(answers: Sequence[int | None]) -> _Round:
     return _Round(max((a for a in answers if a is not None), default=None))
-
-
-def _busy(fence: Fence, last: Seal | None, root: Uri) -> RunBusyError:
-    told = "nothing committed yet" if last is None else f"last commit {last.name}"
-    return RunBusyError(
-        f"the run is held by {describe(fence)}, {told}",
-        uri=root,
-        hint='wait for it to end, give this job another run, or takeover="force"',
-    )

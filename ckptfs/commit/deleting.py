@@ -26,6 +26,7 @@ from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import MakeDir, Program, drive
 from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.retire import Erasure, erase, retire
+from ckptfs.commit.run import Caller
 from ckptfs.commit.saving import Means
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
@@ -79,7 +80,7 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
         # generation would take a successor's plain names. A fence takes the other's trash away.
         half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
         if half or not (holder == GENESIS or state.released):
-            run = stack.enter_context(claim(seat, takeover=takeover))
+            run = stack.enter_context(claim(seat, takeover=takeover, caller=Caller("rm")))
             seat, holder = run.seat, run.generation
             state = drive(catch_up(), seat.storage)
         else:

@@ -12,7 +12,9 @@ agents wait for each other in ``control.step``, which ends on all of them. Parti
 plans that torch gathered, never the world: dcp.save(no_dist=True) and subgroups look the same.
 
 A save that torch gives up between two hooks tells nobody. Its agents are told by ``Desk.cancel``,
-at the writer's next reset or when it is dropped, at the latest after ``timeout_s``.
+at the writer's next reset or when it is dropped, when the thread that called its hooks begins another
+save or has ended, at the latest after ``timeout_s``. Whoever saves into the same run then waits until
+the agent has ended, and with it what it claimed.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ import os
 import pickle
 import threading
 import uuid
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
@@ -33,6 +36,7 @@ from typing import Any, TypeVar
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
+from ckptfs.commit.run import Caller
 from ckptfs.commit.seat import Common
 from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.errors import DeadlineError, StateError
@@ -80,7 +84,7 @@ class Task:
     common: Common | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Desk:
     """Where a rank's hooks and its agent hand things over. One save."""
 
@@ -91,11 +95,25 @@ class Desk:
     part: Future[WrittenPart] = field(default_factory=Future)
     files: Future[Mapping[str, SmallFile]] = field(default_factory=Future)
     done: Future[Committed] = field(default_factory=Future)
+    ended: threading.Event = field(default_factory=threading.Event)
+    hooks: threading.Thread = field(default_factory=threading.current_thread)
+    given_up: bool = False
 
     def cancel(self, why: str) -> None:
         """Tell an agent that still waits for a hook that it will not come. Any time, any thread."""
+        self.given_up = True
         for future in (self.order, self.part, self.files):
             _fail(future, StateError(f"the save was given up: {why}", rank=self.rank))
+
+    def is_given_up(self) -> bool:
+        """Whether torch has given this save up; its agent is told then. The thread that called its hooks
+        calls for another save now, or has ended: it is not between two of them.
+        """
+        if not self.given_up and (
+            self.hooks is threading.current_thread() or not self.hooks.is_alive()
+        ):
+            self.cancel("a new save began")
+        return self.given_up
 
     def wait(self, future: Future[T], what: str) -> T:
         """The result; DeadlineError when the other side did not come within timeout_s."""
@@ -109,16 +127,24 @@ class Desk:
             ) from None
 
 
+_DESKS: weakref.WeakSet[Desk] = weakref.WeakSet()  # of this process; an agent keeps its own
+_LOCK = threading.Lock()
+
+
 def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Desk:
     """Start this rank's agent. Local; all but the coordinator write one key of the store.
 
     store: a c10d store that the ranks share; None where this process is alone.
     """
     desk = Desk(task, rank)
+    with _LOCK:
+        before = list(_DESKS)
+        _DESKS.add(desk)
+    earlier = [other for other in before if other.is_given_up() and not other.ended.is_set()]
     if not coordinator:
         _announce(desk, store)
     threading.Thread(
-        target=_work, args=(desk, store), name=f"ckptfs-dcp-{rank}", daemon=True
+        target=_work, args=(desk, store, earlier), name=f"ckptfs-dcp-{rank}", daemon=True
     ).start()
     return desk
 
@@ -192,10 +218,16 @@ def _announce(desk: Desk, store: Any) -> None:
     desk.order.add_done_callback(release)
 
 
-def _work(desk: Desk, store: Any) -> None:
-    """One save, from order to commit, on the agent's thread; never raises."""
+def _work(desk: Desk, store: Any, earlier: Sequence[Desk]) -> None:
+    """One save, from order to commit, on the agent's thread; never raises. earlier: saves of this process
+    that were given up: into the same run they go first.
+    """
     try:
         order = desk.wait(desk.order, "the coordinator's order")
+        run = Uri.parse(desk.task.uri).parent
+        for other in earlier:
+            if Uri.parse(other.task.uri).parent == run:
+                other.ended.wait(desk.task.timeout_s)
         with contextlib.ExitStack() as stack:
             control = stack.enter_context(_open_control(desk, order, store))
             desk.done.set_result(_save(desk, control, stack))
@@ -203,6 +235,8 @@ def _work(desk: Desk, store: Any) -> None:
         logger.debug("agent of rank %d ended: %r", desk.rank, error)
         _fail(desk.begun, error)
         _fail(desk.done, error)
+    finally:
+        desk.ended.set()
 
 
 def _open_control(desk: Desk, order: SaveOrder, store: Any) -> Control:
@@ -221,7 +255,8 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
     if spec.if_exists is IfExists.REPLACE and spec.run is None:
-        spec = replace(spec, run=stack.enter_context(claim(seat)).generation)
+        run = claim(seat, caller=Caller("a StorageWriter", desk.is_given_up))
+        spec = replace(spec, run=stack.enter_context(run).generation)
     attempt = Attempt(seat, spec)
     try:
         attempt.begin()

@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 from ckptfs.commit.claim import claim
 from ckptfs.commit.locate import following, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import SealedPart, TicketPart
@@ -252,5 +252,5 @@ def claimed(seat: Seat, run: Run | None, if_exists: IfExists) -> Iterator[Run | 
     if run is not None or if_exists is IfExists.ERROR:
         yield run
         return
-    with claim(seat) as holder:
+    with claim(seat, caller=Caller('save(if_exists="replace")')) as holder:
         yield holder

@@ -301,7 +301,9 @@ def _aside_of(run: Run) -> Aside:
     if run.aside is None:
         seat = replace(run.seat, control=run.seat.control.clone())
         buffers = HostBuffers(local_ranks=seat.control.world.local_size)
-        run.aside = Aside(SaveWorker(), buffers, seat, plans=plans_of(run))
+        run.aside = made = Aside(SaveWorker(), buffers, seat, plans=plans_of(run))
+        # Of a run that is collected nothing is under way, or its job would refer to the run.
+        run.closing.callback(made.close, 0.0)
     aside: Aside = run.aside
     return aside
 

@@ -48,6 +48,7 @@ class RunManager:
     ) -> None:
         self._settings = settings
         self._ground = ground
+        ground.owner = type(self).__name__
         self._view = View(ground.where, settings.names)
         self._flight = Flight()
         self._crew: Crew | None = None

@@ -18,6 +18,7 @@ import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -164,12 +165,16 @@ class Copier:
         )
         self._lock = threading.Lock()
         self._known = self._first_known(run.seat)
-        self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
+        self._turns: _Turns = queue.SimpleQueue()
         self._closed = False
         self._told = False
-        self._turns.put(_Turn(urgent=False))
-        self._thread = threading.Thread(target=self._work, name="ckptfs-copies", daemon=True)
+        self._apart = False  # the ranks do not hear each other any more
+        self._turns.put((self, _Turn(urgent=False)))
+        self._thread = threading.Thread(
+            target=_work, args=(self._turns,), name="ckptfs-copies", daemon=True
+        )
         self._thread.start()
+        weakref.finalize(self, self._turns.put, None).atexit = False
 
     def after_commit(self, result: SaveResult) -> None:
         """Local, on every rank after each commit and before retention: copy this one too."""
@@ -177,7 +182,7 @@ class Copier:
             if self._closed:
                 return
             self._known.add(result.save_id)
-            self._turns.put(_Turn(urgent=False))
+            self._turns.put((self, _Turn(urgent=False)))
 
     def waiting(self) -> frozenset[str]:
         """Local. Save_ids that the primary's retention must keep until they are copied: all of them
@@ -197,7 +202,7 @@ class Copier:
         with self._lock:
             if self._closed:
                 return ()
-            self._turns.put(turn)
+            self._turns.put((self, turn))
         if not turn.done.wait(timeout_s):
             raise DeadlineError(
                 f"waited {timeout_s:g} s for copies",
@@ -234,25 +239,24 @@ class Copier:
 
     # -- the thread -----------------------------------------------------------------------
 
-    def _work(self) -> None:
-        apart = False
-        while (turn := self._turns.get()) is not None:
-            turn.left.append(str(self._source.storage.root))
-            try:
-                if not apart:
-                    turn.left[:] = self._round(urgent=turn.urgent)
-            except (ControlPlaneLostError, DeadlineError) as error:
-                logger.warning("nothing is copied any more: %s", error)
-                apart = True
-            except CkptfsError as error:
-                # Every rank comes here: an error of a step is the same everywhere.
-                logger.warning("copies wait for the next commit: %s", error)
-            except Exception:
-                logger.exception("nothing is copied any more by this process")
-                apart = True
-                self._control.close()  # the others learn it at their next step
-            finally:
-                turn.done.set()
+    def serve(self, turn: _Turn) -> None:
+        """One round, as it was asked for; on the copier's thread."""
+        turn.left.append(str(self._source.storage.root))
+        try:
+            if not self._apart:
+                turn.left[:] = self._round(urgent=turn.urgent)
+        except (ControlPlaneLostError, DeadlineError) as error:
+            logger.warning("nothing is copied any more: %s", error)
+            self._apart = True
+        except CkptfsError as error:
+            # Every rank comes here: an error of a step is the same everywhere.
+            logger.warning("copies wait for the next commit: %s", error)
+        except Exception:
+            logger.exception("nothing is copied any more by this process")
+            self._apart = True
+            self._control.close()  # the others learn it at their next step
+        finally:
+            turn.done.set()
 
     def _round(self, *, urgent: bool) -> tuple[str, ...]:
         """Collective."""
@@ -301,3 +305,14 @@ class Copier:
 
         seat.control.step("copy: what there is", self._look, gather)
         return kept[0] if kept else set()
+
+
+_Turns = queue.SimpleQueue[tuple[Copier, _Turn] | None]
+
+
+def _work(turns: _Turns) -> None:
+    """The thread. Idle it keeps no copier alive: the runs of one that nobody has any more are released."""
+    while (asked := turns.get()) is not None:
+        copier, turn = asked
+        copier.serve(turn)
+        del asked, copier, turn

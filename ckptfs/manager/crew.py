@@ -277,6 +277,8 @@ class Crew:
             )
             self._aside = Aside(SaveWorker("ckptfs-manager"), buffers, seat)
             self._stack.callback(self._close_aside)
+            # Of a run that is collected nothing is under way, or its job would refer to the manager.
+            self.run.closing.callback(self._aside.close, 0.0)
         assert self._aside.seat is not None  # noqa: S101 - made with one
         return self._aside, self._aside.seat
 

@@ -28,7 +28,7 @@ from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.opening import Place, agree_uri, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.copying import copy_checkpoint
 from ckptfs.errors import (
@@ -176,8 +176,14 @@ class Drain:
             with contextlib.ExitStack() as stack:
                 root = agree_uri(control, goal.uri)
                 seat = stack.enter_context(open_seat(root, control, goal.place, write=True))
-                run = claim(seat, Mode.RESUME, goal.takeover, defer_deletes=goal.grace_s > 0)
-                run.closing = stack.pop_all()
+                run = claim(
+                    seat,
+                    Mode.RESUME,
+                    goal.takeover,
+                    defer_deletes=goal.grace_s > 0,
+                    caller=Caller("a manager's copies"),
+                )
+                run.closing.push(stack.pop_all())
             self._run = run
             self._retirer = Retirer(
                 run,

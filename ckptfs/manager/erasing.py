@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,6 +72,7 @@ class Eraser:
     def __init__(self, run: Run, grace_s: float, tell: Tell, clock: Clock) -> None:
         self._run, self._grace_s, self._tell, self._clock = run, grace_s, tell, clock
         self._background = Background()
+        self._background.end_with(self)
         self._lock = threading.Lock()
         self._doomed: dict[str, _Doomed] = {}
         self._timer: threading.Timer | None = None
@@ -108,11 +110,13 @@ class Eraser:
         """One timer, for the first grace that ends."""
         due = [d.due_s for d in self._doomed.values() if d.due_s > now_s]
         if self._timer is None and due:
-            self._timer = threading.Timer(min(due) - now_s, self._ring)
+            # Weak: a grace of hours would keep the run of a manager that nobody has any more.
+            self._timer = threading.Timer(min(due) - now_s, _ring, [weakref.ref(self)])
             self._timer.daemon = True
             self._timer.start()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """A grace is over."""
         with self._lock:
             self._timer = None
         self.go_on()
@@ -165,6 +169,12 @@ class Eraser:
             where = self._run.seat.storage.root
             logger.info("%d deleted saves in %s are left to the next owner", left, where)
         return done
+
+
+def _ring(eraser: weakref.ref[Eraser]) -> None:
+    alive = eraser()
+    if alive is not None:
+        alive.ring()
 
 
 def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> DeleteFailed:

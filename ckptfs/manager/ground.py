@@ -18,7 +18,7 @@ from typing import Any
 
 from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, sit_down
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import StateError
 from ckptfs.manager.rally import Rally
@@ -50,8 +50,10 @@ class Ground:
     ) -> None:
         """control, storage: the caller's own, instead of opening them; they stay the caller's."""
         self.where = where
+        self.owner = "a manager"  # what claims the run, for messages
         self._storage = storage
         self._stack = contextlib.ExitStack()
+        self._controls = contextlib.ExitStack()  # closed last; nothing in it refers to the run
         self._guests = contextlib.ExitStack()  # who uses control and run: they leave first
         self._control: Control | None = control
         self._root: Uri | None = None
@@ -64,7 +66,7 @@ class Ground:
         """Collective at its first use. StateError: several ranks and no process group, or closed."""
         self.check_open()
         if self._control is None:
-            control = self._stack.enter_context(
+            control = self._controls.enter_context(
                 control_for(self.where.process_group, self.where.timeout_s)
             )
             if control.size > 1 and not control.world.has_group:
@@ -98,8 +100,14 @@ class Ground:
         self.check_open()
         with contextlib.ExitStack() as stack:
             seat = stack.enter_context(self._sit(write=True))
-            run = claim(seat, Mode.RESUME, self.where.takeover, defer_deletes=defer_deletes)
-            run.closing = stack.pop_all()
+            run = claim(
+                seat,
+                Mode.RESUME,
+                self.where.takeover,
+                defer_deletes=defer_deletes,
+                caller=Caller(self.owner, behind=self._controls),
+            )
+            run.closing.push(stack.pop_all())
         self._stack.callback(run.release)
         return run
 
@@ -115,13 +123,12 @@ class Ground:
         """Call this when the manager closes, before the run is released."""
         self._guests.callback(close)
 
-    @contextlib.contextmanager
-    def _sit(self, *, write: bool) -> Iterator[Seat]:
+    def _sit(self, *, write: bool) -> contextlib.AbstractContextManager[Seat]:
+        # No generator: its frame, which the run keeps for its end, would keep the manager alive.
         if self._storage is not None:
-            yield sit_down(self.control, self._storage, self.where.place, write=write)
-            return
-        with open_seat(self.root, self.control, self.where.place, write=write) as seat:
-            yield seat
+            seat = sit_down(self.control, self._storage, self.where.place, write=write)
+            return contextlib.nullcontext(seat)
+        return open_seat(self.root, self.control, self.where.place, write=write)
 
     @property
     def is_closed(self) -> bool:
@@ -137,5 +144,5 @@ class Ground:
         """Local: release the run and leave the control plane. Harmless twice."""
         if not self.is_closed:
             self._closed = True
-            with self._stack:
+            with self._controls, self._stack:
                 self._guests.close()

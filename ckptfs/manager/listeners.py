@@ -23,6 +23,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ class Bell:
         if on_commit is not None and rank == 0:
             heard.append(_OnCommit(on_commit))
         self._listeners = [one.listener if isinstance(one, EveryRank) else one for one in heard]
-        self._events: queue.Queue[tuple[Event, int] | _Mark | None] = queue.Queue()
+        self._events: _Events = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -131,10 +132,14 @@ class Bell:
             if self._events.qsize() >= _QUEUED_MAX:
                 self._drop()
                 return
-            self._events.put((event, at_ns))
+            self._events.put((self, event, at_ns))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="ckptfs-bell", daemon=True)
+                # Idle, the thread keeps nobody alive: a listener may refer to the manager itself.
+                self._thread = threading.Thread(
+                    target=_serve, args=(self._events,), name="ckptfs-bell", daemon=True
+                )
                 self._thread.start()
+                weakref.finalize(self, self._events.put, None).atexit = False
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until all that was told so far was heard, ``timeout_s`` at most; whether it was."""
@@ -172,13 +177,10 @@ class Bell:
             logger.warning("a listener hangs: %d events wait, later ones are dropped", _QUEUED_MAX)
         self._dropped += 1
 
-    def _serve(self) -> None:
-        while (told := self._events.get()) is not None:
-            if isinstance(told, _Mark):
-                told.reached.set()
-                continue
-            for listener in self._listeners:
-                self._ring(listener, *told)
+    def ring(self, event: Event, at_ns: int) -> None:
+        """All listeners hear it; on the bell's thread."""
+        for listener in self._listeners:
+            self._ring(listener, event, at_ns)
 
     def _ring(self, listener: Listener, event: Event, at_ns: int) -> None:
         try:
@@ -198,6 +200,20 @@ class Bell:
                 type(event).__name__,
                 exc_info=True,
             )
+
+
+_Events = queue.SimpleQueue[tuple[Bell, Event, int] | _Mark | None]
+
+
+def _serve(events: _Events) -> None:
+    while (told := events.get()) is not None:
+        if isinstance(told, _Mark):
+            told.reached.set()
+        else:
+            bell, event, at_ns = told
+            bell.ring(event, at_ns)
+            del bell, event
+        del told
 
 
 def _kind_of(listener: Listener) -> str:

@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
@@ -70,7 +71,7 @@ class PreemptSignals:
         if foreign:
             raise StateError(f"{foreign[0]} has a handler that was not set from Python")
         self._received: str | None = None
-        self._hooks = [_Hook(self, s, signal.getsignal(s)) for s in wanted]
+        self._hooks = [_Hook(weakref.ref(self), s, signal.getsignal(s)) for s in wanted]
         for hook in self._hooks:
             signal.signal(hook.watched, hook)
 
@@ -103,7 +104,7 @@ class PreemptSignals:
 class _Hook:
     """The handler of one signal; previous: what it replaced. pid: the process it is for."""
 
-    owner: PreemptSignals
+    owner: weakref.ref[PreemptSignals]
     watched: signal.Signals
     previous: Any
     pid: int = field(default_factory=os.getpid)
@@ -117,8 +118,8 @@ class _Hook:
 
     @property
     def is_inert(self) -> bool:
-        """True once closed, and in the child of a fork."""
-        return self.closed or os.getpid() != self.pid
+        """True once closed or collected, and in the child of a fork."""
+        return self.closed or self.owner() is None or os.getpid() != self.pid
 
     def beneath(self) -> Any:
         """The handler before ours, without those of ours that are inert."""
@@ -133,7 +134,9 @@ class _Hook:
             self._as_before(previous, number, frame)
             return
         again, self.noted = self.noted, True
-        self.owner.note(self.watched.name)
+        owner = self.owner()
+        if owner is not None:
+            owner.note(self.watched.name)
         if previous is signal.default_int_handler and not again:
             return  # whoever names SIGINT wants a save, no KeyboardInterrupt; twice is meant
         if callable(previous):

@@ -23,6 +23,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -256,13 +257,15 @@ class Schedule:
 @dataclass(slots=True)
 class _Job:
     post: Post
+    settle: Callable[[list[Post]], Round]
     answer: Future[Round] = field(default_factory=Future)
+    took_s: float = 0.0
 
 
 class _Rounds:
     """Rounds over a clone of the control, one after another, on a daemon thread.
 
-    last_s: how long the last one took. immediate: there is nobody to wait for, hence no thread.
+    immediate: there is nobody to wait for, hence no thread.
     """
 
     def __init__(self, control: Control, settle: Callable[[list[Post]], Round]) -> None:
@@ -270,27 +273,34 @@ class _Rounds:
         self._settle = settle
         self.world = control.world
         self.immediate = control.size == 1
-        self.last_s = 0.0
         self._last: _Job | None = None
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def begin(self, post: Post) -> None:
         """Post this rank's word; the answer comes with ``obey``."""
-        self._last = _Job(post)
+        self._last = job = _Job(post, self._settle)
         if self.immediate:
-            self._serve_one(self._last)
+            _serve_one(job, self._control)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="ckptfs-schedule", daemon=True)
+            self._thread = threading.Thread(
+                target=_serve, args=(self._jobs, self._control), name="ckptfs-schedule", daemon=True
+            )
             self._thread.start()
-        self._jobs.put(self._last)
+            weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._jobs.put(job)
 
     def obey(self) -> Round:
         """The answer of the round that was begun last. Signals are handled while it waits."""
         if self._last is None:
             raise StateError("no round was begun")
         return self._last.answer.result()
+
+    @property
+    def last_s(self) -> float:
+        """How long the last round took; 0.0 before there is one."""
+        return 0.0 if self._last is None else self._last.took_s
 
     def close(self, timeout_s: float) -> None:
         """Let a round that is under way end, then leave the control."""
@@ -301,16 +311,22 @@ class _Rounds:
                 logger.debug("the other ranks have not called should_save as often")
         self._control.close()
 
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._serve_one(job)
 
-    def _serve_one(self, job: _Job) -> None:
-        began_s = time.monotonic()
-        try:
-            answer = self._control.step("should_save", lambda: job.post, self._settle)
-        except BaseException as error:  # noqa: BLE001 - raised by obey, on the thread that asked
-            job.answer.set_exception(error)
-        else:
-            self.last_s = time.monotonic() - began_s
-            job.answer.set_result(answer)
+def _serve(jobs: queue.SimpleQueue[_Job | None], control: Control) -> None:
+    """The thread. Idle it keeps nothing alive but the control: a manager that nobody has any more has to
+    be collected, or its run is never released.
+    """
+    while (job := jobs.get()) is not None:
+        _serve_one(job, control)
+        del job
+
+
+def _serve_one(job: _Job, control: Control) -> None:
+    began_s = time.monotonic()
+    try:
+        answer = control.step("should_save", lambda: job.post, job.settle)
+    except BaseException as error:  # noqa: BLE001 - raised by obey, on the thread that asked
+        job.answer.set_exception(error)
+    else:
+        job.took_s = time.monotonic() - began_s
+        job.answer.set_result(answer)

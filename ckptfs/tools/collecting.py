@@ -42,7 +42,7 @@ from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
 from ckptfs.commit.protocol import history
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.commit.trash import move_to_trash, trash_of
 from ckptfs.errors import (
@@ -133,7 +133,7 @@ def collect(
     with (
         SoloControl() as control,
         open_seat(before.uri, control, Place(options), write=True) as seat,
-        claim(seat, takeover=Takeover.DEAD) as run,
+        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc")) as run,
     ):
         told += _tidy(run, older_than_s)
     after = look_for_debris(run_uri, older_than_s, storage_options)

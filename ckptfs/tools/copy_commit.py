@@ -19,6 +19,7 @@ from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, catalog, name_taken, standing
 from ckptfs.commit.resuming import AGAIN, KeptAttempt, next_id, origin_of
+from ckptfs.commit.run import Caller
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed
 from ckptfs.dcp.copy_source import find_held
@@ -47,7 +48,7 @@ def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Com
     with contextlib.ExitStack() as stack:
         seat, generation = writing, None
         if item.status is Status.TO_REPLACE:
-            run = stack.enter_context(claim(writing, keep=(save_id,)))
+            run = stack.enter_context(claim(writing, keep=(save_id,), caller=Caller("cp")))
             seat, generation = run.seat, run.generation
         spec = spec_of(held, item.original.seal, item.name, generation, save_id)
         # Disks of several nodes have no one place that tells what an earlier try brought.

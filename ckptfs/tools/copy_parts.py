@@ -26,7 +26,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import PartAttempt
 from ckptfs.commit.pieces import part_name, piece
 from ckptfs.commit.resuming import AGAIN
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed, IfExists
 from ckptfs.commit.tickets import SealedPart, Ticket, begin_parts
@@ -46,7 +46,7 @@ def copy_parts(source: Seat, seal: Seal, target: Seat, item: Item, manner: Manne
     fresh = f"{item.origin}{AGAIN}{secrets.token_hex(4)}"
     save_id = control.step("copy id", lambda: None, lambda _: fresh)
     manner = replace(manner, kept=False)
-    with claim(target) as run:
+    with claim(target, caller=Caller("cp")) as run:
         ticket = begin_parts(
             run,
             item.name,

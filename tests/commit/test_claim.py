@@ -9,7 +9,7 @@ import pytest
 from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.lease import LeaseTimes
 from ckptfs.commit.seat import Seat
-from ckptfs.errors import RunBusyError
+from ckptfs.errors import CollectiveError, RunBusyError
 from ckptfs.testing.faults import Fail, Fault, Plan
 from tests.crash import rig
 
@@ -56,3 +56,19 @@ def test_one_lease_that_moves_keeps_the_run(tmp_path: Path) -> None:
     finally:
         for run in runs:
             run.release()
+
+
+def test_a_claim_that_failed_is_nobody_s(tmp_path: Path) -> None:
+    """An error behind the fence releases it on every owner: whoever tries again, of another job too, need
+    not wait for a lease that nobody writes.
+    """
+    base = str(tmp_path)
+    denied = Fault("list", "*/attempts", 2, Fail(PermissionError(13, "denied")))
+
+    def take(seat: Seat) -> None:
+        claim(seat, takeover=Takeover.NEVER).release()
+
+    for end in rig.seats(rig.TWO_DOMAINS, base, take, job="one", plans={1: Plan([denied])}):
+        with pytest.raises(CollectiveError, match=r"^report failed .* denied"):
+            end.get()
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, take, job="two"))

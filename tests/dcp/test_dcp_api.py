@@ -191,6 +191,25 @@ def planner_fails(rank: Rank, uri: str) -> Any:
     return [failed, _loads(rank, uri)]
 
 
+def replacing_is_given_up(rank: Rank, uri: str) -> Any:
+    """A replacing save, which claims the run, dies between two hooks; a new writer tries again."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    class Fails(DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            if rank.number == 1:
+                raise ValueError("planner of rank 1")
+            return super().finish_plan(new_plan)
+
+    _save(rank, uri)
+    first = _writer(uri, if_exists="replace")  # stays alive: nobody tells its agent
+    state = _state(rank)
+    failed = _failures(rank, lambda: dcp.save(state, storage_writer=first, planner=Fails()))
+    _save(rank, uri, if_exists="replace")
+    return [failed, _loads(rank, uri), first.checkpoint_id]
+
+
 def name_taken(rank: Rank, uri: str) -> Any:
     """The name is committed; then it is replaced."""
     _save(rank, uri)
@@ -317,6 +336,7 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
     begin_fails,
     seal_fails,
     planner_fails,
+    replacing_is_given_up,
     name_taken,
     plan_caching,
     no_dist,
@@ -393,6 +413,7 @@ def test_one_writer_saves_several_checkpoints(outcomes: Any) -> None:
         ("begin_fails", "0", "CollectiveError"),
         ("name_taken", "0", "CommitConflictError"),
         ("planner_fails", "1", "ValueError"),
+        ("replacing_is_given_up", "1", "ValueError"),
     ],
 )
 def test_a_failure_on_one_rank_reaches_all_and_the_next_save_works(

@@ -336,7 +336,7 @@ def test_after_a_failure_the_next_tries_come_with_the_next_commits_and_rarer(
 def idle(job: Job) -> None:
     """Return when the copier has had all its turns, without asking for an urgent one."""
     turn = _Turn(urgent=False)
-    job.copier._turns.put(turn)
+    job.copier._turns.put((job.copier, turn))
     assert turn.done.wait(60)
 
 
