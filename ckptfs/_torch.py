@@ -307,3 +307,43 @@ def fsspec_reader(uri: str, **options: Any) -> Any:
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader(uri, **options)
+
+
+# -- objects in checkpoints ----------------------------------------------------------------------
+
+
+def load_archive(stream: Any, pickle_module: Any) -> Any:
+    """What torch.save wrote, on the host, made by another unpickler.
+
+    _open_zipfile_reader, _load: torch.load takes no unpickler where weights_only is forced, and runs a
+    TorchScript archive.
+    """
+    from torch import serialization
+
+    with serialization._open_zipfile_reader(stream) as archive:  # noqa: SLF001
+        return serialization._load(archive, "cpu", pickle_module, encoding="utf-8")  # noqa: SLF001
+
+
+def set_element(root: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Put a value where torch's load planner puts an object. _traverse: it has no public way to do that."""
+    from torch.distributed.checkpoint._traverse import set_element as put
+
+    put(root, path, value)
+
+
+def tensor_rebuilders() -> tuple[Any, ...]:
+    """What torch.save names in a pickle to make tensors over their storages, as weights_only knows it.
+
+    torch._utils, torch._tensor: the names are part of every file that torch.save wrote.
+    """
+    from torch import _tensor, _utils
+
+    names = (
+        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+        *("_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor"),
+        *("_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor"),
+        *("_rebuild_wrapper_subclass", "_rebuild_device_tensor_from_numpy"),
+        *("_rebuild_device_tensor_from_cpu_tensor",),
+    )
+    found = (getattr(_utils, name, None) for name in names)
+    return (*filter(None, found), _tensor._rebuild_from_type_v2)  # noqa: SLF001

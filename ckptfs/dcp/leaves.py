@@ -1,7 +1,13 @@
-"""Leaves of a state dict: what may be saved, and whether all ranks have the same one.
+"""Leaves of a state dict: what may be saved, how it is loaded, and whether all ranks have the same one.
 
     check_tensor, check_leaf     refuse, before any file is made, what could not be loaded again
+    load_leaf                    makes the object of its bytes, and executes nothing
     fingerprint_of               one number for "this rank's value of that key"
+
+Objects are made by an unpickler of our own, which knows what torch's ``weights_only`` knows and the types
+of Python and numpy on the list of ``_Makers``: they run nothing, and take no more memory than the file
+has bytes. Any other class only where ``torch.serialization.add_safe_globals`` was given it: to find it
+would import a module that the file names.
 
 DCP writes a plain tensor or an object that several ranks have from one of them, and drops the
 others without a word. Equal values have equal fingerprints on every rank: they are taken from
@@ -13,14 +19,21 @@ replicated tensor from every device would cost more than the save.
 
 from __future__ import annotations
 
+import _compat_pickle
 import collections
+import datetime as dt
 import functools
 import io
+import math
+import pathlib
 import pickle
+import re
+import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -33,12 +46,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ckptfs import _torch
 from ckptfs._torch import is_sharded_tensor, is_wrapper_subclass
 from ckptfs.dcp.resolve import host_tensor, memory_of
 
 __all__ = [
+    "WAYS_OUT",
     "Leaf",
     "check_leaf",
+    "check_leaf_bytes",
     "check_tensor",
     "dtype_round_trips",
     "fingerprint_of",
@@ -54,6 +70,33 @@ _ATOMS = (type(None), bool, int, float, complex, str)
 _NAMED = (torch.Size, torch.dtype, torch.device, torch.layout)
 # An int of more than 255 bytes pickles with an opcode that weights_only does not know.
 _PLAIN_INT_BITS = 255 * 8 - 1
+
+# What has no parts and loads whatever its value is.
+_WITHOUT_PARTS = frozenset(
+    {
+        *(bytes, bytearray, range, uuid.UUID),
+        *(dt.date, dt.timedelta, dt.timezone),
+        *(pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath),
+    }
+)
+_ARRAYS = frozenset("biufcSUmM")  # kinds of dtypes without parts
+_PATHS: dict[str, type[pathlib.PurePath]] = {
+    "Path": pathlib.Path,
+    "PurePath": pathlib.PurePath,
+    "PosixPath": pathlib.PosixPath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    # of another system it cannot be a concrete path here
+    "WindowsPath": pathlib.PureWindowsPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+_DTYPE = re.compile(r"[A-Za-z?]\d{0,9}")
+_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+WAYS_OUT = (
+    "if you trust it, allow the class with torch.serialization.add_safe_globals, or let "
+    "dcp.load(..., storage_reader=StorageReader(uri, weights_only=False)) execute what it says"
+)
+_ZIP = b"PK\x03\x04"
+_COPIES = 4  # of what a pickle holds: text becomes bytes, and bytes an array
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +129,7 @@ def check_tensor(tensor: torch.Tensor) -> str | None:
 
 
 def check_leaf(leaf: object) -> str | None:
-    """Why this object could not be loaded by ``torch.load(weights_only=True)``; None when it can.
+    """Why this object could not be loaded by ``load_leaf``; None when it can.
 
     Plain values are judged by their types; anything else is serialised and loaded, once.
     """
@@ -101,10 +144,16 @@ def check_leaf(leaf: object) -> str | None:
         blob = serialise_leaf(leaf)
     except Exception as error:  # noqa: BLE001 - any __reduce__ of the user's may run here
         return f"{_name(leaf)} cannot be serialised: {error}"
+    reason = check_leaf_bytes(blob)
+    return None if reason is None else f"{_name(leaf)} {reason}"
+
+
+def check_leaf_bytes(blob: io.BytesIO) -> str | None:
+    """Why the object in these bytes could not be loaded; None when it can. The stream stays where it is."""
     try:
-        load_leaf(blob)
+        load_leaf(io.BytesIO(blob.getbuffer()))
     except Exception as error:  # noqa: BLE001 - whatever it raises here it would raise at load
-        return f"{_name(leaf)} could not be loaded without executing code ({_first_line(error)})"
+        return f"could not be loaded without executing code ({_first_line(error)})"
     return None
 
 
@@ -119,10 +168,22 @@ def serialise_leaf(leaf: object) -> io.BytesIO:
 def load_leaf(blob: io.BytesIO, *, weights_only: bool = True) -> Any:
     """The object in a leaf's blob; tensors in it come to the host.
 
-    pickle.UnpicklingError when it would have to execute anything.
+    pickle.UnpicklingError when it would have to execute anything, or to import a module that it names.
     """
     blob.seek(0)
-    return torch.load(blob, map_location="cpu", weights_only=weights_only)
+    if not weights_only:
+        return torch.load(blob, map_location="cpu", weights_only=False)
+    is_archive = blob.read(len(_ZIP)) == _ZIP
+    blob.seek(0)
+    if not is_archive:  # as torch wrote before 1.6; DCP never did
+        return torch.load(blob, map_location="cpu", weights_only=True)
+    try:
+        return _torch.load_archive(blob, _AllowListed)
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        # A pickle that fits none of the makers fails in any way: it is refused all the same.
+        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
@@ -149,19 +210,25 @@ def _planned_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def _is_plain(leaf: object) -> bool:
-    """True when the exact types alone show that weights_only loads it, in every torch since 2.6."""
+    """True when the exact types alone show that ``load_leaf`` loads it."""
     kind = type(leaf)
     if kind is int:
         return bool(leaf.bit_length() <= _PLAIN_INT_BITS)  # type: ignore[attr-defined]
     if kind in _ATOMS or kind in (torch.Size, torch.dtype, torch.device):
         return True
-    if kind in (list, tuple):
+    if kind in _WITHOUT_PARTS:
+        return True
+    if kind in (list, tuple, set, frozenset, collections.deque):
         return all(map(_is_plain, leaf))  # type: ignore[call-overload]
     if kind in (dict, collections.OrderedDict):
         return all(_is_plain(k) and _is_plain(v) for k, v in leaf.items())  # type: ignore[attr-defined]
     if kind is torch.Tensor:
         return check_tensor(leaf) is None  # type: ignore[arg-type]
-    return False
+    if kind is np.ndarray or isinstance(leaf, np.generic):
+        return leaf.dtype.kind in _ARRAYS  # type: ignore[attr-defined]
+    if kind in (dt.datetime, dt.time):
+        return type(leaf.tzinfo) in (type(None), dt.timezone)  # type: ignore[attr-defined]
+    return kind is io.BytesIO and not vars(leaf)
 
 
 def _sharded_inside(leaf: object) -> str | None:
@@ -187,6 +254,360 @@ def _first_line(error: Exception) -> str:
     text = str(error).replace("Weights only load failed.", "").strip()
     named = [line for line in text.splitlines() if "Unsupported" in line or "GLOBAL" in line]
     return (named or text.splitlines() or [type(error).__name__])[0].strip()[:300]
+
+
+# -- how objects are made ---------------------------------------------------------------------
+
+
+class _Memo(dict[int, Any]):
+    """Knows where half objects are kept."""
+
+    def __setitem__(self, place: int, value: Any) -> None:
+        if type(value) is _Half:
+            value.places.append(place)
+        super().__setitem__(place, value)
+
+
+class _Half:
+    """An object that was created and has no state yet. build: makes it of its state. places: where the
+    memo has it.
+    """
+
+    __slots__ = ("build", "places")
+
+    def __init__(self, build: Callable[[Any], Any]) -> None:
+        self.build = build
+        self.places: list[int] = []
+
+
+def _users() -> dict[str, Any]:
+    """What ``torch.serialization.add_safe_globals`` was given, by its name."""
+    named = (
+        one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
+        for one in torch.serialization.get_safe_globals()
+    )
+    return {name: made for made, name in named}
+
+
+class _Makers:
+    """What may be made, by what the pickle calls it, within one decode.
+
+    Each takes what the pickle hands over, and no more memory than that: size_bytes is the pickle's, and
+    nothing is copied more often than a few times that. Nothing is imported, and nothing of the user's
+    is called but what ``torch.serialization.add_safe_globals`` was given.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._left = _COPIES * size_bytes + 1024
+        self.users = _users()
+        # Named as arguments only: to call one would make memory of any size.
+        self._named: dict[tuple[str, str], Any] = {
+            ("numpy", "ndarray"): np.ndarray,
+            ("torch", "Tensor"): torch.Tensor,
+            ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+            ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+        }
+        self._by_name: dict[tuple[str, str], Any] = {
+            ("numpy", "dtype"): self._dtype,
+            ("_codecs", "encode"): self._bytes,
+            ("builtins", "bytes"): self._no_bytes,
+            ("builtins", "bytearray"): self._bytearray,
+            ("builtins", "complex"): self._complex,
+            ("builtins", "set"): self._set,
+            ("builtins", "frozenset"): self._frozenset,
+            ("builtins", "range"): self._range,
+            ("collections", "OrderedDict"): self._ordered,
+            ("collections", "Counter"): self._counter,
+            ("collections", "deque"): self._deque,
+            ("datetime", "date"): dt.date,
+            ("datetime", "datetime"): dt.datetime,
+            ("datetime", "time"): dt.time,
+            ("datetime", "timedelta"): dt.timedelta,
+            ("datetime", "timezone"): dt.timezone,
+            ("uuid", "UUID"): self._uuid,
+            ("_io", "BytesIO"): self._stream,
+            ("torch", "Size"): self._size,
+            ("torch", "device"): torch.device,
+            ("torch._C", "Generator"): self._generator,
+            ("torch.serialization", "_get_layout"): _layout,
+        }
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            self._by_name[module, "_reconstruct"] = self._array
+            self._by_name[module, "scalar"] = self._scalar
+        for name, kind in _PATHS.items():
+            self._by_name["pathlib", name] = partial(self._path, kind)
+        for function in _torch.tensor_rebuilders():
+            self._by_name[function.__module__, function.__name__] = function
+        self._calls = {id(made): made for made in self._by_name.values()}
+        self._calls |= {id(made): made for made in self.users.values()}
+
+    def find(self, module: str, name: str) -> Any:
+        """What a pickle may name. pickle.UnpicklingError: anything else."""
+        if module == "torch" and isinstance(found := vars(torch).get(name), _TORCH_VALUES):
+            return found
+        if module.split(".", maxsplit=1)[0] == "pathlib":
+            module = "pathlib"  # 3.13 has them in pathlib._local
+        key = (module, name)
+        found = self._named.get(key) or self._by_name.get(key) or self.users.get(f"{module}.{name}")
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+    def make(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """The call that a pickle asks for."""
+        maker = self._calls.get(id(function))
+        if maker is None:
+            raise pickle.UnpicklingError(f"it calls {function!r:.100}")
+        return maker(*arguments)
+
+    def is_users(self, value: object) -> bool:
+        """Whether it is of a class that the user allowed."""
+        return any(type(value) is kind for kind in self.users.values())
+
+    def _copied(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise pickle.UnpicklingError("it repeats more than it holds")
+
+    def _bytes(self, text: str, encoding: str) -> bytes:
+        _need(type(text) is str and encoding in ("latin1", "latin-1"))
+        self._copied(len(text))
+        return text.encode("latin-1")
+
+    def _no_bytes(self) -> bytes:
+        return b""  # protocol 2 has an empty one so
+
+    def _bytearray(self, data: Any = b"", encoding: str = "latin-1") -> bytearray:
+        if type(data) is str:
+            data = self._bytes(data, encoding)
+        _need(type(data) is bytes)
+        self._copied(len(data))
+        return bytearray(data)
+
+    def _complex(self, real: float, imaginary: float) -> complex:
+        _need(type(real) is type(imaginary) is float)
+        return complex(real, imaginary)
+
+    def _items(self, items: Any) -> Any:
+        _need(type(items) in (list, tuple, dict))
+        self._copied(len(items))
+        return items
+
+    def _set(self, items: Any = ()) -> set[Any]:
+        return set(self._items(items))
+
+    def _frozenset(self, items: Any = ()) -> frozenset[Any]:
+        return frozenset(self._items(items))
+
+    def _deque(self, items: Any = (), longest: int | None = None) -> collections.deque[Any]:
+        _need(longest is None or type(longest) is int)
+        return collections.deque(self._items(items), longest)
+
+    def _ordered(self, items: Any = ()) -> collections.OrderedDict[Any, Any]:
+        return collections.OrderedDict(self._items(items))
+
+    def _counter(self, counts: Any = ()) -> collections.Counter[Any]:
+        _need(type(counts) is dict or counts == ())
+        return collections.Counter(self._items(counts))
+
+    def _range(self, *numbers: int) -> range:
+        _need(all(type(number) is int for number in numbers))
+        return range(*numbers)
+
+    def _size(self, lengths: Any) -> torch.Size:
+        return torch.Size(self._items(lengths))
+
+    def _path(self, kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
+        _need(all(type(part) is str for part in parts))
+        self._copied(sum(map(len, parts)))
+        return kind(*parts)
+
+    def _uuid(self) -> _Half:
+        def build(state: Any) -> uuid.UUID:
+            safe = uuid.SafeUUID(state.get("is_safe"))
+            return uuid.UUID(int=state["int"], is_safe=safe)
+
+        return _Half(build)
+
+    def _stream(self) -> _Half:
+        def build(state: Any) -> io.BytesIO:
+            data, at, more = state
+            _need(type(data) is bytes and type(at) is int and not more)
+            self._copied(len(data))
+            stream = io.BytesIO(data)
+            stream.seek(at)
+            return stream
+
+        return _Half(build)
+
+    def _generator(self, device: torch.device) -> _Half:
+        def build(state: Any) -> torch.Generator:
+            generator = torch.Generator()
+            generator.set_state(state[2])
+            return generator
+
+        if device.type != "cpu":
+            raise pickle.UnpicklingError(f"it has a generator of {device}; save its get_state()")
+        return _Half(build)
+
+    # numpy: what numpy itself unpickles believes sizes and offsets; here they are held against the bytes
+
+    def _dtype(self, name: str, align: Any = False, copy: Any = True) -> _Half:  # noqa: FBT002
+        _need(type(name) is str and _DTYPE.fullmatch(name) is not None)
+        return _Half(partial(_dtype_of, np.dtype(name)))
+
+    def _scalar(self, dtype: Any, raw: Any = None) -> Any:
+        _need(isinstance(dtype, np.dtype) and type(raw) is bytes and not dtype.hasobject)
+        _need(0 < dtype.itemsize == len(raw))
+        self._copied(len(raw))
+        return np.frombuffer(raw, dtype)[0]
+
+    def _array(self, kind: Any, shape: Any, code: Any) -> _Half:
+        _need(kind is np.ndarray and shape == (0,))
+        return _Half(self._filled)
+
+    def _filled(self, state: Any) -> np.ndarray[Any, Any]:
+        _, shape, dtype, is_fortran, raw = state
+        _need(isinstance(dtype, np.dtype) and type(shape) is tuple)
+        _need(all(type(n) is int and n >= 0 for n in shape))
+        count = math.prod(shape)
+        order: Literal["C", "F"] = "F" if is_fortran is True else "C"
+        if dtype.kind == "O":
+            _need(type(raw) is list and len(raw) == count)
+            self._copied(8 * count)
+            flat = np.empty(count, dtype=object)
+            for place, value in enumerate(raw):
+                flat[place] = value
+            return flat.reshape(shape, order=order)
+        _need(type(raw) is bytes and not dtype.hasobject and dtype.subdtype is None)
+        _need(count * dtype.itemsize == len(raw) and (dtype.itemsize > 0 or not count))
+        self._copied(len(raw))
+        if not count:
+            return np.empty(shape, dtype, order=order)
+        return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order)
+
+
+def _dtype_of(named: np.dtype[Any], state: Any) -> np.dtype[Any]:
+    """A dtype of what numpy's own has as its state: made anew, so that numpy looks at the numbers."""
+    _, order, inner, names, fields, size_bytes, *more = state
+    if inner is not None:
+        base, shape = inner
+        _need(isinstance(base, np.dtype) and type(shape) is tuple)
+        return np.dtype((base, shape))
+    if names is not None:
+        formats = [fields[name][0] for name in names]
+        _need(all(isinstance(one, np.dtype) and _levels(one) <= 1 for one in formats))
+        offsets = [offset for name in names for _, offset in [fields[name]]]
+        return np.dtype(
+            {
+                "names": list(names),
+                "formats": formats,
+                "offsets": offsets,
+                "itemsize": size_bytes,
+            }
+        )
+    if named.kind in "Mm":
+        unit, number, divisor, _ = more[-1][1]
+        _need(type(unit) is bytes and unit.isalpha() and type(number) is int and divisor == 1)
+        if unit != b"generic":
+            named = np.dtype(f"{named.kind}8[{number}{unit.decode()}]")
+    return named.newbyteorder(order) if order in ("<", ">") else named
+
+
+def _levels(dtype: np.dtype[Any]) -> int:
+    """How deep structures lie in each other: numpy goes through them recursively."""
+    base = dtype if dtype.subdtype is None else dtype.subdtype[0]
+    return 1 + max(_levels(f[0]) for f in base.fields.values()) if base.fields else 0
+
+
+def _layout(name: str) -> torch.layout:
+    layouts = {str(one): one for one in vars(torch).values() if isinstance(one, torch.layout)}
+    return layouts[name]
+
+
+def _need(is_so: bool) -> None:  # noqa: FBT001
+    if not is_so:
+        raise pickle.UnpicklingError("it is not as its type is pickled")
+
+
+class _ListedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python: its opcodes can be replaced
+    """Makes what ``_Makers`` knows, and calls nothing else.
+
+    A state goes to an object that waits for one (_Half), to an OrderedDict, or to an object of a class
+    that the user allowed; never to a class or a function, which would keep it.
+    """
+
+    stack: Any
+    dispatch: ClassVar[Any] = dict(pickle._Unpickler.dispatch)  # noqa: SLF001
+
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
+        self.memo: Any = _Memo()
+        at = file.tell()
+        self._makers = _Makers(file.seek(0, io.SEEK_END) - at)
+        file.seek(at)
+        self._halves = 0
+
+    def load(self) -> Any:
+        """The object; pickle.UnpicklingError, and whatever damaged bytes raise."""
+        made = super().load()
+        _need(not self._halves)
+        return made
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickle may name."""
+        # Python 2's names, which protocol 2 has
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        return self._makers.find(_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+
+    def _called(self) -> None:
+        arguments = self.stack.pop()
+        made = self._makers.make(self.stack[-1], arguments)
+        self._halves += isinstance(made, _Half)
+        self.stack[-1] = made
+
+    def _new(self) -> None:
+        function = self.stack[-2]
+        if any(function is kind for kind in self._makers.users.values()):
+            arguments = self.stack.pop()
+            self.stack[-1] = function.__new__(function, *arguments)
+        else:
+            self._called()
+
+    def _built(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if type(made) is _Half:
+            self.stack[-1] = built = made.build(state)
+            for place in made.places:
+                self.memo[place] = built
+            self._halves -= 1
+        elif type(made) is collections.OrderedDict and type(state) is dict:
+            vars(made).update(state)
+        elif self._makers.is_users(made):
+            if (take := getattr(made, "__setstate__", None)) is not None:
+                take(state)
+            else:
+                vars(made).update(state)
+        else:
+            raise pickle.UnpicklingError(f"it gives a state to a {type(made).__name__}")
+
+    def _refused(self) -> None:
+        raise pickle.UnpicklingError("it has an opcode that torch.save does not write")
+
+    for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4):
+        dispatch[_code[0]] = _refused
+    # These make memory of the size that they are told before they look for the bytes.
+    for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):
+        dispatch[_code[0]] = _refused
+    dispatch[pickle.REDUCE[0]] = _called
+    dispatch[pickle.NEWOBJ[0]] = _new
+    dispatch[pickle.BUILD[0]] = _built
+
+
+class _AllowListed:
+    """A pickle module for ``torch.load``."""
+
+    Unpickler = _ListedUnpickler
 
 
 # -- whether ranks agree ---------------------------------------------------------------------

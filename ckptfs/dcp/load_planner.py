@@ -30,7 +30,7 @@ from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.flattening import containers, flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
-from ckptfs.dcp.leaves import load_leaf
+from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
 from ckptfs.dcp.per_rank import Path, listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
 from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box, refuse_untiled
@@ -222,7 +222,7 @@ class LoadPlanner(DefaultLoadPlanner):
             # The unpickler names what it refuses in a dozen ways; all mean the same here.
             raise StateError(
                 f"the object under {key!r} does not load without executing code: {error}",
-                hint="allow its class with torch.serialization.add_safe_globals if you trust it",
+                hint=WAYS_OUT,
             ) from error
         if self.flatten_state_dict:
             _put(self.original_state_dict, self.mappings[key], leaf)

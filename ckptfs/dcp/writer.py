@@ -12,18 +12,21 @@ with subgroups, from async_save's thread, and pickled into async_save's process.
 from __future__ import annotations
 
 import dataclasses
+import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -39,8 +42,10 @@ from ckptfs.dcp.copies import copies_for
 from ckptfs.dcp.crossing import crossing
 from ckptfs.dcp.engine import WriteEngineName, engine_for
 from ckptfs.dcp.layout import write_files
+from ckptfs.dcp.leaves import WAYS_OUT, check_leaf, check_leaf_bytes
 from ckptfs.dcp.per_rank import listed, original_item, rename_plan
 from ckptfs.dcp.pipeline import decode_placed, metadata_files, written_part
+from ckptfs.dcp.planner import SavePlanner as CheckedPlanner
 from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
 from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.errors import IncompleteCheckpointError, StateError
@@ -48,6 +53,8 @@ from ckptfs.topology.control import default_timeout_s
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["StorageWriter"]
+
+logger = logging.getLogger(__name__)
 
 
 class StorageWriter(TorchStorageWriter):
@@ -96,6 +103,7 @@ class StorageWriter(TorchStorageWriter):
         self._unchanged, self._memory = Unchanged(unchanged), Memory()
         self._group = process_group
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._warned: set[str] = set()  # keys of objects that no load takes by default
         self._desk: Desk | None = None
         self._plan: SavePlan | None = None  # this rank's, before deduplication
         self._domains: dict[str, tuple[int, ...]] = {}
@@ -179,14 +187,20 @@ class StorageWriter(TorchStorageWriter):
     def _write(
         self, plan: SavePlan, planner: SavePlanner, attempt: Attempt, domain: str
     ) -> WrittenPart:
+        refused: dict[str, str] = {}
+
         def resolve(item: WriteItem) -> Any:
-            return planner.resolve_data(original_item(item, self._rank))
+            own = original_item(item, self._rank)
+            data = planner.resolve_data(own)
+            if item.type is WriteItemType.BYTE_IO and (why := _why_refused(planner, own, data)):
+                refused[own.index.fqn] = why
+            return data
 
         if self._unchanged is Unchanged.REFERENCE:
             site = Site(attempt.storage, attempt.seat.caps, attempt.keys, domain)
             mine = Mine(self._rank, plan.items, resolve)
             previous = attempt.previous
-            return write_changed(
+            part = write_changed(
                 mine,
                 site,
                 previous,
@@ -194,6 +208,8 @@ class StorageWriter(TorchStorageWriter):
                 threads=self._threads,
                 engine=engine_for(self._engine),
             )
+            self._warn_of(refused)
+            return part
         written = write_files(
             attempt.storage,
             attempt.prefix,
@@ -203,7 +219,23 @@ class StorageWriter(TorchStorageWriter):
             engine=engine_for(self._engine),
             threads=self._threads,
         )
+        self._warn_of(refused)
         return written_part(written, attempt.save_id, domain)
+
+    def _warn_of(self, refused: Mapping[str, str]) -> None:
+        """Tell of objects that no load takes by default, once for each. They are saved, as by torch."""
+        new = {key: why for key, why in sorted(refused.items()) if key not in self._warned}
+        self._warned |= new.keys()
+        if new:
+            shown = "; ".join(f"{key!r}: {why}" for key, why in [*new.items()][:10])
+            more = f"; and {len(new) - 10} more" if len(new) > 10 else ""  # noqa: PLR2004
+            logger.warning(
+                "%s: saved, but no load takes it by default: %s%s -- %s",
+                self.checkpoint_id,
+                shown,
+                more,
+                WAYS_OUT,
+            )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Coordinator. Seal and project on all ranks; committed when this returns."""
@@ -340,6 +372,18 @@ def _results(plan: SavePlan, part: WrittenPart, root: Uri) -> list[WriteResult]:
             plan.items, decode_placed(part.payload), strict=True
         )
     ]
+
+
+def _why_refused(planner: Any, item: WriteItem, data: Any) -> str | None:
+    """Why a load would refuse the object that the planner saves for this item; None: it loads."""
+    if isinstance(planner, CheckedPlanner) or not isinstance(data, io.BytesIO):
+        return None  # it refuses them itself; or it is no object
+    is_plain = getattr(type(planner), "transform_object", None) is (
+        DefaultSavePlanner.transform_object
+    )
+    if is_plain and hasattr(planner, "lookup_object"):
+        return check_leaf(planner.lookup_object(item.index))
+    return check_leaf_bytes(data)
 
 
 def _size(item: WriteItem) -> int:
