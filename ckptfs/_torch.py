@@ -64,6 +64,27 @@ def group_store(group: Any) -> Any:
     return held[1] if held and held[1] is not None else c10d._get_default_store()  # noqa: SLF001
 
 
+def group_channel(group: Any) -> tuple[Any, str]:
+    """The store over which the ranks of a group talk, and a name that tells the group from others there.
+
+    A group's own store is the default group's under a prefix: another object, and clones of it would
+    be connections of their own to the same server. Its name is what torch makes that prefix of.
+    """
+    own, default = group_store(group), group_store(None)
+    if own is default or _below(own) is not _below(default):
+        return own, ""
+    return default, f"group {group.group_name}"
+
+
+def _below(store: Any) -> Any:
+    """The store under all prefixes. underlying_store: the only way from a PrefixStore to it."""
+    from torch.distributed import PrefixStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
 def connect_store(host: str, port: int, timeout_s: float) -> Any:
     """A client of a TCPStore that somebody else hosts (torchrun's agent). Opens no port."""
     from torch.distributed import TCPStore
@@ -80,27 +101,20 @@ def clone_store(store: Any) -> Any:
 
 
 def is_networked(store: Any) -> bool:
-    """Whether every client of a store is a connection of its own to a server.
+    """Whether every client of a store is a connection of its own to a server."""
+    from torch.distributed import TCPStore
 
-    underlying_store: as below.
-    """
-    from torch.distributed import PrefixStore, TCPStore
-
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, TCPStore)
+    return isinstance(_below(store), TCPStore)
 
 
 def reconnect_store(store: Any) -> Any:
     """What clone() does, for torch 2.6 and 2.7; the prefixes of PrefixStores are dropped.
 
     Dropped on every rank alike, and a control's keys are unique by their nonce without them.
-    underlying_store: the only way from a PrefixStore to the client below it.
     """
-    from torch.distributed import FileStore, PrefixStore, TCPStore
+    from torch.distributed import FileStore, TCPStore
 
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store = _below(store)
     if isinstance(store, TCPStore):
         wait_s = store.timeout.total_seconds()  # type: ignore[attr-defined] # the stubs lack it
         return connect_store(store.host, store.port, wait_s)

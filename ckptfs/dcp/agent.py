@@ -189,7 +189,7 @@ def _announce(desk: Desk, store: Any) -> None:
     client = StoreClient(store, f"ckptfs-agent-{desk.rank}")
     key = f"ckptfs/dcp/order/{uuid.uuid4().hex}"
     hello = _hello_key(desk.task, desk.rank)
-    client.call(lambda s: s.set(hello, key.encode()), desk.task.timeout_s)
+    client.call_short(lambda s: s.set(hello, key.encode()), desk.task.timeout_s)
 
     def receive(s: Any) -> SaveOrder | None:
         wait_for(s, key)
@@ -210,7 +210,7 @@ def _announce(desk: Desk, store: Any) -> None:
         # Given up: the listener's client is blocked in its wait, so another one writes the key.
         if ended.exception() is not None and not waiting.done():
             other = StoreClient(store, "ckptfs-agent-release")
-            other.submit(lambda s: s.set(key, pickle.dumps(None)))
+            other.submit_short(lambda s: s.set(key, pickle.dumps(None)))
             other.close()
 
     waiting = client.submit(receive)

@@ -321,7 +321,7 @@ class StorageWriter(TorchStorageWriter):
 
     def _store(self) -> Any:
         # no_dist, and no group at all, have one participant: it needs nobody's store.
-        return _torch.group_store(self._group) if _torch.has_default_group() else None
+        return _torch.group_channel(self._group)[0] if _torch.has_default_group() else None
 
     def _spec_step_from_name(self) -> None:
         # A step that was told belongs to the URI that was told with it.

@@ -70,7 +70,7 @@ class _Process:
                     self._alone[key] = mine
                 return self._alone[key]
         wait_s = min(default_timeout_s(), _ANSWER_S)
-        told: bytes = client.call(lambda store: store.compare_set(key, spent, mine), wait_s)
+        told: bytes = client.call_short(lambda store: store.compare_set(key, spent, mine), wait_s)
         return bytes(told).decode()
 
     def _connected(self) -> StoreClient | None:

@@ -2,12 +2,11 @@
 
     caller's thread --submit(op)--> daemon thread: op(store) --Future--> caller, with a deadline
 
-A blocked wait blocks every thread of its client, and a frozen host held a wait of 2 s for 14 s: so
-each user of a store has a client alone, and waits for the thread, never for the store. Waits have
-no timeout of their own (each expiry prints a warning from C++): what ends them early is a write of
-the key that they wait for.
-
-A client that is closed leaves its connection to the next one (``connection_pool``).
+A blocked wait blocks every thread of its connection, and a frozen host held a wait of 2 s for 14 s: so
+an operation that may wait has a connection alone, and its caller waits for the thread, never for the
+store. Waits have no timeout of their own (each expiry prints a warning from C++): what ends them early
+is a write of the key that they wait for. Connections are made once for all clients of a process, and
+lent for one operation (``connection_pool``).
 
     put / take     values of any size under a key, in chunks below 1 MiB (8 MiB kills a connection)
     offer          the same, once: the first one wins and everybody reads the winner
@@ -27,7 +26,7 @@ from typing import Any, TypeVar
 
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError
-from ckptfs.topology.connection_pool import ConnectionPool, pool_of
+from ckptfs.topology.connection_pool import pool_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_Job = tuple["Future[Any]", Callable[[Any], Any]]
+_Job = tuple["Future[Any]", Callable[[Any], Any], bool]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
 _AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
@@ -57,37 +56,45 @@ class StoreClient:
 
     def __init__(self, source: Any, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._pool = pool_of(source)
         self._closed = False
         # A daemon: a store that never answers must not keep the interpreter from ending.
-        work = (source, self._jobs, self._pool)
-        threading.Thread(target=_serve, args=work, name=name, daemon=True).start()
+        threading.Thread(target=_serve, args=(source, self._jobs), name=name, daemon=True).start()
 
     def submit(self, op: Callable[[Any], T]) -> Future[T]:
-        """Run ``op(store)`` on the client's thread, after what was submitted before."""
+        """Run ``op(store)`` on the client's thread, after what was submitted before. It may wait."""
+        return self._put(op, waits=True)
+
+    def submit_short(self, op: Callable[[Any], T]) -> Future[T]:
+        """As ``submit``, for an operation that waits for no key and reads none that may be missing: it
+        shares its connection with all threads of the process, and would hold them up.
+        """
+        return self._put(op, waits=False)
+
+    def _put(self, op: Callable[[Any], T], *, waits: bool) -> Future[T]:
         future: Future[T] = Future()
-        self._jobs.put((future, op))
+        self._jobs.put((future, op, waits))
         return future
 
     def call(self, op: Callable[[Any], T], timeout_s: float) -> T:
         """Submit and wait. ControlPlaneLostError: connection gone, or no answer in timeout_s."""
         return answer(self.submit(op), timeout_s)
 
+    def call_short(self, op: Callable[[Any], T], timeout_s: float) -> T:
+        """As ``call``, by ``submit_short``."""
+        return answer(self.submit_short(op), timeout_s)
+
     def flush(self, timeout_s: float) -> None:
         """Wait until everything submitted has run; never raises, gives up after timeout_s."""
         try:
-            self.submit(lambda _: None).result(timeout_s)
+            self.submit_short(lambda _: None).result(timeout_s)
         except Exception:  # noqa: BLE001 - leaving: the store may be gone, and that is all right
             return
 
     def close(self) -> None:
         """End the thread once it is idle; harmless twice. A thread in a lost wait is left behind."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._pool is not None:
-            self._pool.expect()
-        self._jobs.put(None)
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
 
 
 def answer(future: Future[T], timeout_s: float | None) -> T:
@@ -113,28 +120,61 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None], pool: ConnectionPool | None) -> None:
-    store, is_whole = None, True
+class _Connections:
+    """What one client runs its operations over; of its thread alone.
+
+    Once an operation broke, all later ones run over what it broke, and fail at once: to connect again
+    takes a minute where the store is gone, and whoever leaves it would wait for that.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._pool = pool_of(source)
+        self._shared: Any = None
+        self._last: Any = None  # the broken one, or the only one where connections are not pooled
+
+    def run(self, op: Callable[[Any], T], *, waits: bool) -> T:
+        """The operation over a connection of its kind."""
+        if self._pool is None and self._last is None:
+            self._last = _torch.clone_store(self._source)
+        if self._pool is None or self._last is not None:
+            return op(self._last)
+        if waits:
+            store = self._pool.own(self._source)
+        else:
+            self._shared = store = self._shared or self._pool.shared(self._source)
+        try:
+            result = op(store)
+        except CkptfsError:  # of ours, after an answer
+            if waits:
+                self._pool.give(store)
+            raise
+        except BaseException:
+            # Whatever broke half-way, an answer may still be on its way over this connection.
+            self._pool.drop(store)
+            self._last = store
+            raise
+        if waits:
+            self._pool.give(store)
+        return result
+
+
+def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
+    connections = _Connections(source)
     while True:
         job = jobs.get()
         if job is None:
-            if pool is not None:
-                pool.give(store if is_whole else None)
             return
-        future, op = job
+        future, op, waits = job
         try:
-            if store is None:
-                store = pool.take() if pool is not None else None
-            if store is None:
-                store = _torch.clone_store(source)
-            result = op(store)
+            result = connections.run(op, waits=waits)
         except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the future
-            # Whatever broke half-way, an answer may still be on its way over this connection.
-            is_whole = is_whole and isinstance(error, CkptfsError)
             future.set_exception(error)
         else:
             future.set_result(result)
-        del future, op, job  # or the last value, perhaps many MiB, lives until the next job
+        # Or the last value, perhaps many MiB, lives until the next job.
+        del future, op, job
+        result = None
 
 
 def connect(host: str, port: int, timeout_s: float) -> Any:
@@ -169,7 +209,7 @@ def _is_there(store: Any, timeout_s: float) -> bool:
     """Whether the server that this client was connected to still answers."""
     with contextlib.closing(StoreClient(store, "ckptfs-reached")) as client:
         try:
-            client.call(lambda s: s.check(["ckptfs/idle"]), min(timeout_s, 60.0))
+            client.call_short(lambda s: s.check(["ckptfs/idle"]), min(timeout_s, 60.0))
         except ControlPlaneLostError:
             return False
     return True
@@ -228,11 +268,13 @@ def offer(store: Any, key: str, data: bytes) -> bool:
 
 def drop(store: Any, key: str) -> None:
     """Delete what ``put`` or ``offer`` wrote, chunks and all; absent is fine."""
-    if store.check([key]):
-        head: bytes = store.get(key)
+    # Never get(): where somebody else has just deleted the key, that would wait for it to come back.
+    head = bytes(store.compare_set(key, b"", b""))
+    if head:
         count, place = head.partition(b"\n")[0].decode().split(" ", 1)
-        for name in [f"{place}/{i}" for i in range(1, int(count))] + [key]:
-            store.delete_key(name)
+        for i in range(1, int(count)):
+            store.delete_key(f"{place}/{i}")
+    store.delete_key(key)
 
 
 def _count(data: bytes) -> int:

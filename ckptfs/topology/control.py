@@ -238,7 +238,7 @@ def control_opener(
         ranks = _torch.group_ranks(process_group)
     if len(ranks) != world.size:
         raise StateError(f"world has {world.size} ranks, its process group {len(ranks)}")
-    found = _find_store(world, process_group, wait_s) if store is None else store
+    found, apart = _find_store(world, process_group, wait_s) if store is None else (store, "")
 
     def open_now() -> Control:
         from ckptfs.topology.store import StoreControl
@@ -248,16 +248,17 @@ def control_opener(
             found,
             ranks=ranks,
             timeout_s=wait_s,
-            name=name,
+            name=apart + name,
             closes_at_exit=closes_at_exit,
         )
 
     return open_now
 
 
-def _find_store(world: World, process_group: Any, timeout_s: float) -> Any:
+def _find_store(world: World, process_group: Any, timeout_s: float) -> tuple[Any, str]:
+    """A store that connects these processes, and a name for them where others use it too."""
     if process_group is not None or _torch.has_default_group():
-        return _torch.group_store(process_group)
+        return _torch.group_channel(process_group)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not (agent and address and port.isdigit()):
@@ -268,4 +269,4 @@ def _find_store(world: World, process_group: Any, timeout_s: float) -> Any:
         )
     from ckptfs.topology.client import connect
 
-    return connect(address, int(port), timeout_s)
+    return connect(address, int(port), timeout_s), ""

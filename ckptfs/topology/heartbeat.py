@@ -230,7 +230,7 @@ class Monitor:
             now = time.monotonic()
             suspects = self.gone_neighbours().keys() - self._dead.keys() - self._left
             if visit is None and (suspects or now - asked >= self._tempo.beat_s):
-                asked, visit = now, self._client.submit(self._visit(suspects, now - asked))
+                asked, visit = now, self._client.submit_short(self._visit(suspects, now - asked))
             if visit is not None and visit.done():
                 self._integrate(visit, now - last)
                 last, visit = now, None

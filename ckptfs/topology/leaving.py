@@ -36,7 +36,7 @@ def linger(pulse: StoreClient, monitor: Monitor, last: StepKeys) -> None:
     """Coordinator: wait until every rank has read the verdict of ``last``, 10 s at most."""
     deadline = time.monotonic() + _LINGER_S
     try:
-        while not pulse.call(last.is_acknowledged, _LINGER_S):
+        while not pulse.call_short(last.is_acknowledged, _LINGER_S):
             if monitor.alarm(last):
                 deadline = min(deadline, time.monotonic() + _LAST_S)
             if time.monotonic() > deadline:
@@ -57,7 +57,7 @@ def bury(pulse: StoreClient, monitor: Monitor, step: StepKeys) -> None:
 
     try:
         if dead:
-            pulse.call(drop_all, _LAST_S)
+            pulse.call_short(drop_all, _LAST_S)
     except CkptfsError as error:
         log.debug("what is left of %s stays: %s", step, error)
 

@@ -65,7 +65,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class _UnmadeError(Exception):
+class _UnmadeError(CkptfsError):
     """A rank's piece cannot be pickled; why is its cause."""
 
 
@@ -74,7 +74,7 @@ def _made(pieces: Iterator[bytes]) -> Iterator[bytes]:
     try:
         yield from pieces
     except Exception as error:
-        raise _UnmadeError from error
+        raise _UnmadeError("a piece cannot be pickled") from error
 
 
 class StoreControl:
@@ -214,7 +214,7 @@ class StoreControl:
             raise problem
         if self.rank:
             data = said_by(self.world, said)
-            self._io.submit(lambda store: keys.arrive(store, self.rank, data))
+            self._io.submit_short(lambda store: keys.arrive(store, self.rank, data))
             return self._obey(keys, label), problem
         try:
             verdict, raised = self._decide(keys, said, decide)
@@ -250,20 +250,22 @@ class StoreControl:
         except Exception as error:  # noqa: BLE001 - pickle raises anything
             raised, pieces = raised or error, iter(())
             verdict, data = self._failed(label, error)
-        offered = self._io.submit(lambda store: keys.offer_verdict(store, data, _made(pieces)))
+        offered = self._io.submit_short(
+            lambda store: keys.offer_verdict(store, data, _made(pieces))
+        )
         # After the verdict: thousands of ranks wait for that, and nobody for this.
-        self._io.submit(lambda store: keys.sweep(store, read))
+        self._io.submit_short(lambda store: keys.sweep(store, read))
         try:
             ours = self._await(offered, keys, label)
         except _UnmadeError as unmade:
             raised = raised or unmade.__cause__
             verdict, data = self._failed(label, unmade.__cause__ or unmade)
-            again = self._io.submit(lambda store: keys.offer_verdict(store, data))
+            again = self._io.submit_short(lambda store: keys.offer_verdict(store, data))
             ours = self._await(again, keys, label)
         if not ours:
             return self._obey(keys, label), raised  # the others gave us up while we were silent
         self._apart = keys if common.apart else self._apart
-        self._io.submit(keys.acknowledge)
+        self._io.submit_short(keys.acknowledge)
         if raised is not None and not isinstance(raised, Exception):
             raise raised
         return for_rank(verdict, 0), raised
@@ -303,18 +305,18 @@ class StoreControl:
             ) from error
         finally:
             if untaken:  # Ctrl-C, or the coordinator died between the pieces and the verdict
-                self._io.submit(lambda store: keys.drop_piece(store, self.rank))
-            self._io.submit(keys.acknowledge)
+                self._io.submit_short(lambda store: keys.drop_piece(store, self.rank))
+            self._io.submit_short(keys.acknowledge)
 
     def _interrupted(self, keys: StepKeys, said: Said) -> None:
         """Ctrl-C or exit on this rank: let the others know, wait for nobody."""
         if self.rank:
             data = encode_said(said)
-            self._ground.pulse.submit(lambda store: keys.arrive(store, self.rank, data))
+            self._ground.pulse.submit_short(lambda store: keys.arrive(store, self.rank, data))
         elif said.failure is not None:
             failed = collective_error(said.label, {0: said.failure}, self.worlds)
             data = encode_verdict(Verdict(error=failed))
-            self._ground.pulse.submit(lambda store: keys.end(store, data))
+            self._ground.pulse.submit_short(lambda store: keys.end(store, data))
         self._ground.pulse.flush(LEAVE_S)
 
     # -- waiting, and what ends it ---------------------------------------------------------
@@ -351,7 +353,7 @@ class StoreControl:
             monitor.stop()
         keys, rank = self._keys(), self.rank
         try:
-            ground.pulse.call(lambda s: leave(s, keys, rank, ground.worlds, monitor), LEAVE_S)
+            ground.pulse.call_short(lambda s: leave(s, keys, rank, ground.worlds, monitor), LEAVE_S)
         except CkptfsError as error:
             log.debug("left without a word: %s", error)  # the store went first: nobody listens
         self._io.close()

@@ -79,7 +79,7 @@ class Waits:
             shown = self._ground.monitor.with_gone(error)
             data = encode_verdict(Verdict(error=shown))
             try:
-                self._ground.pulse.call(lambda store: keys.end(store, data), LEAVE_S)
+                self._ground.pulse.call_short(lambda store: keys.end(store, data), LEAVE_S)
             except CkptfsError:
                 log.debug("nobody could be told: %s", error)  # the store is gone for all of us
             raise shown from error
@@ -98,7 +98,7 @@ class Waits:
             return True
 
         try:
-            return self._ground.pulse.call(end, self._ground.timeout_s)
+            return self._ground.pulse.call_short(end, self._ground.timeout_s)
         except ControlPlaneLostError as lost:
             raise self._ground.monitor.with_gone(lost) from lost
 

@@ -113,10 +113,9 @@ STEP_OPERATIONS: Mapping[str, Callable[[int], int]] = {
     "set": lambda r: r + 1,
     "add": lambda r: 2 * r,
     "wait": lambda r: r,
-    "get": lambda r: r - 1 + 1,
+    "get": lambda r: r - 1,
     "multi_get": lambda r: -(-(r - 1) // 32),
-    "compare_set": lambda r: 2,
-    "check": lambda r: 1,
+    "compare_set": lambda r: 3,
     "delete_key": lambda r: r - 1 + 6,
 }
 # What is added where each rank is told a piece of its own.

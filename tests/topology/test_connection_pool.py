@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from ckptfs.topology.client import StoreClient, connect
-from ckptfs.topology.connection_pool import pool_of
+from ckptfs.errors import ControlPlaneLostError, StateError
+from ckptfs.topology.client import CHUNK_BYTES, StoreClient, connect, drop, put
+from ckptfs.topology.connection_pool import WAITING, pool_of
 from tests.topology.relay import HOST, Relay
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,14 +33,38 @@ def client_of(relay: Relay) -> Any:
 
 
 def ask(store: Any, value: str = "x") -> None:
-    """One client: it opens, does one thing, and closes."""
+    """One client: it opens, does one thing of each kind, and closes."""
     client = StoreClient(store, "test")
-    client.call(lambda s: s.set("key", value), 10.0)
+    client.call_short(lambda s: s.set("key", value), 10.0)
+    client.call(lambda s: s.get("key"), 10.0)
     client.close()
 
 
-def test_a_closed_client_leaves_its_connection_to_the_next(relay: Relay) -> None:
-    """However many clients follow each other, from whichever thread, there is one connection."""
+def wait_on_threads(store: Any, count: int) -> list[StoreClient]:
+    """So many clients wait at the same time, until all do; then each has its answer."""
+    clients = [StoreClient(store, f"waits-{number}") for number in range(count)]
+
+    def waits(number: int) -> Callable[[Any], None]:
+        def wait(s: Any) -> None:
+            s.set(f"here/{number}", "1")
+            s.wait(["go"])
+
+        return wait
+
+    waiting = [client.submit(waits(number)) for number, client in enumerate(clients)]
+    other = StoreClient(store, "writes")
+    other.call(lambda s: s.wait([f"here/{number}" for number in range(count)]), 10.0)
+    other.call_short(lambda s: s.set("go", "1"), 10.0)
+    for one in waiting:
+        one.result(10)
+    other.call_short(lambda s: s.delete_key("go"), 10.0)
+    other.call_short(lambda s: [s.delete_key(f"here/{n}") for n in range(count)], 10.0)
+    other.close()
+    return clients
+
+
+def test_one_client_after_the_other_connects_once(relay: Relay) -> None:
+    """However many clients follow each other, from whichever thread, the first has connected for all."""
     store = PrefixStore("a", client_of(relay))
     ask(store)
     made = relay.accepted
@@ -51,33 +76,75 @@ def test_a_closed_client_leaves_its_connection_to_the_next(relay: Relay) -> None
     assert relay.accepted == made
 
 
-def test_clients_at_one_time_have_a_connection_each(relay: Relay) -> None:
-    """A blocked wait blocks nobody but its own client; later both connections are used again."""
+def test_the_first_operation_connects_for_all_that_wait_later(relay: Relay) -> None:
+    """As many threads as a process has wait at the same time, each over a connection alone, which was
+    there before; one more gets one, and that is kept too.
+    """
     store = client_of(relay)
-    waiting, other = StoreClient(store, "waits"), StoreClient(store, "writes")
-    woken = waiting.submit(lambda s: s.wait(["go"]))
-    other.call(lambda s: s.set("go", "1"), 10.0)
-    woken.result(10)
-    made = relay.accepted
-    waiting.close()
-    other.close()
-    pair = [StoreClient(store, "again"), StoreClient(store, "again too")]
-    for client in pair:
-        client.call(lambda s: s.get("go"), 10.0)
-    assert relay.accepted == made
-
-
-def test_a_client_in_a_lost_wait_gives_nothing_back(relay: Relay) -> None:
-    """Its connection is nobody's: the next client gets one of its own."""
-    store = client_of(relay)
-    stuck = StoreClient(store, "stuck")
-    stuck.call(lambda s: s.set("there", "1"), 10.0)
-    lost = stuck.submit(lambda s: s.wait(["never"]))
-    stuck.close()
     ask(store)
-    assert not lost.done()
-    StoreClient(store, "frees").call(lambda s: s.set("never", "1"), 10.0)
-    lost.result(10)
+    made = relay.accepted
+    assert made == 2 + WAITING  # the test's own, the shared one
+    clients = wait_on_threads(store, WAITING - 1)  # beside the one that waits for them
+    assert relay.accepted == made
+    clients += wait_on_threads(store, WAITING)
+    assert relay.accepted == made + 1
+    clients += wait_on_threads(store, WAITING)
+    assert relay.accepted == made + 1
+    assert len(clients) == 3 * WAITING - 1  # all of them are open: an idle client holds none
+
+
+def test_two_threads_at_once_make_one_set(relay: Relay) -> None:
+    """The first operations of a process on several threads make the connections once."""
+    store = client_of(relay)
+    clients = [StoreClient(store, f"first-{number}") for number in range(8)]
+    for future in [client.submit_short(lambda s: s.set("a", "1")) for client in clients]:
+        future.result(10)
+    assert relay.accepted == 2 + WAITING
+
+
+def test_a_short_operation_passes_by_all_that_wait(relay: Relay) -> None:
+    """Heartbeats go on while every other connection of the process waits for a key."""
+    store = client_of(relay)
+    stuck = [StoreClient(store, f"stuck-{number}") for number in range(WAITING + 2)]
+    lost = [client.submit(lambda s: s.wait(["never"])) for client in stuck]
+    heart = StoreClient(store, "heart")
+    heart.call_short(lambda s: s.set("beat", "1"), 10.0)
+    assert not any(one.done() for one in lost)
+    heart.call_short(lambda s: s.set("never", "1"), 10.0)
+    for one in lost:
+        one.result(10)
+
+
+def test_nothing_that_is_dropped_is_waited_for(relay: Relay) -> None:
+    """What somebody else deleted a moment ago is absent; a read of it would wait for it to come back."""
+    store = client_of(relay)
+    client = StoreClient(store, "test")
+    client.call_short(lambda s: put(s, "large", b"x" * (CHUNK_BYTES + 1)), 10.0)
+    keys = client.call_short(lambda s: s.num_keys(), 10.0)
+    client.call_short(lambda s: drop(s, "absent"), 10.0)
+    assert client.call_short(lambda s: s.num_keys(), 10.0) == keys
+    client.call_short(lambda s: drop(s, "large"), 10.0)
+    assert client.call_short(lambda s: s.num_keys(), 10.0) == keys - 2
+
+    class Races:
+        """Another client deletes a key whenever this one has seen it."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+        def check(self, keys: list[str]) -> bool:
+            there = bool(store.check(keys))
+            for key in keys:
+                store.delete_key(key)
+            return there
+
+        def get(self, key: str) -> bytes:
+            assert store.check([key]), "it would wait"
+            return bytes(store.get(key))
+
+    client.call_short(lambda s: put(s, "small", b"x"), 10.0)
+    drop(Races(), "small")
+    assert not store.check(["small"])
 
 
 def test_a_connection_that_was_cut_is_replaced(relay: Relay) -> None:
@@ -86,44 +153,64 @@ def test_a_connection_that_was_cut_is_replaced(relay: Relay) -> None:
     ask(store)
     made = relay.accepted
     relay.cut()
+    pool = pool_of(store)
+    assert pool is not None
+    pool.idle_s = 0.0  # as after a night
     ask(store, "z")
-    assert relay.accepted == made + 1
+    assert relay.accepted == made + 2  # the shared one, and one that waits
     assert client_of(relay).get("key") == b"z"
 
 
 def test_an_error_half_way_keeps_nothing(relay: Relay) -> None:
-    """After an error of the store an answer may still be on its way: that connection is not kept."""
+    """After an error of the store an answer may still be on its way: that connection is not kept, whoever
+    else shares it; an error of ckptfs's own came with the answer.
+    """
+    store = client_of(relay)
+    ask(store)
+    made = relay.accepted
+
+    def failing(error: Exception) -> Callable[[Any], None]:
+        def fail(store: Any) -> None:
+            store.set("key", "1")
+            raise error
+
+        return fail
+
+    for waits in (False, True):
+        for error in (StateError("mine"), RuntimeError("in the middle")):
+            client = StoreClient(store, "test")
+            submit = client.submit if waits else client.submit_short
+            with pytest.raises(type(error)):
+                submit(failing(error)).result(10)
+    assert relay.accepted == made
+    wait_on_threads(store, WAITING - 1)
+    assert relay.accepted == made + 2
+
+
+def test_a_client_whose_connection_broke_does_not_make_another(relay: Relay) -> None:
+    """Where the store is gone that takes a minute, and whoever leaves would wait for it."""
     store = client_of(relay)
     client = StoreClient(store, "test")
-
-    def fail(store: Any) -> None:
-        store.set("key", "1")
-        raise RuntimeError("in the middle")
-
-    with pytest.raises(RuntimeError):
-        client.submit(fail).result(10)
-    client.close()
-    pool = pool_of(store)
-    assert pool is not None
-    assert pool.take() is None
+    client.call(lambda s: s.set("key", "1"), 10.0)
+    made = relay.accepted
+    relay.cut()
+    for call in (client.call_short, client.call, client.call_short):
+        with pytest.raises(ControlPlaneLostError, match="is gone"):
+            call(lambda s: s.check(["key"]), 10.0)
+    assert relay.accepted == made
 
 
 def test_connections_go_with_their_store(relay: Relay) -> None:
     """A store that the process has no more keeps no connection open."""
     store = client_of(relay)
     ask(store)
-    pool = pool_of(store)
-    assert pool is not None
-    kept = pool.take()
-    assert kept is not None
-    pool.give(kept)
     again = client_of(relay)
-    assert pool_of(again) is not pool
-    del store, kept, pool
+    assert pool_of(again) is not pool_of(store)
+    del store
     gc.collect()
     made = relay.accepted
     ask(again)
-    assert relay.accepted == made + 1
+    assert relay.accepted == made + 1 + WAITING
 
 
 def test_the_child_of_a_fork_connects_for_itself(relay: Relay) -> None:
@@ -140,9 +227,9 @@ def test_the_child_of_a_fork_connects_for_itself(relay: Relay) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
-    assert relay.accepted == made + 1
+    assert relay.accepted == made + 1 + WAITING
     ask(store, "parent")
-    assert relay.accepted == made + 1
+    assert relay.accepted == made + 1 + WAITING
 
 
 def test_a_store_that_somebody_else_hosts_is_reached_once(relay: Relay) -> None:
