@@ -37,41 +37,29 @@ _ITERATORS: tuple[type, ...] = (
 
 def canonical(value: Any) -> Any:
     """A hashable stand-in for a value; equal exactly when a program could not tell them apart."""
-    match value:
-        case enum.Enum():
-            return value
-        case tuple():
-            return (type(value), *map(canonical, value))
-        case _ if isinstance(value, _CONSTANTS):
-            return value
-        case list():
-            return ("list", *map(canonical, value))
-        case dict() | types.MappingProxyType():
-            return ("dict", *((canonical(k), canonical(v)) for k, v in value.items()))
-        case Saves():
-            # Which of them a decision walks is part of what a program can tell.
-            return ("saves", canonical(dict(value)), *value.living)
-        case set() | frozenset():
-            return ("set", frozenset(map(canonical, value)))
-        case BaseException():
-            return (type(value), *map(canonical, value.args))
-        case types.FunctionType():
-            return _function(value)
-        case types.MethodType():
-            return ("method", canonical(value.__func__), canonical(value.__self__))
-        case types.CellType():
-            return ("cell", _cell(value))
-        case types.GeneratorType():
-            return _generator(value)
-        case itertools.count():
-            return ("count", repr(value))
-        case _ if isinstance(value, _ITERATORS):
-            return ("iterator", canonical(value.__reduce__()))
-        case types.BuiltinFunctionType():
-            return value
-        case _ if is_dataclass(value) and not isinstance(value, type):
-            return (type(value), *(canonical(getattr(value, f.name)) for f in fields(value)))
-    raise TypeError(f"the search cannot compare a {type(value).__name__}: {value!r}")
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    # Half of a search is spent here: what is done with a type is decided once.
+    convert = _CONVERTERS.get(kind)
+    if convert is None:
+        convert = _CONVERTERS[kind] = _converter(kind, value)
+    return convert(value)
+
+
+def _converter(kind: type, example: Any) -> Callable[[Any], Any]:
+    """What makes a stand-in for values of exactly this type; the first row that fits."""
+    for kinds, convert in _ROWS:
+        if issubclass(kind, kinds):
+            return convert
+    if is_dataclass(example) and not isinstance(example, type):
+        names = tuple(field.name for field in fields(example))
+        return lambda value: (kind, *[canonical(getattr(value, name)) for name in names])
+    raise TypeError(f"the search cannot compare a {kind.__name__}: {example!r}")
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -103,6 +91,35 @@ def _generator(generator: types.GeneratorType[Any, Any, Any]) -> Any:
         if isinstance(r, (types.GeneratorType, itertools.count, *_ITERATORS))
     )
     return (frame.f_code, frame.f_lasti, local, stack)
+
+
+# In order: an enum may be a str or an int as well.
+_ROWS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (enum.Enum, _itself),
+    (tuple, lambda value: (type(value), *map(canonical, value))),
+    (_CONSTANTS, _itself),
+    (list, lambda value: ("list", *map(canonical, value))),
+    (
+        (dict, types.MappingProxyType),
+        lambda value: ("dict", *[(canonical(k), canonical(v)) for k, v in value.items()]),
+    ),
+    # Which of them a decision walks is part of what a program can tell.
+    (Saves, lambda value: ("saves", canonical(dict(value)), *value.living)),
+    ((set, frozenset), lambda value: ("set", frozenset(map(canonical, value)))),
+    (BaseException, lambda value: (type(value), *map(canonical, value.args))),
+    (types.FunctionType, _function),
+    (
+        types.MethodType,
+        lambda value: ("method", canonical(value.__func__), canonical(value.__self__)),
+    ),
+    (types.CellType, lambda value: ("cell", _cell(value))),
+    (types.GeneratorType, _generator),
+    (itertools.count, lambda value: ("count", repr(value))),
+    (_ITERATORS, lambda value: ("iterator", canonical(value.__reduce__()))),
+    (types.BuiltinFunctionType, _itself),
+)
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
+_CONVERTERS: dict[type, Callable[[Any], Any]] = {}
 
 
 class Machine:
