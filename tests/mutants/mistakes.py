@@ -15,6 +15,7 @@ moves to another class or module is found as before.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
 import tomllib
@@ -86,12 +87,13 @@ def _read(path: Path) -> Mistake:
 def plant(mistake: Mistake, package: Path = ROOT / "ckptfs") -> Planted:
     """The one file that the mistake changes. ValueError where its text is not there exactly once."""
     last = mistake.where.rpartition(".")[2]
+    heads = (f"def {last}(", f"class {last}(", f"class {last}:", f"def {last}[", f"class {last}[")
     matches: list[Planted] = []
     for path in sorted(package.rglob("*.py")):
         source = path.read_text()
-        if not re.search(rf"\b(def|class) {re.escape(last)}\b", source):
+        if not any(head in source for head in heads):
             continue
-        for start, end in _spans(source, mistake.where):
+        for start, end in _spans(source).get(mistake.where, ()):
             for changed in _changes(source[start:end], mistake):
                 whole = source[:start] + changed + source[end:]
                 matches.append(Planted(path.relative_to(package), whole))
@@ -100,15 +102,17 @@ def plant(mistake: Mistake, package: Path = ROOT / "ckptfs") -> Planted:
     return matches[0]
 
 
-def _spans(source: str, where: str) -> Iterator[tuple[int, int]]:
-    """Where the definitions of this qualified name stand: whole lines, decorators among them."""
+@functools.cache
+def _spans(source: str) -> dict[str, list[tuple[int, int]]]:
+    """Where the definitions of each qualified name stand: whole lines, decorators among them."""
     starts = [0]
     for line in source.split("\n"):  # as ast counts them, which splitlines() does not
         starts.append(starts[-1] + len(line) + 1)
+    spans: dict[str, list[tuple[int, int]]] = {}
     for node, name in _definitions(ast.parse(source), ""):
-        if name == where:
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            yield starts[first - 1], starts[node.end_lineno or first]
+        first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+        spans.setdefault(name, []).append((starts[first - 1], starts[node.end_lineno or first]))
+    return spans
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[Definition, str]]:

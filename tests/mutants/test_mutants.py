@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,12 +38,16 @@ def test_the_tests_of_a_mistake_exist(mistake: Mistake) -> None:
         path, _, node = argument.partition("::")
         assert (ROOT / path).exists(), argument
         if node:
-            tree = ast.parse((ROOT / path).read_text())
-            defined = {
-                n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)
-            }
             names = node.partition("[")[0].split("::")
-            assert set(names) <= defined, argument
+            assert set(names) <= _defined(ROOT / path), argument
+
+
+@functools.cache
+def _defined(path: Path) -> frozenset[str]:
+    tree = ast.parse(path.read_text())
+    return frozenset(
+        n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)
+    )
 
 
 def test_every_file_is_of_a_floor() -> None:
