@@ -117,12 +117,15 @@ class CkptfsCallback(TrainerCallback):
 
         def decide(_: object) -> None:
             newest = manager.latest
-            if newest is not None and (newest.step or 0) > state.global_step:
+            if self._options.get("begin_again") or newest is None:
+                return
+            if (newest.step or 0) > state.global_step:
                 raise StateError(
                     f"training begins at step {state.global_step}, and step {newest.step} of its run "
                     "is committed",
                     uri=newest.uri,
-                    hint="train(resume_from_checkpoint=callback.resume(args)), or take another URI",
+                    hint="train(resume_from_checkpoint=callback.resume(args)), take another URI, or pass "
+                    "begin_again=True to CkptfsCallback",
                 )
 
         self._ranks.step("begin to train", lambda: None, decide)

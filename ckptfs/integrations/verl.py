@@ -78,6 +78,7 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         self._saver = PartSaver(is_async=is_async, scratch=scratch)
         self._options = dict(storage_options or {})
         self._own: DirectoryManager | None = None
+        self._loaded: int | None = None  # the step of the run that this group goes on from
 
     def save_checkpoint(
         self,
@@ -138,6 +139,10 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         with reading_part(where or local_path, place, _is_of, otherwise=stock) as (path, _):
             _check_world(path or local_path, self.world_size)
             super().load_checkpoint(path or local_path)
+        if path is not None and found is not None:
+            self._loaded = int(found[1])
+            if self._own is not None:
+                self._own.resumed_at(self._loaded)
 
     def wait(self) -> None:
         """Collective. Wait for what is on its way, and raise what it failed of on all ranks."""
@@ -165,6 +170,8 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
             self._own = DirectoryManager(
                 self._remote, name=NAME, keep_latest=keep, storage_options=self._options
             )
+            if self._loaded is not None:
+                self._own.resumed_at(self._loaded)
         return self._own.begin(step, [found[2]])
 
 

@@ -20,7 +20,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Event, SaveBegan, SaveResult, SaveSkipped
-from ckptfs.manager.crew import Crew
+from ckptfs.manager.crew import Crew, StartingPoint
 from ckptfs.manager.flight import Flight
 from ckptfs.manager.ground import Ground
 from ckptfs.manager.lately import last_save_s
@@ -53,6 +53,7 @@ class RunManager:
         self._flight = Flight()
         self._crew: Crew | None = None
         self._needed: frozenset[str] = frozenset()  # what this job was restored from
+        self._start = StartingPoint()
         self._bell: Bell | None = None
         # The last that may fail: no handler outlives a manager that was never made.
         signals = PreemptSignals(preempt_signals) if preempt_signals else None
@@ -73,6 +74,21 @@ class RunManager:
     def preempted(self) -> bool:
         """Whether the ranks agreed that the job is about to be stopped: save, then leave."""
         return self._schedule.preempted
+
+    # -- where it goes on -----------------------------------------------------------------
+
+    def resumed_at(self, step: int) -> None:
+        """Local, on every rank, before the next save: the job goes on from ``step`` of the run, which
+        something else loaded than this manager, such as a framework's own loader.
+
+        Saves, and what retention lets go, are then as after ``restore``.
+        """
+        self._goes_on(StartingPoint(step))
+
+    def _goes_on(self, start: StartingPoint) -> None:
+        self._start = start
+        if self._crew is not None:
+            self._crew.goes_on(start)
 
     # -- saving -------------------------------------------------------------------------
 
@@ -256,7 +272,9 @@ class RunManager:
     def _hired(self) -> Crew:
         if self._crew is None:
             self._hang_bell()  # before there are threads that tell: each would make its own
-            self._crew = Crew.hire(self._ground, self._settings, self._tell, self._needed)
+            self._crew = Crew.hire(
+                self._ground, self._settings, self._tell, self._needed, self._start
+            )
             # The job before may have needed longer than this one will be given.
             seat = self._crew.run.seat
             if seat.known.state is not None:

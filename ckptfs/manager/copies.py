@@ -127,7 +127,8 @@ class _Turn:
 class Copier:
     """All copies of a held run, seen from one rank. Making it is collective; so is ``wait``.
 
-    mine: whether a save is the manager's, for the copies' retention. grace_s: as for the manager.
+    mine: whether a save is the manager's, for the copies' retention. grace_s, begin_again: as for the
+    manager.
     tell: hears CopyCommitted, CopyFailed, Deleted and DeleteFailed, on the copier's thread.
     """
 
@@ -139,6 +140,7 @@ class Copier:
         *,
         takeover: Takeover = Takeover.AUTO,
         grace_s: float = 0.0,
+        begin_again: bool = False,
         tell: Tell = lambda _: None,
         clock: Clock = time.monotonic,
     ) -> None:
@@ -156,6 +158,7 @@ class Copier:
                     copy.attempts,
                     takeover,
                     grace_s,
+                    begin_again,
                 ),
                 tell,
                 self._stopped,

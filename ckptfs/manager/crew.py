@@ -6,6 +6,7 @@
       copier     copies elsewhere, in the background
       saver      the saves themselves
       worker     the thread of asynchronous saves, with a control of its own
+    crew.check_beginning(kind, name, step) refuses a job that would begin over what earlier ones saved
 
 Controls are cloned in one order on all ranks, and closed before the one that they were cloned from.
 """
@@ -17,11 +18,15 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckptfs.commit.entries import Kind
+from ckptfs.commit.catalog import read_view
+from ckptfs.commit.entries import Generation, Kind, Seal
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.ops import drive
+from ckptfs.commit.protocol import Views, catalog, name_taken
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists
@@ -31,9 +36,9 @@ from ckptfs.dcp.buffers import HostBuffers
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.share import Share
 from ckptfs.dcp.worker import SaveWorker
-from ckptfs.errors import CkptfsError, DeadlineError
+from ckptfs.errors import CkptfsError, CommitConflictError, DeadlineError
 from ckptfs.events import Counters, Event, SaveResult
-from ckptfs.manager.copies import Copier
+from ckptfs.manager.copies import Copier, open_copies
 from ckptfs.manager.ground import Ground
 from ckptfs.manager.options import Settings
 from ckptfs.manager.retiring import Retirer
@@ -41,18 +46,40 @@ from ckptfs.manager.saver import Job, Saver, StateJob
 from ckptfs.topology.control import hearing
 from ckptfs.uri import Uri
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "StartingPoint"]
 
 _NOTICED_S = 5.0  # only a number in an event waits for it
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a job goes on in its run: the same on every rank.
+
+    step: that it was restored from, None where it has restored nothing. is_empty: it looked, and the run
+    and its copies held nothing to restore.
+    """
+
+    step: int | None = None
+    is_empty: bool = False
+
+
 class Crew:
     """Made by ``hire``, on every rank."""
 
-    def __init__(self, run: Run, settings: Settings, tell: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        tell: Callable[[Event], None],
+        start: StartingPoint = StartingPoint(),
+    ) -> None:
         self.run = run
+        self._start = start
+        self._at: int | None = None  # the step of the last commit since then
+        self._earlier: list[Seal] = []  # other jobs' saves, newest last; the coordinator's alone
+        self._has_earlier = False
         self._settings = settings
         self._tell = tell
         self._aside: Aside | None = None
@@ -77,6 +104,7 @@ class Crew:
         settings: Settings,
         tell: Callable[[Event], None],
         needed: frozenset[str],
+        start: StartingPoint = StartingPoint(),
     ) -> Crew:
         """Collective. Claim the run and start working for it. RunBusyError: somebody else does.
 
@@ -84,14 +112,18 @@ class Crew:
         """
         run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
         try:
-            crew = cls(run, settings, tell)
+            crew = cls(run, settings, tell, start)
         except BaseException:
             run.release()  # or the next try finds the run held, by this very process
             raise
         ground.before_release(crew.close)
         crew._follow_pointer()
+        if not crew._knows_its_start:
+            # What it would let go is another job's, as long as nobody said that it is this one's too.
+            crew._look_for_earlier()
+            return crew
         # A job that died between a commit and its deletes left one more than fits beside the next.
-        crew.retirer.after_commit(run.seat, crew._roots() | needed)
+        crew._let_go(run.seat, needed)
         return crew
 
     def _hire_copier(self) -> Copier:
@@ -102,6 +134,7 @@ class Crew:
             settings.names.is_ours,
             takeover=settings.takeover,
             grace_s=settings.delete_grace_s,
+            begin_again=settings.begin_again,
             tell=self._tell,
         )
         self._stack.callback(copier.close)
@@ -116,6 +149,81 @@ class Crew:
     def close(self) -> None:
         """Local. Everybody finishes and goes home; harmless twice."""
         self._stack.close()
+
+    # -- going on, or beginning -----------------------------------------------------------
+
+    def goes_on(self, start: StartingPoint) -> None:
+        """Local, on every rank, with nothing on its way: the job restored again."""
+        self._start, self._at = start, None
+
+    @property
+    def _knows_its_start(self) -> bool:
+        return self._start.step is not None or self._settings.begin_again
+
+    def check_beginning(self, kind: Kind, name: str, step: int) -> None:
+        """Collective, before each save. CommitConflictError where it would begin over what earlier jobs
+        saved, and this one restored nothing.
+        """
+        if self._knows_its_start:
+            self._tell_replaced(name)
+        elif self._has_earlier:
+            root = self.run.uri
+            self.run.seat.control.step(
+                "go on",
+                lambda: None,
+                lambda _: refuse_beginning(self._earlier, kind, name, step, root),
+            )
+
+    def _look_for_earlier(self) -> None:
+        """Collective. What other jobs saved into the run; where it is empty, into its copies."""
+        seat, copies = self.run.seat, self._settings.copies
+        self._has_earlier = self._earlier_in(seat, lambda: seat.known.state)
+        if self._has_earlier or self._start.is_empty or not copies:
+            return
+        try:
+            with open_copies(copies, seat.control) as there:
+                found = [self._earlier_in(one, partial(_state_of, one)) for one in there]
+        except CkptfsError as error:
+            # A copy that is out of reach keeps nobody from saving.
+            logger.warning("whether a copy is further than the run is not known: %s", error)
+            return
+        self._has_earlier = any(found)
+
+    def _earlier_in(self, seat: Seat, look: Callable[[], LogState | None]) -> bool:
+        """Collective. Whether other jobs saved there what has this manager's names."""
+
+        def local() -> tuple[str, LogState] | None:
+            state = look() if seat.placement.is_owner else None
+            if state is None:
+                return None
+            return seat.placement.mine.id, state.to_send(len(seat.placement.domains))
+
+        def decide(found: Sequence[tuple[str, LogState] | None]) -> bool:
+            views = dict(one for one in found if one is not None)
+            seals = _earlier(views, self.run.generation)
+            seals = [seal for seal in seals if self._settings.names.is_ours(seal)]
+            self._earlier += seals
+            return bool(seals)
+
+        return seat.control.step("what earlier jobs saved", local, decide)
+
+    def _tell_replaced(self, name: str) -> None:
+        """Coordinator: a line in the log where a save is about to replace an earlier job's."""
+        seat = self.run.seat
+        state = seat.known.state
+        if seat.control.rank != 0 or state is None or not state.saves.knows_name(name):
+            return
+        taken = name_taken(name, {seat.placement.mine.id: state})
+        if taken is not None and taken.base != self.run.generation:
+            why = (
+                "begins again" if self._start.step is None else f"restored step {self._start.step}"
+            )
+            logger.warning(
+                "%s replaces save %s of an earlier job: this one %s",
+                seat.storage.uri(name),
+                taken.save_id,
+                why,
+            )
 
     # -- saving -------------------------------------------------------------------------
 
@@ -242,7 +350,8 @@ class Crew:
             self.run.seat.control.step("wait for copies", late, _raise_first)
         else:
             copier.wait(timeout_s)
-        self.retirer.after_commit(self.run.seat, self._roots())
+        if self._knows_its_start or self._at is not None:
+            self._let_go(self.run.seat)
 
     def pin(self, save_id: str, *, pinned: bool) -> None:
         """Collective, with nothing on its way."""
@@ -301,14 +410,61 @@ class Crew:
         # First the copier: from here on it needs this save, and retention asks it.
         if self._copier is not None:
             self._copier.after_commit(result)
-        self.retirer.after_commit(seat, self._roots())
+        self._at = result.step
+        self._let_go(seat)
         if not self._told_needs and len(result.per_rank) == seat.control.size:
             self._told_needs = True
             self.retirer.log_needs(result.per_rank)
 
+    def _let_go(self, seat: Seat, needed: frozenset[str] = frozenset()) -> None:
+        """Collective: retention. What is further than this job has come stays."""
+        at = self._start.step if self._at is None else self._at
+        self.retirer.after_commit(
+            seat, self._roots() | needed, at=None if self._settings.begin_again else at
+        )
+
     def _roots(self) -> frozenset[str]:
         """What a copy waits for stays."""
         return frozenset() if self._copier is None else self._copier.waiting()
+
+
+def refuse_beginning(earlier: Sequence[Seal], kind: Kind, name: str, step: int, root: Uri) -> None:
+    """CommitConflictError unless a save of a job that restored nothing is further than what earlier jobs
+    saved, and takes the name of none of it. Pure.
+
+    earlier: their live saves under the manager's names, newest commit last.
+    """
+    healthy = [seal for seal in earlier if seal.artifact is kind and not seal.failure]
+    newest = healthy[-1] if healthy else None
+    taken = next((seal for seal in earlier if seal.name == name), None)
+    ways = "restore() goes on from the newest; else save to another run, or make the manager with "
+    hint = f"{ways}begin_again=True: retention then deletes the old ones as new ones come"
+    if kind is Kind.DIRECTORY:
+        ways = "reading() or the framework's own load goes on from the newest; else save to another run, or "
+        hint = f"{ways}make the manager with begin_again=True and delete the steps that come again"
+    if newest is not None and newest.step is not None and step <= newest.step:
+        raise CommitConflictError(
+            f"step {step} would begin the run again: {newest.name} is its newest commit (save "
+            f"{newest.save_id}), and this job restored nothing",
+            uri=root / newest.name,
+            hint=hint,
+        )
+    if taken is not None:
+        raise CommitConflictError(
+            f"{name} is committed already (save {taken.save_id}), and this job restored nothing",
+            uri=root / name,
+            hint=hint,
+        )
+
+
+def _earlier(views: Views, mine: Generation) -> list[Seal]:
+    """Live saves of other generations, in commit order."""
+    return [live.seal for live in catalog(views) if live.seal.base != mine]
+
+
+def _state_of(seat: Seat) -> LogState | None:
+    found = drive(read_view(), seat.storage)
+    return None if found is None else found[1]
 
 
 def _late(copier: Copier, timeout_s: float | None) -> DeadlineError | None:

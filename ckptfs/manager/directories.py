@@ -39,6 +39,7 @@ from ckptfs.manager.base import RunManager
 from ckptfs.manager.candidates import Candidate, Fallback, RestoreRequest
 from ckptfs.manager.checking import Opened as Checked
 from ckptfs.manager.checking import check
+from ckptfs.manager.crew import StartingPoint
 from ckptfs.manager.damage import Damage, doubt_of
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.listeners import Listener
@@ -99,6 +100,7 @@ class DirectoryManager(RunManager):
         listeners: Sequence[Listener] = (),
         on_commit: Callable[[str], None] | None = None,
         takeover: Literal["auto", "never", "force"] = "auto",
+        begin_again: bool = False,
         process_group: Any = None,
         timeout_s: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -118,6 +120,7 @@ class DirectoryManager(RunManager):
             listeners=tuple(listeners),
             on_commit=on_commit,
             takeover=where.takeover,
+            begin_again=begin_again,
             pointer=Pointer(pointer) if isinstance(pointer, str) else pointer,
         )
         rules = Rules(every_steps, every_s, grace_s)
@@ -141,7 +144,8 @@ class DirectoryManager(RunManager):
         one calls. It has to stay as it is until the commit, with mode="async" too: that is when
         ``PendingSave.result()`` returns. consume: it is removed then.
 
-        CommitConflictError: the step is committed already. Otherwise as ``CheckpointManager.save``;
+        CommitConflictError: the step is committed already, or this manager read nothing and the run has
+        come as far. Otherwise as ``CheckpointManager.save``;
         what failed, in the source too, failed on all ranks, and ``path`` stays.
         """
         started = time.perf_counter()
@@ -204,6 +208,7 @@ class DirectoryManager(RunManager):
         self._ground.check_open()
         self._settle(1)
         crew = self._hired()
+        crew.check_beginning(Kind.DIRECTORY, name, step)
         given = self._ground.where.place.storage_options
         ticket = crew.begin(
             name, step, parts, given if storage_options is None else storage_options, Kind.DIRECTORY
@@ -219,8 +224,11 @@ class DirectoryManager(RunManager):
         skipped = self._make_way(step, name)
         if skipped is not None:
             return skipped
-        run = self._hired().run.generation
-        spec = SaveSpec(name, step, artifact=Kind.DIRECTORY, run=run, metrics=metrics)
+        crew = self._hired()
+        crew.check_beginning(Kind.DIRECTORY, name, step)
+        spec = SaveSpec(
+            name, step, artifact=Kind.DIRECTORY, run=crew.run.generation, metrics=metrics
+        )
         return self._ground.root / name, spec
 
     @contextlib.contextmanager
@@ -270,12 +278,14 @@ class DirectoryManager(RunManager):
         with self._ground.reading() as seat:
             chosen = _choose(seat, request)
             if chosen is None:
+                self._goes_on(StartingPoint(is_empty=True))
                 yield None
                 return
             candidate, found, skipped = chosen
             began = time.perf_counter()
             with fetched(seat, found, into=kept, scratch=self._scratch, only=only) as path:
                 self._needed = frozenset({candidate.seal.save_id})
+                self._goes_on(StartingPoint(candidate.step))
                 uri = seat.storage.uri(candidate.seal.name)
                 wall_s = time.perf_counter() - began
                 self._tell(Restored(str(uri), candidate.step, skipped, wall_s))

@@ -56,7 +56,9 @@ _DAMAGED = (IntegrityError, IncompleteCheckpointError, ManifestError)
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a copy is to be. uri as the user gave it; attempts: for a save that is damaged."""
+    """What a copy is to be. uri as the user gave it; attempts: for a save that is damaged. begin_again:
+    what is further there than what is copied does not stay for that.
+    """
 
     uri: Any
     place: Place
@@ -64,6 +66,7 @@ class Goal:
     attempts: int
     takeover: Takeover = Takeover.AUTO
     grace_s: float = 0.0
+    begin_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,8 @@ class Drain:
         logger.info("%s is copied to %s", uri, result.uri)
         self._tell(CopyCommitted(uri, result.uri, result.total.size_bytes, result.wall_s))
         if self._retirer is not None:
-            self._retirer.after_commit(run.seat)
+            at = None if self._goal.begin_again else one.seal.step
+            self._retirer.after_commit(run.seat, at=at)
         return True
 
     def _failed(self, one: One, error: CkptfsError) -> bool:

@@ -35,6 +35,7 @@ from ckptfs.manager.base import RunManager
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.candidates import Fallback, PerRankPolicy, RestoreRequest
 from ckptfs.manager.copies import copies_of, open_copies
+from ckptfs.manager.crew import StartingPoint
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.listeners import Listener
 from ckptfs.manager.naming import Template
@@ -76,6 +77,10 @@ class CheckpointManager(RunManager):
     copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
     background; what waits for a copy is not deleted.
 
+    begin_again: train from the beginning in a run that has checkpoints, on purpose. Without it the first
+    save of a manager that restored nothing is CommitConflictError unless it is further than the newest
+    commit, and retention keeps whatever is further than what this job saves.
+
     threads, engine, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
     ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
     on the coordinator, on_commit the URI of every commit. ground: what it stands on instead of
@@ -113,6 +118,7 @@ class CheckpointManager(RunManager):
         on_commit: Callable[[str], None] | None = None,
         per_rank: Sequence[str] = (),
         takeover: Literal["auto", "never", "force"] = "auto",
+        begin_again: bool = False,
         process_group: Any = None,
         timeout_s: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -141,6 +147,7 @@ class CheckpointManager(RunManager):
             on_commit=on_commit,
             copies=copies_of(copies, uri),
             takeover=where.takeover,
+            begin_again=begin_again,
         )
         rules = Rules(every_steps, every_s, grace_s)
         super().__init__(ground or Ground(where), settings, rules, preempt_signals)
@@ -162,7 +169,11 @@ class CheckpointManager(RunManager):
         state: any nest of tensors, plain values and objects with state_dict (see docs/howto/resume.md);
         it needs no copy: with mode="async" tensors may be changed when this returns. metrics: numbers
         for keep_best and the log. kind: "weights" lies beside full checkpoints and has its own
-        latest. A step that exists is replaced: the old one stays until the new one is committed.
+        latest. A step that exists is replaced: the old one stays until the new one is committed, and where an
+        earlier job saved it, the log says so.
+
+        CommitConflictError: this manager restored nothing, and the run has come to this step or further, or
+        has a checkpoint of it. ``restore()``, take another run, or pass begin_again=True.
 
         failure: a save by a run that is failing: it is made only if every rank calls within
         ``reach_s`` seconds, and is never ``latest``; CommitConflictError where the step is saved
@@ -184,6 +195,7 @@ class CheckpointManager(RunManager):
         if skipped is not None:
             return skipped
         crew = self._hired()
+        crew.check_beginning(artifact, name, step)
         taken = self._taken(state)
         spec = SaveSpec(
             name,
@@ -225,6 +237,7 @@ class CheckpointManager(RunManager):
         name = self._settings.names.of(Kind.CHECKPOINT).name(step)
         self._settle(1)
         crew = self._hired()
+        crew.check_beginning(Kind.CHECKPOINT, name, step)
         given = self._ground.where.place.storage_options
         ticket = crew.begin(
             name, step, parts, given if storage_options is None else storage_options
@@ -284,8 +297,10 @@ class CheckpointManager(RunManager):
         ):
             outcome = restore([seat, *copies], state, request)
         if outcome is None:
+            self._goes_on(StartingPoint(is_empty=True))
             return None
         self._needed = frozenset({outcome.save_id})
+        self._goes_on(StartingPoint(outcome.restored.step))
         self._tell(outcome.restored)
         return outcome.restored
 

@@ -89,6 +89,7 @@ class Settings:
     copies: tuple[Copy, ...] = ()
     takeover: Takeover = Takeover.AUTO
     pointer: Pointer | None = None
+    begin_again: bool = False
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:

@@ -9,9 +9,11 @@
     going           900         1100
 
 The order is that of the commits, never that of the steps: a run that was restored at 50 and trained
-to 70 keeps 60 and 70, not the rejected 100. Each kind (checkpoints, weights) counts for itself, and
-saves of a failing run count apart from the healthy ones. Names that are not the manager's are not
-looked at, pinned saves stay, and so does whatever a save that stays refers to.
+to 70 keeps 60 and 70 as the last two, not the rejected 100, which goes once training has passed it: a
+job that went back, or forgot where the run was, deletes nothing that is further than itself. Each kind
+(checkpoints, weights) counts for itself, and saves of a failing run count apart from the healthy ones.
+Names that are not the manager's are not looked at, pinned saves stay, and so does whatever a save that
+stays refers to.
 """
 
 from __future__ import annotations
@@ -108,13 +110,19 @@ class Plan:
 
 
 def plan_retention(
-    views: Views, keep: Keep, mine: Callable[[Seal], bool], roots: Collection[str] = ()
+    views: Views,
+    keep: Keep,
+    mine: Callable[[Seal], bool],
+    roots: Collection[str] = (),
+    *,
+    at: int | None = None,
 ) -> Plan:
     """What stays and what may go, by the folded logs of the domains that were reached.
 
     mine: whether a seal's name and kind are the manager's; all others stay and do not count.
     roots: save_ids that somebody still needs: the save that the run was restored from, bases of
-    unfinished saves, saves that wait to be copied. The newest commit of a kind is never let go.
+    unfinished saves, saves that wait to be copied. at: the step that the run has come to: later steps
+    stay, whoever saved them; None: they count like any others. The newest commit of a kind is never let go.
     """
     lives = [live.seal for live in catalog(views)]
     ours = [seal for seal in lives if mine(seal)]
@@ -122,7 +130,8 @@ def plan_retention(
         return Plan(tuple(ours))
     chosen = {seal.save_id for group in _groups(ours) for seal in _chosen(group, keep)}
     candidates = {seal.save_id: seal for seal in ours if seal.save_id not in chosen}
-    for save_id in _needed(views, candidates, roots):
+    further = {s.save_id for s in ours if at is not None and s.step is not None and s.step > at}
+    for save_id in _needed(views, candidates, {*roots, *further}):
         candidates.pop(save_id, None)
     reason = f"keep_latest={keep.latest}"
     return Plan(

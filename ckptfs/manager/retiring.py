@@ -56,10 +56,13 @@ ENTRY_S = 10.0  # how long an entry is tried that nobody waits for: the next com
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What one rank brings: an owner its log, every rank the saves that it still needs."""
+    """What one rank brings: an owner its log, every rank the saves that it still needs, and the step that
+    the run has come to.
+    """
 
     view: tuple[str, LogState] | None
     roots: frozenset[str]
+    at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +106,18 @@ class Retirer:
             self._eraser.adopt([] if state is None else waiting(state))
             self._eraser.go_on()
 
-    def after_commit(self, seat: Seat, roots: Collection[str] = ()) -> Retained | None:
+    def after_commit(
+        self, seat: Seat, roots: Collection[str] = (), *, at: int | None = None
+    ) -> Retained | None:
         """Collective on the seat's control, after a commit. Let go what the policy does not keep.
 
-        roots: save_ids that this rank still needs; those of all ranks count. None: it could not be
-        decided this time (in the log). Never raises a CkptfsError.
+        roots: save_ids that this rank still needs; those of all ranks count. at: the step that the run has
+        come to, equal on all ranks: later ones stay; None: they do not. None: it could not be decided
+        this time (in the log). Never raises a CkptfsError.
         """
         retained = None
         try:
-            retained = self._retain(seat, roots)
+            retained = self._retain(seat, roots, at)
             self._tell(retained)
         except CkptfsError as error:
             logger.warning("retention waits for the next commit: %s", error)
@@ -241,27 +247,27 @@ class Retirer:
 
     # -- the two collective steps -------------------------------------------------------
 
-    def _retain(self, seat: Seat, roots: Collection[str]) -> Retained:
-        verdict = seat.control.step("retain", lambda: self._survey(seat, roots), self._decide)
+    def _retain(self, seat: Seat, roots: Collection[str], at: int | None) -> Retained:
+        verdict = seat.control.step("retain", lambda: self._survey(seat, roots, at), self._decide)
         if verdict.going or verdict.halfway or verdict.pins:
             # A barrier: whoever returns from a save sees a log without what it let go.
             seat.control.step("retire", lambda: self._enter_all(seat, verdict))
         names = tuple(str(seat.storage.uri(going.seal.name)) for going in verdict.going)
         return Retained(verdict.kept, names)
 
-    def _survey(self, seat: Seat, roots: Collection[str]) -> _Said:
+    def _survey(self, seat: Seat, roots: Collection[str], at: int | None = None) -> _Said:
         view = None
         if seat.placement.is_owner:
             state = drive(catch_up_again(known_of(seat)), seat.storage)
             seat.known.learn(state)
             view = (seat.placement.mine.id, state.to_send(len(seat.placement.domains)))
-        return _Said(view, frozenset(roots))
+        return _Said(view, frozenset(roots), at)
 
     def _decide(self, said: Sequence[_Said]) -> _Verdict:
         views = _views(said)
         pins = tuple(inherited_pins(views))
         roots = frozenset(new for _, new in pins).union(*(s.roots for s in said))
-        plan = plan_retention(views, self._keep, self._mine, roots)
+        plan = plan_retention(views, self._keep, self._mine, roots, at=said[0].at)
         return _Verdict(len(plan.kept), plan.going, tuple(_halfway(views)), pins)
 
     def _enter_all(self, seat: Seat, verdict: _Verdict) -> None:

@@ -255,6 +255,7 @@ def test_latest_is_the_last_commit_of_its_kind(cli: Cli, place: Place) -> None:
     """By commit and never by step: a run that went back is not continued at what it gave up."""
     a_run(place)
     with ckptfs.CheckpointManager(place.uri, storage_options=place.options) as manager:
+        manager.resumed_at(10)
         manager.save(15, state_of(15))
     for flags, name in (((), "step_15"), (("--kind", "weights"), "weights_20")):
         ran = cli("latest", place.uri, *flags, *place.flags)

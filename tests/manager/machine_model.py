@@ -48,6 +48,7 @@ class Model:
     pinned: set[int] = field(default_factory=set)
     may_be_gone: set[int] = field(default_factory=set)
     pin_follows: set[int] = field(default_factory=set)  # pinned, though it may not be seen yet
+    come_to: int = -1  # the step that this job restored, or saved last; -1: neither
 
     def latest(self, kind: str = "checkpoint") -> Saved | None:
         """What a job goes on from: the last commit, not the largest step."""
@@ -60,6 +61,7 @@ class Model:
 
     def committed(self, saved: Saved, *, surely_retained: bool) -> None:
         """A save was committed; retention ran after it, or was hindered."""
+        self.come_to = saved.step
         gone = [s for s in self.saves if s.name == saved.name]
         self.saves = [*(s for s in self.saves if s.name != saved.name), saved]
         if any(s.label in self.pinned for s in gone):
@@ -82,11 +84,18 @@ class Model:
             self.saves = [s for s in self.saves if s.label not in going]
             self.pin_follows.clear()
 
+    def begins_over(self, saved: Saved, earlier: Sequence[Saved]) -> bool:
+        """Whether a job that restored nothing would save that over what earlier jobs left."""
+        healthy = [s.step for s in earlier if s.kind == saved.kind and not s.failure]
+        return saved.name in {s.name for s in earlier} or bool(
+            healthy and saved.step <= healthy[-1]
+        )
+
     def going(self) -> set[int]:
-        """Labels that the policy does not keep."""
+        """Labels that the policy does not keep; what is further than the job is nothing for it to judge."""
         if self.policy.latest is None:
             return set()
-        kept: set[int] = set(self.pinned)
+        kept = {*self.pinned, *(s.label for s in self.saves if s.step > self.come_to)}
         for kind in ("checkpoint", "weights"):
             for failure in (False, True):
                 group = [s for s in self.saves if (s.kind, s.failure) == (kind, failure)]

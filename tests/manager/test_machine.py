@@ -31,7 +31,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ckptfs.errors import CkptfsError, StateError
+from ckptfs.errors import CkptfsError, CommitConflictError, StateError
 from ckptfs.manager.retention import Best
 from ckptfs.testing.faults import When
 from ckptfs.testing.world import End
@@ -99,6 +99,8 @@ class Lives(RuleBasedStateMachine):
         self.debris = 0  # attempts that nobody could remove since the last claim
         self.needed: set[int] = set()  # restored from or pinned before the first save
         self.fresh = True  # this job has not claimed the run yet
+        self.restored = False  # this job knows where the run is
+        self.earlier: list[Saved] = []  # what others had saved when it claimed the run
         self._start(size)
 
     # -- saving ---------------------------------------------------------------------------------
@@ -115,6 +117,8 @@ class Lives(RuleBasedStateMachine):
     def save_again(self, data: st.DataObject, loss: float | None) -> None:
         """Training went back, and comes to a step that was saved before."""
         old = data.draw(st.sampled_from(self.model.saves), label="old")
+        if not self.restored and data.draw(st.booleans(), label="restores"):
+            self._restore(None, self.model.latest())
         self.step = old.step
         self._save(self._next(old.kind, loss, failure=False), None)
 
@@ -193,7 +197,8 @@ class Lives(RuleBasedStateMachine):
             if hasattr(self, "model") and self.model.saves:
                 self._end("closed")
                 self._start(1)
-                self.step += 1
+                self._restore(None, self.model.latest())
+                self.step = 1 + max(s.step for s in self.model.saves)
                 self._save(self._next("checkpoint", None, failure=False), None)
                 self.the_run_is_what_the_list_says()
                 self._end("closed")
@@ -215,7 +220,7 @@ class Lives(RuleBasedStateMachine):
         # A node with a disk of its own has to take part, or what lies there is out of reach.
         size = len(self.site.layout.nodes) if not self.site.layout.shared else size
         policy = self.model.policy
-        self.fresh = True
+        self.fresh, self.restored, self.model.come_to = True, False, -1
         self.hindered = False  # a delete that failed is tried again later and later, by this job
         self.crew = Crew(
             self.site,
@@ -240,6 +245,11 @@ class Lives(RuleBasedStateMachine):
         return Saved(self.labels, self.step, kind, loss, failure, self._crew.size)
 
     def _save(self, saved: Saved, blow: Blow | None) -> None:
+        if self.fresh:
+            self.earlier = list(self.model.saves)
+        if not self.restored and self.model.begins_over(saved, self.earlier):
+            self._refused(saved)
+            return
         fate = self.site.fate
         fate.arm(blow)
         ends = self._crew.each(lambda member: _save_and_wait(member, saved))
@@ -276,6 +286,14 @@ class Lives(RuleBasedStateMachine):
         elif self.crew is not None:
             self.debris += 1
 
+    def _refused(self, saved: Saved) -> None:
+        """A job that restored nothing would begin over what is there: it is told, and nothing changes."""
+        for end in self._crew.each(lambda member: _save_and_wait(member, saved)):
+            assert isinstance(end.error, CommitConflictError), end.error
+            assert "this job restored nothing" in str(end.error)
+        if self.fresh:
+            self.fresh, self.debris = False, 0
+
     def _same_outcome(self, ends: list[End[Any]], *, struck: bool) -> None:
         told = {(type(end.error).__name__, str(end.error)) for end in ends}
         assert len(told) == 1, f"ranks were told different things: {told}"
@@ -291,6 +309,7 @@ class Lives(RuleBasedStateMachine):
         if saved.label in self.model.pin_follows:
             return  # it has the pin of its predecessor, or will have
         if self.fresh:
+            self.earlier = list(self.model.saves)
             self.needed.add(saved.label)
             self.model.claimed(self.needed, surely_retained=True)
         ends = self._crew.each(lambda m: m.manager.pin(step) if pin else m.manager.unpin(step))
@@ -318,8 +337,9 @@ class Lives(RuleBasedStateMachine):
             assert restored.uri.endswith(f"/{wanted.name}")
             assert label_in(states[end.rank], ranks[end.rank]) == wanted.label
         if wanted is not None:
-            self.step = wanted.step
+            self.step = self.model.come_to = wanted.step
             self.needed = {wanted.label}
+            self.restored = True
 
     def _something_else_lies_there(self) -> bool:
         """Whether beginning at step 0 would pass over something that looks like a checkpoint."""
@@ -426,11 +446,11 @@ def test_a_life_by_hand(mode: str) -> None:
         _next_save(life, 24, kind="weights")
         for step in (25, 30, 23):
             _next_save(life, step)
-        assert [s.step for s in life.model.saves if s.kind == "checkpoint"] == [20, 24, 30, 23]
+        assert [s.step for s in life.model.saves if s.kind == "checkpoint"] == [20, 24, 25, 30, 23]
         life._pin(30, pin=False)
         for step in (26, 27):
             _next_save(life, step)
-        assert [s.step for s in life.model.saves if s.kind == "checkpoint"] == [20, 24, 26, 27]
+        assert [s.step for s in life.model.saves if s.kind == "checkpoint"] == [20, 24, 30, 26, 27]
     finally:
         life.teardown()
 

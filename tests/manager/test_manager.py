@@ -190,19 +190,30 @@ def test_a_metric_that_is_no_number_is_refused_before_anything(
 
 
 def test_a_new_owner_lets_go_before_its_first_save(tmp_path: Path) -> None:
-    """What a killed job did not come to delete makes room first, but what this one was restored from
-    stays until it has a successor.
-    """
+    """What a killed job did not come to delete makes room first."""
     with CheckpointManager(tmp_path) as first:
         for step in (1, 2, 3, 4):
             first.save(step, _state(step))
     with CheckpointManager(tmp_path, keep_latest=2) as second:
-        assert second.restore(_state(0.0), step=1) is not None
+        assert second.restore(_state(0.0)) is not None
         second.pin(4)  # claims the run, and saves nothing
-        assert second.steps == [1, 3, 4]
+        assert second.steps == [3, 4]
         second.unpin(4)
         second.save(5, _state(5.0))
         assert second.steps == [4, 5]
+
+
+def test_what_was_restored_stays_until_it_has_a_successor(tmp_path: Path) -> None:
+    """A job that went back lets go neither that step nor what is further, and then what is behind it."""
+    with CheckpointManager(tmp_path) as first:
+        for step in (1, 2, 3, 4):
+            first.save(step, _state(step))
+    with CheckpointManager(tmp_path, keep_latest=1) as second:
+        assert second.restore(_state(0.0), step=2) is not None
+        second.pin(4)
+        assert second.steps == [2, 3, 4]
+        second.save(3, _state(3.5))
+        assert second.steps == [4, 3]
 
 
 def test_a_pin_comes_before_retention(tmp_path: Path) -> None:
@@ -211,6 +222,7 @@ def test_a_pin_comes_before_retention(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             first.save(step, _state(step))
     with CheckpointManager(tmp_path, keep_latest=1) as second:
+        second.restore(_state(0.0))
         second.pin(1)
         assert second.steps == [1, 3]
         second.save(4, _state(4.0))

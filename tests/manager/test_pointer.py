@@ -66,6 +66,8 @@ def test_a_job_that_died_before_the_move_is_made_good_at_the_next_claim(tmp_path
     assert (run / "step_1" / "model.pt").exists()
     plan = Plan()
     with _manager(run, plan) as manager:
+        with manager.reading():
+            pass
         manager.pin(2)
         entries = _moves(plan, 0)
         assert entries[:3] == ["entry", "move", "entry"]  # the claim, then the move

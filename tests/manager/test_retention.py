@@ -94,6 +94,24 @@ def test_the_order_is_that_of_commits_and_not_of_steps() -> None:
     assert kept(found) == ["s60", "s70"]
 
 
+@given(st.lists(st.integers(0, 9), unique=True, min_size=1), st.integers(-1, 9), st.integers(1, 3))
+def test_nothing_further_than_the_run_goes(steps: list[int], at: int, latest: int) -> None:
+    """Of what the policy would let go, what is beyond the step that the run has come to stays, no more."""
+    log = {"A": in_order(*(save(n) for n in steps))}
+    freely = plan_retention(log, Keep(latest), NAMES.is_ours)
+    bound = plan_retention(log, Keep(latest), NAMES.is_ours, at=at)
+    assert [g.seal.step for g in bound.going] == [
+        g.seal.step for g in freely.going if (g.seal.step or 0) <= at
+    ]
+    assert sorted(kept(bound) + going(bound)) == sorted(f"s{n}" for n in steps)
+
+
+def test_what_is_further_keeps_what_it_refers_to() -> None:
+    """What a step uses that stays for being further stays with it."""
+    log = {"A": in_order(save(1), save(9, references=("s1",)), save(2), save(3))}
+    assert kept(plan_retention(log, Keep(1), NAMES.is_ours, at=3)) == ["s1", "s9", "s3"]
+
+
 def test_every_nth_step_stays_for_ever() -> None:
     """keep_every asks whether it divides the step; a save that told no step is not divided."""
     numbers = [save(n) for n in (0, 5, 10, 15, 20, 21)]

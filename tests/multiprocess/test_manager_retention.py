@@ -102,6 +102,9 @@ def train(rank: Rank) -> dict[str, Any]:
     faults = rank.args["fault"] if restart == "0" else ""
     with managing(rank, faults, keep_latest=KEEP, mode=rank.args["mode"]) as (manager, plan):
         begun = max(manager.steps, default=0)
+        if begun:
+            # A step that one disk alone has sealed is not among them, and is committed by the claim.
+            manager.resumed_at(begun)
         for step in range(begun + 1, rank.args["saves"] + 1):
             manager.save(step, state_of(rank, step))
     return {"begun": begun, "most": plan.most}

@@ -1,0 +1,377 @@
+"""A job that forgets restore(): what it is told, and that it costs the run nothing."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+import ckptfs
+from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManager, Keep
+from ckptfs.commit.opening import Place
+from ckptfs.manager.base import RunManager
+from ckptfs.manager.ground import Ground, Where
+from ckptfs.storage.registry import open_storage
+from ckptfs.testing.world import simulate
+from ckptfs.topology.control import Control
+
+Mode = Literal["sync", "async"]
+
+
+class Job:
+    """One kind of job: how it makes its manager, saves a step and goes on."""
+
+    def __init__(self, mode: Mode, tmp: Path) -> None:
+        self.mode: Mode = mode
+        self.tmp = tmp
+
+    def manager(self, run: Path, **options: Any) -> Any:
+        """A manager of this job."""
+        return CheckpointManager(run, mode=self.mode, **options)
+
+    def save(self, manager: Any, step: int) -> None:
+        """Committed when it returns."""
+        manager.save(step, state(step))
+        manager.wait()
+
+    def restore(self, manager: Any) -> int | None:
+        """The step that it goes on from."""
+        restored = manager.restore(state(-1))
+        return None if restored is None else restored.step
+
+
+class FilesJob(Job):
+    """One that saves directories."""
+
+    def manager(self, run: Path, **options: Any) -> Any:
+        """A manager of this job."""
+        return DirectoryManager(run, mode=self.mode, **options)
+
+    def save(self, manager: Any, step: int) -> None:
+        """Committed when it returns."""
+        source = self.tmp / f"written-{step}"
+        source.mkdir()
+        (source / "weights").write_bytes(str(step).encode())
+        manager.save(step, source, consume=True)
+        manager.wait()
+
+    def restore(self, manager: Any) -> int | None:
+        """The step that it goes on from."""
+        with manager.reading() as opened:
+            return None if opened is None else opened.step
+
+
+def state(step: int) -> dict[str, Any]:
+    """A small state that tells its step."""
+    return {"w": torch.full((4,), float(step))}
+
+
+@pytest.fixture(
+    params=[(Job, "sync"), (Job, "async"), (FilesJob, "sync"), (FilesJob, "async")],
+    ids=["state", "state, async", "files", "files, async"],
+)
+def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
+    """Every kind of job."""
+    kind, mode = request.param
+    made: Job = kind(mode, tmp_path)
+    return made
+
+
+@pytest.fixture
+def run(job: Job, tmp_path: Path) -> Path:
+    """A run that one job brought to step 2000; 1000 and 2000 are there."""
+    run = tmp_path / "run"
+    with job.manager(run, keep_latest=2) as manager:
+        for step in (1000, 2000):
+            job.save(manager, step)
+    return run
+
+
+def test_a_job_that_forgets_restore_deletes_nothing(job: Job, run: Path) -> None:
+    """Its first save is refused, names the newest commit and every way on; both checkpoints stay."""
+    with job.manager(run, keep_latest=1) as manager:
+        for step in (10, 1999, 2000):
+            with pytest.raises(
+                CommitConflictError, match="step_2000 is its newest commit"
+            ) as caught:
+                job.save(manager, step)
+            assert isinstance(caught.value, FileExistsError)
+            told = str(caught.value)
+            assert "begin_again=True" in told
+            assert "another run" in told
+            assert "goes on from the newest" in told
+        assert manager.steps == [1000, 2000]
+    assert sorted(path.name for path in run.glob("step_*")) == ["step_1000", "step_2000"]
+
+
+def test_it_may_go_on_where_the_run_is(job: Job, run: Path) -> None:
+    """What is further than the newest commit begins nothing again: a job that loaded by itself saves on."""
+    with job.manager(run, keep_latest=2) as manager:
+        job.save(manager, 2010)
+        assert manager.steps == [2000, 2010]
+
+
+def test_after_a_restore_it_saves(job: Job, run: Path) -> None:
+    """The ordinary resume, also where the error was met first."""
+    with job.manager(run, keep_latest=2) as manager:
+        with pytest.raises(CommitConflictError):
+            job.save(manager, 1)
+        assert job.restore(manager) == 2000
+        job.save(manager, 2010)
+        assert manager.steps == [2000, 2010]
+
+
+def test_an_empty_run_begins(job: Job, tmp_path: Path) -> None:
+    """The ordinary first job: restore finds nothing, and the first saves are its own, twice the last."""
+    run = tmp_path / "fresh"
+    with job.manager(run, keep_latest=2) as manager:
+        assert job.restore(manager) is None
+        for step in (1, 2, 3):
+            job.save(manager, step)
+        if not isinstance(job, FilesJob):
+            job.save(manager, 3)  # as at the end of a training
+        assert manager.steps == [2, 3]
+
+
+def test_a_run_that_came_to_be_after_the_look_is_another_jobs(job: Job, tmp_path: Path) -> None:
+    """restore() found nothing; then somebody else saved: that is not begun over either."""
+    run = tmp_path / "fresh"
+    late = job.manager(run, keep_latest=1)
+    assert job.restore(late) is None
+    with job.manager(run) as other:
+        job.save(other, 50)
+    with pytest.raises(CommitConflictError, match="step_50"):
+        job.save(late, 10)
+    late.close()
+
+
+def test_beginning_again_is_one_argument(job: Job, run: Path) -> None:
+    """begin_again=True: retention lets the old ones go as the new ones come."""
+    with job.manager(run, keep_latest=2, begin_again=True) as manager:
+        for step in (10, 20):
+            job.save(manager, step)
+        assert manager.steps == [10, 20]
+
+
+def test_what_another_loader_took_counts_as_a_restore(job: Job, run: Path) -> None:
+    """resumed_at: a framework loaded step 1000 by itself, and trains on from there."""
+    with job.manager(run, keep_latest=2) as manager:
+        manager.resumed_at(1000)
+        job.save(manager, 1010)
+        assert manager.steps == [2000, 1010]
+
+
+def test_what_is_further_stays_until_training_has_passed_it(tmp_path: Path) -> None:
+    """After going back retention takes what is behind, and what is ahead once it is not ahead any more."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (1000, 2000):
+            manager.save(step, state(step))
+    with CheckpointManager(run, keep_latest=2) as manager:
+        assert manager.restore(state(0), step=1000) is not None
+        manager.save(1010, state(1))
+        manager.save(1020, state(1))
+        assert manager.steps == [2000, 1010, 1020]
+        manager.save(2010, state(1))
+        assert manager.steps == [1020, 2010]
+
+
+def test_a_damaged_newest_that_was_passed_over_stays(tmp_path: Path) -> None:
+    """fallback="older": what is missing may come back, so retention leaves the newest alone."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (1000, 2000):
+            manager.save(step, state(step))
+    for data in (run / "step_2000").rglob("*.distcp"):
+        data.rename(tmp_path / "away")
+    with CheckpointManager(run, keep_latest=1) as manager:
+        restored = manager.restore(state(0), fallback="older")
+        assert restored is not None
+        assert restored.step == 1000
+        manager.save(1010, state(1))
+        manager.save(1020, state(1))
+        assert manager.steps == [2000, 1020]
+
+
+def test_going_back_replaces_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A step that an earlier job saved is replaced after a restore, with one line; one's own without."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, "ckptfs"):
+        manager.restore(state(0), step=1)
+        manager.save(2, state(22))
+        manager.save(2, state(23))
+        manager.save(3, state(3))
+    (line,) = [r.getMessage() for r in caplog.records if "replaces" in r.getMessage()]
+    assert "step_2" in line
+    assert "restored step 1" in line
+    loaded = state(0)
+    ckptfs.load(loaded, run / "step_2")
+    assert torch.equal(loaded["w"], state(23)["w"])
+
+
+def test_a_name_that_an_earlier_job_took_is_refused(tmp_path: Path) -> None:
+    """A run went back from 100 to 70: a job that restored nothing may save 80, not over the 100 there."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (50, 100, 70):
+            manager.save(step, state(step))
+    with CheckpointManager(run, keep_latest=1) as manager:
+        for _ in range(2):  # asking again changes nothing
+            with pytest.raises(CommitConflictError, match="step_100 is committed already"):
+                manager.save(100, state(1))
+        manager.save(80, state(80))
+        assert manager.steps == [100, 80]
+
+
+def test_each_kind_counts_for_itself(tmp_path: Path) -> None:
+    """Weights beside a run are published without restoring it; over published ones not unasked."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(1000, state(1000))
+    with CheckpointManager(run) as manager:
+        manager.save(900, state(900), kind="weights")
+        with pytest.raises(CommitConflictError, match="step_1000"):
+            manager.save(900, state(900))
+    with CheckpointManager(run) as manager, pytest.raises(CommitConflictError, match="weights_900"):
+        manager.save(800, state(800), kind="weights")
+
+
+def test_other_names_are_not_the_run(tmp_path: Path) -> None:
+    """What is saved beside a run by name, or by a template of another manager, is nobody's beginning."""
+    run = tmp_path / "run"
+    ckptfs.save(state(0), run / "export", step=5000)
+    with CheckpointManager(run, name="other-{N}") as manager:
+        manager.save(3000, state(3000))
+    with CheckpointManager(run) as manager:
+        manager.save(1, state(1))
+        assert manager.steps == [1]
+
+
+def test_a_pin_without_a_restore_lets_nothing_go(job: Job, run: Path) -> None:
+    """Whoever claims the run for another reason than to train carries out no policy."""
+    with job.manager(run, keep_latest=1) as manager:
+        manager.pin(2000)
+        manager.wait()
+        assert manager.steps == [1000, 2000]
+
+
+def test_a_checkpoint_of_parts_is_begun_alike(tmp_path: Path) -> None:
+    """begin() is refused as save() is."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(2000, state(1))
+    with CheckpointManager(run) as manager, pytest.raises(CommitConflictError, match="step_2000"):
+        manager.begin(10, ["actor", "critic"])
+    with DirectoryManager(run, name="files_{N}") as files, files.writing(7) as path:
+        Path(path, "a").write_text("a")
+    with DirectoryManager(run, name="files_{N}") as files:
+        with pytest.raises(CommitConflictError, match="files_7"):
+            files.begin(3, ["actor"])
+        with pytest.raises(CommitConflictError, match="files_7"), files.writing(3):
+            pass
+
+
+@pytest.fixture
+def lost(tmp_path: Path) -> Iterator[Callable[..., CheckpointManager]]:
+    """Managers of a run whose own disk is new, and whose copy holds step 1000 and 2000."""
+    made = []
+
+    def manager(**options: Any) -> CheckpointManager:
+        copies = [Copy(tmp_path / "copy", keep=Keep(1))]
+        made.append(CheckpointManager(tmp_path / "run", copies=copies, **options))
+        return made[-1]
+
+    with manager() as first:
+        for step in (1000, 2000):
+            first.save(step, state(step))
+            first.wait()
+    shutil.rmtree(tmp_path / "run")
+    yield manager
+    for one in made:
+        one.close()
+
+
+def test_a_copy_that_is_further_is_not_begun_over(
+    lost: Callable[..., CheckpointManager], tmp_path: Path
+) -> None:
+    """On new disks, too, a job that forgets restore() is told where the run is; the copy is as it was."""
+    with lost() as manager:
+        with pytest.raises(CommitConflictError, match="step_2000"):
+            manager.save(10, state(10))
+        manager.wait()
+    assert [c.step for c in ckptfs.list_checkpoints(tmp_path / "copy")] == [2000]
+    with lost() as manager:
+        restored = manager.restore(state(0))
+        assert restored is not None
+        assert restored.step == 2000
+        manager.save(2010, state(2010))
+
+
+def test_a_copy_that_is_further_stays(
+    lost: Callable[..., CheckpointManager], tmp_path: Path
+) -> None:
+    """A copy's retention takes nothing that is further than what is copied, unless it is begun again."""
+    with lost() as manager:
+        manager.resumed_at(5)
+        manager.save(10, state(10))
+        manager.wait()
+    assert [c.step for c in ckptfs.list_checkpoints(tmp_path / "copy")] == [2000, 10]
+    with lost(begin_again=True) as manager:
+        manager.save(20, state(20))
+        manager.wait()
+    assert [c.step for c in ckptfs.list_checkpoints(tmp_path / "copy")] == [20]
+
+
+def test_a_copy_out_of_reach_keeps_nobody_from_saving(tmp_path: Path) -> None:
+    """Whether it is further is not known then, and the log says so."""
+    (tmp_path / "blocked").write_text("a file where the copy should be")
+    with CheckpointManager(tmp_path / "run", copies=[tmp_path / "blocked"]) as manager:
+        manager.save(1, state(1))
+        assert manager.steps == [1]
+
+
+@pytest.mark.parametrize("nodes", [None, ["a", "b"]])
+def test_all_ranks_are_told_alike(tmp_path: Path, nodes: list[str] | None) -> None:
+    """Every rank gets the same error at the same call, and the next call is in step again."""
+
+    def managed(control: Control, body: Callable[[CheckpointManager], Any]) -> Any:
+        disk = tmp_path / (nodes[control.rank] if nodes else "shared")
+        ground = Ground(Where("/run", Place()), control=control, storage=open_storage(disk))
+        with CheckpointManager("/run", keep_latest=2, ground=ground) as manager:
+            return body(manager)
+
+    def first(manager: CheckpointManager) -> None:
+        manager.save(1000, state(1))
+        manager.save(2000, state(1))
+
+    def second(manager: CheckpointManager) -> int | None:
+        with pytest.raises(CommitConflictError, match="step_2000"):
+            manager.save(10, state(1))
+        restored = manager.restore(state(0))
+        assert restored is not None
+        manager.save(2010, state(1))
+        return restored.step
+
+    for end in simulate(2, lambda control: managed(control, first), nodes=nodes):
+        end.get()
+    ends = simulate(2, lambda control: managed(control, second), nodes=nodes)
+    assert [end.get() for end in ends] == [2000, 2000]
+    for disk in nodes or ["shared"]:
+        assert [c.step for c in ckptfs.list_checkpoints(tmp_path / disk)] == [2000, 2010]
+
+
+def test_every_manager_takes_the_argument() -> None:
+    """What stands on these two hands its options on."""
+    import inspect
+
+    for made in (CheckpointManager, DirectoryManager):
+        assert issubclass(made, RunManager)
+        assert inspect.signature(made).parameters["begin_again"].default is False
