@@ -27,12 +27,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.claim import claim
 from ckptfs.commit.decisions import may_seal
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.foreign import foreign_at
 from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
-from ckptfs.commit.log import catch_up_again
+from ckptfs.commit.log import Refused, catch_up_again
 from ckptfs.commit.manifest import (
     digest_of,
     encode_manifest,
@@ -40,6 +41,9 @@ from ckptfs.commit.manifest import (
 from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
+from ckptfs.commit.protocol import committed, name_taken
+from ckptfs.commit.reclaim import lies_nowhere, record_removal
+from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import (
     fenced_rather_than_missing,
@@ -90,6 +94,14 @@ class Gathered:
     origins: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Removed:
+    """A committed save that somebody removed by hand."""
+
+    seal: Seal
+    pinned: bool
+
+
 class Attempt:
     """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
 
@@ -114,6 +126,7 @@ class Attempt:
         self._seal_tried = False
         self._committed: Committed | None = None
         self._began = False
+        self._claimed: Run | None = None  # for this save alone
 
     # -- what the writer of files needs -------------------------------------------------
 
@@ -173,15 +186,145 @@ class Attempt:
 
         CommitConflictError: the name is committed. FencedError: the run has a newer owner. After an
         error nothing is visible; a record of the attempt may lie in ``.ckptfs/attempts``.
+
+        Where what is committed was removed by hand, the log records that first, and the save goes on;
+        without ``spec.run`` it claims the run for that, until it ends. RunBusyError: an owner lives.
         """
+        try:
+            self._begin_save()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin_save(self) -> None:
         control = self.seat.control
-        self._plan = control.step("survey", lambda: (self._asked, self._survey()), self._agree)
+        try:
+            self._plan = self._planned_together()
+        except CommitConflictError:
+            if not self._free_name():
+                raise
+            self._plan = self._planned_together()
         self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
         self._began = True
         control.step("begin", self._begin_plainly, self._refuse_others)
         if self.seat.spans_nodes:
             with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
                 control.step("confirm", self._confirm)
+
+    def _planned_together(self) -> SavePlan:
+        return self.seat.control.step("survey", self._ask, self._agree)
+
+    def _ask(self) -> tuple[tuple[str, int | None, str], tuple[str, LogState] | None]:
+        return self._asked, self._survey()
+
+    def _free_name(self) -> bool:
+        """Collective, where the name is taken: whether nothing lies there any more of what has it. Then the
+        log says so when this returns.
+        """
+        if not self._removed_by_hand():
+            return False
+        if self.spec.run is None:
+            keep = () if self.spec.save_id is None else (self.spec.save_id,)
+            self._claimed = claim(self.seat, keep=keep, caller=Caller("a save"))
+            self.seat = self._claimed.seat
+            self.spec = replace(self.spec, run=self._claimed.generation)
+        # Again, now that nobody else moves anything: what was on its way then may have come.
+        removed = self._removed_by_hand()
+        done = self.seat.control.step("record removals", lambda: self._record(removed), all)
+        if not (removed and done):
+            return False
+        if self.seat.control.rank == 0:
+            for one in removed:
+                pinned = ", which is pinned" if one.pinned else ""
+                logger.warning(
+                    "%s was removed by hand (save %s%s): the log records it as deleted, and the name is "
+                    "saved again",
+                    self.storage.uri(one.seal.name),
+                    one.seal.save_id,
+                    pinned,
+                )
+        return True
+
+    def _removed_by_hand(self) -> tuple[_Removed, ...]:
+        """Collective, read-only. The committed saves of this name of which nothing lies in any domain, all of
+        which are reached; none while one of them keeps the name.
+        """
+        name = self.spec.name
+
+        def look() -> tuple[str, LogState, frozenset[str]] | None:
+            if not self._owner:
+                return None
+            here = self._means.domain
+            state = drive(catch_up_again(self._known), self.storage)
+            seals = [
+                save.seal
+                for save in state.saves.living.values()
+                if save.seal is not None and save.seal.name == name and not save.deleted
+            ]
+            try:
+                gone = [
+                    seal.save_id
+                    for seal in seals
+                    if drive(lies_nowhere(seal, here, self._means.caps.shape), self.storage)
+                ]
+            except StorageError as error:
+                logger.debug("whether %s lies here is not known: %s", name, error)
+                gone = []
+            return here, state.to_send(len(self.seat.placement.domains)), frozenset(gone)
+
+        def decide(
+            answers: Sequence[tuple[str, LogState, frozenset[str]] | None],
+        ) -> tuple[_Removed, ...]:
+            told = [a for a in answers if a is not None]
+            views = {domain: view for domain, view, _ in told}
+            gone = {domain: ids for domain, _, ids in told}
+            mine = [live.seal for live in committed(views) if live.seal.name == name]
+            removed = tuple(
+                _Removed(seal, any(v.save(seal.save_id).pinned for v in views.values()))
+                for seal in mine
+                if all(seal.save_id in gone.get(domain, ()) for domain in seal.everywhere)
+            )
+            ids = {one.seal.save_id for one in removed}
+            taken = name_taken(name, views)
+            keeps = {seal.save_id for seal in mine} - ids
+            if self.spec.artifact is not Kind.DIRECTORY:
+                # Older saves of the name may keep their data: nothing of this one meets theirs.
+                keeps &= {taken.save_id} if taken is not None else set()
+            return () if taken is None or taken.save_id not in ids or keeps else removed
+
+        return self.seat.control.step("removed by hand?", look, decide)
+
+    def _record(self, removed: Sequence[_Removed]) -> bool:
+        holder, means = self.spec.run, self._means
+        if not self._owner or holder is None:
+            return True
+        for one in removed:
+            if means.domain not in one.seal.everywhere:
+                continue
+            state = drive(catch_up_again(self._known), self.storage)
+            done = drive(
+                record_removal(
+                    one.seal,
+                    state,
+                    means.domain,
+                    holder,
+                    means.caps.shape,
+                    ids=means.ids,
+                    stamp=means.stamp,
+                ),
+                self.storage,
+            )
+            if isinstance(done, Refused):
+                return False
+            self.seat.known.learn(done)
+            self.seat.touch_log_later()
+        return True
+
+    def _let_go(self) -> None:
+        """Release what was claimed for this save alone; harmless twice."""
+        run, self._claimed = self._claimed, None
+        if run is not None:
+            run.release()
 
     def _survey(self) -> tuple[str, LogState] | None:
         if not self._owner:
@@ -327,6 +470,7 @@ class Attempt:
             warnings = (ADVICE, *warnings)
             if self.seat.control.rank == 0:
                 logger.warning("%s is committed; %s", seal.name, ADVICE)
+        self._let_go()
         commit_s = time.perf_counter() - started
         return Committed(seal.save_id, gathered.counters, commit_s, warnings)
 
@@ -437,6 +581,12 @@ class Attempt:
 
         Nothing is removed once a seal was tried: recovery judges that.
         """
+        try:
+            self._abandon()
+        finally:
+            self._let_go()
+
+    def _abandon(self) -> None:
         if not (self._began and self._owner) or self._seal_tried:
             return
         try:

@@ -208,9 +208,10 @@ def find(seal: Seal, shape: Shape, where: Uri) -> Program[Found]:
         manifest = decode_manifest(raw, f"{where}/{seal.save_id}/{MANIFEST}")
         return Found(data.rsplit("/", 1)[0], f"{data}/{METADATA}", manifest, seal)
     raise NotFoundError(
-        f"save {seal.save_id} of {seal.name} is neither on its way nor projected",
+        f"save {seal.save_id} of {seal.name} is neither on its way nor projected: it was removed by "
+        f"hand, which ckptfs rm {where} records, or this node does not see it",
         uri=where,
-        hint="its files were removed by hand, or this node cannot see them",
+        hint="once that is recorded, latest is the one before",
     )
 
 

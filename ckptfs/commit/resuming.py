@@ -133,6 +133,7 @@ class KeptAttempt(Attempt):
         """Local, best effort. What is there stays for the next, unless another copy of the same was
         committed: then nobody may project what this one made after that.
         """
+        self._let_go()
         if self._keys is None or not self._owner:
             return
         try:

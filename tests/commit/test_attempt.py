@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,21 @@ import pytest
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.catalog import read_view
 from ckptfs.commit.claim import claim
+from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS
+from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import SaveSpec, WrittenPart
-from ckptfs.errors import CollectiveError, CommitInDoubtError, FencedError
+from ckptfs.errors import (
+    CollectiveError,
+    CommitConflictError,
+    CommitInDoubtError,
+    FencedError,
+)
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.disk import PowerCut, SimulatedDisk
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Lose, Plan, When
@@ -188,3 +196,37 @@ def test_the_log_is_touched_for_a_seal_whose_projection_fails(tmp_path: Path) ->
     rig.save(seat, "step_1", "one")
     assert not (tmp_path / "run" / "step_1").exists(), "its projection failed"
     assert touched.wait(60)
+
+
+def test_what_was_removed_by_hand_in_some_domains_keeps_its_name(tmp_path: Path) -> None:
+    """Of two domains: as long as one has it, or is out of reach, it is committed already; once it is gone
+    from both and both are reached, both logs record that, and the save goes on.
+    """
+    base = str(tmp_path)
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "one"), job="j"))
+    homes = rig.TWO_DOMAINS.directories(base)
+    shutil.rmtree(f"{homes['a']}/step_1")
+
+    def refused(layout: rig.Layout, kind: type[Exception]) -> None:
+        for end in rig.seats(layout, base, _save("step_1", "uno"), job="j"):
+            with pytest.raises(kind, match="step_1"):
+                end.get()
+
+    refused(rig.TWO_DOMAINS, CommitConflictError)  # b has it
+    shutil.rmtree(f"{homes['b']}/step_1")
+    refused(ONLY_A, CommitConflictError)  # whether b has it nobody can tell
+    fences = {name: read_log(home).generation.number for name, home in homes.items()}
+    assert fences == {"a": 0, "b": 0}  # nobody claimed anything for that
+    rig.values(rig.seats(rig.TWO_DOMAINS, base, _save("step_1", "uno"), job="j"))
+    for home in homes.values():
+        state = read_log(home)
+        assert state.released
+        assert sorted((s.deleted, s.gone) for s in state.saves.values()) == [
+            (False, False),
+            (True, True),
+        ]
+
+
+def read_log(home: str) -> LogState:
+    """The fold of the log that lies in one domain."""
+    return drive(catch_up(), LocalStorage(Uri.parse(home)))

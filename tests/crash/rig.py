@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,13 @@ from ckptfs.commit.publishing import Publication, list_files, share_files
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
-from ckptfs.errors import CollectiveError, CommitInDoubtError, NoSpaceError, NotFoundError
+from ckptfs.errors import (
+    CollectiveError,
+    CommitInDoubtError,
+    IncompleteCheckpointError,
+    NoSpaceError,
+    NotFoundError,
+)
 from ckptfs.manager.retention import Keep
 from ckptfs.manager.retiring import Retirer
 from ckptfs.storage.base import Storage
@@ -205,7 +212,8 @@ class Scenario:
 
     between: further states that a reader may see until the next owner came. foreign: files put
     there by somebody else, that must survive: paths below the run, the same in every domain.
-    lingering: what one node's own log may still list, because another node's deleted it.
+    lingering: what one node's own log may still list, because another node's deleted it. removed: what
+    somebody removed by hand: the logs list it until they say so, and there is nothing to be found.
     """
 
     before: Body
@@ -215,6 +223,7 @@ class Scenario:
     between: tuple[State, ...] = ()
     foreign: tuple[str, ...] = ()
     lingering: frozenset[str] = frozenset()
+    removed: frozenset[str] = frozenset()
 
 
 def _one(seat: Seat) -> None:
@@ -297,6 +306,17 @@ def _nothing(seat: Seat) -> None:
     del seat
 
 
+def _one_removed(seat: Seat) -> None:
+    save(seat, "step_1", "one")
+    save(seat, "step_2", "two")
+    if seat.placement.is_owner:
+        shutil.rmtree(seat.storage.local_path("step_1") or "")
+
+
+def _removed_again(seat: Seat) -> None:
+    save(seat, "step_1", "uno")
+
+
 def _birth(seat: Seat) -> None:
     save(seat, "step_1", "one")
 
@@ -338,6 +358,13 @@ SCENARIOS = {
         {"step_2": "two"},
         foreign=("step_1/notes.txt", "mine/backup.bin"),
         lingering=frozenset({"step_1"}),
+    ),
+    "removed": Scenario(
+        _one_removed,
+        _removed_again,
+        {"step_2": "two"},
+        {"step_1": "uno", "step_2": "two"},
+        removed=frozenset({"step_1"}),
     ),
 }
 
@@ -435,8 +462,8 @@ def look(layout: Layout, base: str, names: Sequence[str]) -> Sight:
         for name in names:
             try:
                 found = locate(seat, name)
-            except NotFoundError:
-                continue
+            except (NotFoundError, IncompleteCheckpointError):
+                continue  # also what the log has and nobody finds: it is in no state that is allowed
             seen[name] = _label(seat, found)
         view = drive(read_view(), seat.storage)
         views = {} if view is None else dict([view])
@@ -535,7 +562,7 @@ def judge(
         assert first.state != scenario.new, "a save that surely failed is there"
     assert min(first.fences) >= told.fence, "an acknowledged fence is gone"
     if first.state in (scenario.old, scenario.new):
-        _check_local(layout, first, scenario.lingering)
+        _check_local(layout, first, scenario.lingering | scenario.removed)
     _check_stock(stock_look(layout, base), first.state, scenario)
 
     # The next writer: recovers, goes on, leaves in peace.
@@ -550,7 +577,8 @@ def judge(
     if first.state in (scenario.old, scenario.new):
         assert settled == first.state, f"recovery changed {first.state} to {settled}"
     assert settled in (scenario.old, scenario.new), f"neither old nor new: {settled}"
-    assert all(local == set(after.state) for local in after.local), after.local
+    unfound = scenario.removed - set(after.state)
+    assert all(local - unfound == set(after.state) for local in after.local), after.local
     stock = stock_look(layout, base)
     assert stock == {name: {label} for name, label in after.state.items()}, f"stock sees {stock}"
     _check_clean(scenario, layout, base, after.state)
@@ -563,7 +591,7 @@ def _check_local(layout: Layout, sight: Sight, lingering: frozenset[str]) -> Non
         wrong = local - set(sight.state) - lingering
         assert not wrong, f"listed, not to be found: {wrong}"
         if layout.shared:
-            assert local == set(sight.state)
+            assert local - lingering == set(sight.state) - lingering
 
 
 def _check_stock(stock: dict[str, set[str]], state: State, scenario: Scenario) -> None:

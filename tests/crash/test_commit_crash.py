@@ -57,6 +57,8 @@ def test_killed_at_every_operation_leaves_the_old_or_the_new_state(
         ("fenced", "one", 5),
         ("fresh", "two-full", 5),
         ("abandoned", "two", 5),
+        ("removed", "two", 4),
+        ("removed", "one", 7),
     ],
 )
 def test_killed_at_a_sample_of_operations(scenario: str, layout: str, stride: int) -> None:

@@ -8,6 +8,7 @@
         name is projected; where nobody recovers, what was finished is projected when all is over
     I8  when all is over, the newest fence's holder is ready, or gave it back
     I10 a newcomer that takes no run from its owner fences only what nobody holds
+    I11 of a save that the log has as removed by hand nothing lies there
     C   the code's own fold, catalog and latest agree with the oracle
 
 Windows that protocol.md documents: a deleted but whole save before its removal; ``late-put``: on
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfs.commit.entries import decode_entry
 from ckptfs.commit.fold import LogState, fold_entry
 from ckptfs.commit.protocol import Standing, catalog, latest, standing
+from ckptfs.commit.reclaim import REMOVED_BY_HAND
 from ckptfs.storage.base import Shape
 from tests.model import oracle
 from tests.model.disk import Disk
@@ -156,7 +158,7 @@ class Judge:
             if fact[0] == "read" and not reading.committed(fact[1]):
                 bad.append(f"I2 a reader read the uncommitted save {fact[1]}")
         for save in reading.saves.values():
-            if save.committed and not save.deleted:
+            if save.committed and not save.deleted and save.save_id not in self._scenario.removed:
                 for domain in save.domains:
                     if domain in by_name and not self._whole(by_name[domain], save.save_id, domain):
                         bad.append(f"I1 committed save {save.save_id} is not whole in {domain}")
@@ -167,6 +169,7 @@ class Judge:
             bad += self._stock(disk, reading, domain)
             bad += self._partial(disk, domain, reading)
             bad += self._foreign(disk, domain)
+            bad += self._removed(disk, domain)
         return bad + self._agreement(by_name, reading)
 
     def _whole(self, disk: Disk, save_id: str, domain: str) -> bool:
@@ -190,7 +193,7 @@ class Judge:
         bad = []
         for what in self._scenario.whats.values():
             data = disk.files.get(f"{what.name}/.metadata")
-            if data is None or data != what.metadata:
+            if data is None or data != what.metadata or what.save_id in self._scenario.removed:
                 continue
             save = self._deciding(reading, what)
             if save is None or not save.committed:
@@ -225,6 +228,19 @@ class Judge:
                 elif domain in what.domains and not self._whole(disk, save_id, domain):
                     bad.append(f"I1 {domain} alone believes {save_id}, which is not whole there")
         return bad
+
+    def _removed(self, disk: Disk, domain: str) -> list[str]:
+        gone = {
+            e["save_id"]
+            for e in log_of(disk)
+            if e["kind"] == "delete" and e["reason"] == REMOVED_BY_HAND
+        }
+        return [
+            f"I11 {save_id} is recorded as removed by hand, and {path} lies in {domain}"
+            for save_id in gone
+            for path in disk.files
+            if save_id in path.split("/")
+        ]
 
     def _foreign(self, disk: Disk, domain: str) -> list[str]:
         held = set(disk.files.values())
@@ -316,6 +332,8 @@ class Judge:
     ) -> list[str]:
         what = self._scenario.whats[save_id]
         if self._scenario.windows & {"stale-projection", "stalled-deleter"}:
+            return []
+        if save_id in self._scenario.removed:
             return []
         bad = []
         for domain in domains:

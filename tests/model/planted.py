@@ -32,7 +32,16 @@ from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
 from ckptfs.commit.layout import AttemptKeys, log_key
 from ckptfs.commit.log import Appended, Refused
-from ckptfs.commit.ops import MakeDir, Read, Remove, RemoveTree, Rename, Replace, Write
+from ckptfs.commit.ops import (
+    MakeDir,
+    Read,
+    Refresh,
+    Remove,
+    RemoveTree,
+    Rename,
+    Replace,
+    Write,
+)
 from ckptfs.commit.saves import Saves
 from ckptfs.errors import NotFoundError
 from tests.model import programs
@@ -380,7 +389,18 @@ def _deleted_taken_for_aborted() -> list[Patch]:
     return [(parts, "stand_in", stand_in)]
 
 
+def _removal_recorded_without_another_look() -> list[Patch]:
+    def lies_nowhere(whole: Any, domain: str, shape: Any) -> Steps:
+        yield Refresh("")
+        return True
+
+    return [(where, "lies_nowhere", lies_nowhere) for where in (reclaim, programs)]
+
+
 PLANTED: dict[str, Mistake] = {
+    "what lies there recorded as removed": Mistake(
+        "taken-while-it-moves", "I11", _removal_recorded_without_another_look
+    ),
     "a sealed part taken for a commit": Mistake("parts-remote", "I9", _a_promise_for_a_commit),
     "sealed parts aborted while their home is out of reach": Mistake(
         "parts-home-lost", "I1", _sealed_parts_aborted

@@ -26,7 +26,7 @@ from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of
 from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
 from ckptfs.commit.parts import word_of
 from ckptfs.commit.protocol import catalog, name_taken, next_seq
-from ckptfs.commit.reclaim import delete_save
+from ckptfs.commit.reclaim import delete_save, lies_nowhere, record_removal
 from ckptfs.commit.run import release_fence
 from ckptfs.commit.saving import Means
 from ckptfs.commit.turns import is_long
@@ -343,6 +343,42 @@ def _write(what: What, domain: str) -> Steps:
     yield domain, Puts(tuple(files))
 
 
+def person(what: What) -> Steps:
+    """Somebody with a shell removes a step and everything in it, half of it first."""
+    yield "A", HalfRemove(what.name)
+    yield "A", RemoveTree(what.name)
+    return "removed"
+
+
+def saver_again(what: What, spec: Holder) -> Steps:
+    """A plain save of a name that is taken, as Attempt makes it: where nothing lies there it claims the
+    run, records the removal, and saves as ``what``, of that generation.
+    """
+    own = ids(f"again-{what.save_id}")
+    means = Means("A", what.caps, own)
+    state = yield from on("A", saving.survey())
+    taken = name_taken(what.name, {"A": state})
+    del state
+    if taken is None:
+        return "free"
+    if not (yield from on("A", lies_nowhere(taken, "A", what.caps.shape))):
+        return "taken"
+    end = yield from _claim(spec, own)
+    if end != "ready":
+        return end
+    state = yield from on("A", catch_up())
+    done = yield from on(
+        "A",
+        record_removal(
+            taken, state, "A", spec.gen, what.caps.shape, ids=means.ids, stamp=means.stamp
+        ),
+    )
+    if isinstance(done, Refused):
+        return "lies there"
+    del state, done
+    return (yield from saver(what, "A"))
+
+
 # -- holding ----------------------------------------------------------------------------------
 
 
@@ -541,7 +577,9 @@ __all__ = [
     "holder",
     "ids",
     "on",
+    "person",
     "reader",
     "retirer",
     "saver",
+    "saver_again",
 ]

@@ -39,10 +39,12 @@ from tests.model.programs import (
     holder,
     ids,
     on,
+    person,
     reader,
     remover,
     retirer,
     saver,
+    saver_again,
 )
 from tests.model.search import Scenario
 
@@ -456,6 +458,40 @@ def undo() -> Scenario:
             "P3": partial(holder, Holder(G3)),
         },
         committed_disk(Shape.FILESYSTEM, [F1]),
+    )
+
+
+def removed_by_hand() -> Scenario:
+    """Somebody removes a by hand; U and V save its name again, each claims the run for that."""
+    a, u, v = What("aaa", gen=G1), What("uuu", gen=G2), What("vvv", gen=G3)
+    return _one(
+        "removed-by-hand",
+        _saves(a, u, v),
+        {
+            "H": partial(person, a),
+            "U": partial(saver_again, u, Holder(G2)),
+            "V": partial(saver_again, v, Holder(G3)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+        removed=frozenset({"aaa"}),
+    )
+
+
+def taken_while_it_moves() -> Scenario:
+    """W commits a and stalls anywhere in its projection; U finds the name taken. Nobody removes anything, so
+    nothing may be recorded as removed.
+    """
+    a, u = What("aaa"), What("uuu", gen=G2)
+    return _one(
+        "taken-while-it-moves",
+        _saves(a, u),
+        {
+            "W": partial(saver, a, "A"),
+            "U": partial(saver_again, u, Holder(G2)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1)], foreign={"s1/notes.txt": b"notes"}),
+        foreign={"s1/notes.txt": b"notes"},
+        lost=1,
     )
 
 
@@ -977,6 +1013,23 @@ def object_cleared_beside() -> Scenario:
     )
 
 
+def object_removed_by_hand() -> Scenario:
+    """Somebody removes a by hand; U saves its name again, P3 recovers."""
+    a, u = What("aaa", gen=G1, caps=OBJECT), What("uuu", gen=G2, caps=OBJECT)
+    return _one(
+        "object-removed-by-hand",
+        _saves(a, u),
+        {
+            "H": partial(person, a),
+            "U": partial(saver_again, u, Holder(G2, caps=OBJECT)),
+            "P3": partial(holder, Holder(G3, caps=OBJECT)),
+        },
+        committed_disk(Shape.OBJECT, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+        removed=frozenset({"aaa"}),
+        **_object(),
+    )
+
+
 def _both_lie(old: What, new: What) -> Disk:
     """``old`` was replaced by ``new``; both have their data, and the name shows the new one."""
     disk = committed_disk(
@@ -1013,6 +1066,8 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         plain_replaced_doomed,
         plain_overtaken,
         undo,
+        removed_by_hand,
+        taken_while_it_moves,
         overwrite,
         overwrite_plain,
         pinned,
@@ -1041,6 +1096,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         object_delete,
         object_delete_saved_again,
         object_cleared_beside,
+        object_removed_by_hand,
     )
 } | PARTS
 

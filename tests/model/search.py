@@ -55,7 +55,7 @@ class Scenario:
     lost: how many answers may be lost, come late (Create, Replace) or be
     those of a request that was sent twice (Rename). windows: names of the
     documented windows that may be seen (see judge.py). polite: generations of newcomers that may not
-    take a run from an owner that did not release it.
+    take a run from an owner that did not release it. removed: saves that a person removes by hand.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Scenario:
     windows: frozenset[str] = frozenset()
     foreign: Mapping[str, bytes] = field(default_factory=dict)
     polite: frozenset[tuple[int, str]] = frozenset()
+    removed: frozenset[str] = frozenset()
 
 
 class State(NamedTuple):

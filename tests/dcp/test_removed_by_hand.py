@@ -1,0 +1,235 @@
+"""``rm -rf run/step_100`` by hand, and step_100 is saved again: the log records it, and the save goes on."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import ckptfs
+from ckptfs.commit.fold import LogState
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
+from ckptfs.storage.registry import open_storage
+from ckptfs.tools.changing import remove, set_pin
+
+OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
+
+
+def log_of(run: Any) -> LogState:
+    """The fold of its log."""
+    storage = open_storage(run, None)
+    try:
+        return drive(catch_up(), storage)
+    finally:
+        storage.close()
+
+
+def loaded(uri: Any) -> torch.Tensor:
+    """What a checkpoint holds."""
+    state = {"w": torch.zeros(8)}
+    ckptfs.load(state, uri)
+    return state["w"]
+
+
+def by_save(uri: Path) -> None:
+    """The plain call."""
+    ckptfs.save(NEW, uri)
+
+
+def by_async_save(uri: Path) -> None:
+    """On a thread."""
+    ckptfs.async_save(NEW, uri).result()
+
+
+def by_writer(uri: Path) -> None:
+    """torch's own save."""
+    dcp.save(NEW, storage_writer=ckptfs.StorageWriter(uri), no_dist=True)
+
+
+def by_url(uri: Path) -> None:
+    """torch's own save, and torch's own writer."""
+    dcp.save(NEW, checkpoint_id=f"ckptfs+file://{uri}", no_dist=True)
+
+
+def by_manager(uri: Path) -> None:
+    """A manager, which replaces what it finds."""
+    with ckptfs.CheckpointManager(uri.parent) as manager:
+        manager.save(100, NEW)
+
+
+def by_held_run(uri: Path) -> None:
+    """Under a run that is held already: nothing is claimed for it."""
+    with ckptfs.prepare_run(uri.parent) as run:
+        ckptfs.save(NEW, uri, run=run)
+
+
+WAYS = [by_save, by_async_save, by_writer, by_url, by_manager, by_held_run]
+
+
+@pytest.mark.parametrize("save", WAYS)
+def test_a_step_that_was_removed_by_hand_is_saved_again(
+    tmp_path: Path, save: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says that the first one was removed, the second is there, and the run is free again."""
+    run, step = tmp_path / "run", tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    shutil.rmtree(step)
+    with caplog.at_level(logging.WARNING):
+        save(step)
+    assert torch.equal(loaded(step), NEW["w"])
+    state = log_of(run)
+    assert state.released or state.generation.number == 0
+    if save is not by_manager:
+        assert "step_100 was removed by hand" in caplog.text
+        first = min(state.saves.values(), key=lambda s: s.sealed_at or 0)
+        assert first.deleted
+        assert first.gone
+    assert [c.step for c in ckptfs.list_checkpoints(run)] == [100]
+    with ckptfs.prepare_run(run):
+        assert torch.equal(loaded(step), NEW["w"])
+
+
+def test_the_entries_say_why(tmp_path: Path) -> None:
+    """A delete with its reason, and that the bytes are gone, before the seal of the second."""
+    run, step = tmp_path / "run", tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    shutil.rmtree(step)
+    ckptfs.save(NEW, step)
+    entries = [path.read_text() for path in sorted((run / ".ckptfs/log").iterdir())]
+    kinds = [next(k for k in KINDS if f'"kind":"{k}"' in e) for e in entries]
+    assert kinds == ["seal", "fence", "delete", "gone", "seal", "release"]
+    assert '"reason":"removed by hand"' in entries[2]
+
+
+KINDS = ("seal", "fence", "delete", "gone", "release")
+
+
+def test_a_pinned_one_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody wanted to keep it: the warning says so."""
+    run, step = tmp_path / "run", tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    set_pin(step, pinned=True)
+    shutil.rmtree(step)
+    with caplog.at_level(logging.WARNING):
+        ckptfs.save(NEW, step)
+    assert "which is pinned" in caplog.text
+    assert log_of(run).released
+
+
+def test_a_living_owner_keeps_its_run(tmp_path: Path) -> None:
+    """As replacing does: whoever lives there is named, and nothing is entered."""
+    run, step = tmp_path / "run", tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    shutil.rmtree(step)
+    with ckptfs.prepare_run(run) as held:
+        before = len(list((run / ".ckptfs/log").iterdir()))
+        with pytest.raises(ckptfs.RunBusyError, match="held by this process"):
+            ckptfs.save(NEW, step)
+        assert len(list((run / ".ckptfs/log").iterdir())) == before
+        ckptfs.save(NEW, run / "step_101", run=held)
+    ckptfs.save(NEW, step)
+    assert torch.equal(loaded(step), NEW["w"])
+
+
+def _leave_data(step: Path) -> None:
+    (step / ".metadata").unlink()
+    (step / "ckptfs.json").unlink()
+
+
+def _leave_metadata(step: Path) -> None:
+    for path in step.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+
+
+def _put_a_link(step: Path) -> None:
+    shutil.rmtree(step)
+    step.symlink_to(step.parent / "elsewhere")
+
+
+def _leave_the_manifest(step: Path) -> None:
+    for path in step.iterdir():
+        if path.is_dir():
+            for file in path.iterdir():
+                if file.name != "ckptfs.json":
+                    file.unlink()
+
+
+@pytest.mark.parametrize(
+    "harm", [_leave_data, _leave_metadata, _put_a_link, _leave_the_manifest, lambda _: None]
+)
+def test_what_is_not_removed_whole_keeps_its_name(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    """Something of it lies there, or a link stands in its place: committed already, as ever."""
+    run, step = tmp_path / "run", tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    harm(step)
+    before = len(list((run / ".ckptfs/log").iterdir()))
+    with pytest.raises(ckptfs.CommitConflictError, match="committed already"):
+        ckptfs.save(NEW, step)
+    assert len(list((run / ".ckptfs/log").iterdir())) == before
+
+
+def test_files_that_somebody_put_there_since_stay(tmp_path: Path) -> None:
+    """The step was removed, its directory made again for something else: that is kept."""
+    step = tmp_path / "run/step_100"
+    ckptfs.save(OLD, step)
+    shutil.rmtree(step)
+    step.mkdir()
+    (step / "notes.txt").write_text("mine")
+    ckptfs.save(NEW, step)
+    assert torch.equal(loaded(step), NEW["w"])
+    assert (step / "notes.txt").read_text() == "mine"
+
+
+def test_a_directory_that_was_removed_by_hand(tmp_path: Path) -> None:
+    """Files with plain names, by a manager of directories and by checkpoint_dir."""
+    run = tmp_path / "run"
+
+    def write(text: str) -> None:
+        with ckptfs.checkpoint_dir(run / "step_100") as path:
+            (Path(path) / "model.bin").write_text(text)
+
+    write("old")
+    shutil.rmtree(run / "step_100")
+    write("new")
+    assert (run / "step_100/model.bin").read_text() == "new"
+    assert log_of(run).released
+    (run / "step_100/model.bin").unlink()  # not all of it
+    with pytest.raises(ckptfs.CommitConflictError):
+        write("newer")
+
+
+def test_latest_says_what_was_removed_and_rm_records_it(tmp_path: Path) -> None:
+    """Nothing is passed over in silence: until the log says so, the error tells what to do."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_99")
+    ckptfs.save(NEW, run / "step_100")
+    shutil.rmtree(run / "step_100")
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.step == 100
+    for call in (
+        lambda: loaded(newest.uri),
+        lambda: ckptfs.CheckpointManager(run).restore({"w": torch.zeros(8)}),
+    ):
+        with pytest.raises(ckptfs.IncompleteCheckpointError) as missing:
+            call()
+        text = f"{missing.value} {missing.value.hint}"
+        assert "removed by hand" in text
+        assert f"ckptfs rm {run / 'step_100'}" in text or "ckptfs rm file://" in text
+    remove(run / "step_100")
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.step == 99
+    state = {"w": torch.zeros(8)}
+    assert ckptfs.CheckpointManager(run).restore(state) is not None
+    assert torch.equal(state["w"], OLD["w"])
