@@ -212,6 +212,11 @@ class Arrived(Attempt):
         return plan if self.spec.run is not None else replace(plan, base=self._base)
 
     def _begin(self) -> tuple[str, ...]:
+        if self._foreign is not None:
+            # Its record was made with the first file, before anybody knew what it would replace.
+            keys = self._named
+            record = encode_record(keys.save_id, keys.name, self._base, replaces=self._foreign)
+            self.storage.replace(keys.record, record)
         return ()
 
 

@@ -391,7 +391,7 @@ class Attempt:
     def _begin(self) -> tuple[str, ...]:
         if not self._owner:
             return ()
-        drive(begin(self._named, self._planned.base), self.storage)
+        drive(begin(self._named, self._planned.base, replaces=self._foreign), self.storage)
         if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
             # After our own record: of two that begin at once at least one sees the other.
             state = self._state or LogState()

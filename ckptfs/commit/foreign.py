@@ -5,6 +5,7 @@
     names_save(data)              the save that a ``ckptfs.json`` names
 
     foreign_at(name, state)       a foreign one that stands under a name; reads
+    was_to_replace(...)           whether a save was told to replace the one that stands there; reads
 
 A foreign ``.metadata`` is another program's checkpoint: nothing of ours removes it, and only a save that was
 told to replace it does.
@@ -18,13 +19,21 @@ from dataclasses import dataclass
 
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import MANIFEST, METADATA
+from ckptfs.commit.layout import MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import digest_of
-from ckptfs.commit.ops import Program, Read
+from ckptfs.commit.ops import Program, Read, StatOf
 from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import Shape
 
-__all__ = ["ForeignMetadata", "foreign_at", "is_known", "names_save", "saves_named"]
+__all__ = [
+    "ForeignMetadata",
+    "foreign_at",
+    "is_known",
+    "names_save",
+    "saves_named",
+    "was_to_replace",
+]
 
 _WORD = re.compile(rb"[\w~.-]+", re.ASCII)
 
@@ -65,6 +74,26 @@ def foreign_at(name: str, state: LogState) -> Program[ForeignMetadata | None]:
     except NotFoundError:
         is_copy = False
     return ForeignMetadata(digest_of(data), is_copy)
+
+
+def was_to_replace(name: str, save_id: str, metadata: bytes) -> Program[bool]:
+    """Whether a save that waits for its projection was told to replace this foreign ``.metadata``: its
+    record says so, which its writer made before any data. That one may have died after its commit.
+    """
+    keys = AttemptKeys(Shape.FILESYSTEM, name, save_id)
+    moved = f"{keys.projected_data}/{keys.record.rpartition('/')[2]}"
+    for record in (keys.record, moved, AttemptKeys(Shape.OBJECT, name, save_id).record):
+        try:
+            if record == moved:
+                # Once it was projected, what stands there came later.
+                yield StatOf(f"{keys.attempt}/{METADATA}")
+            told = json.loads((yield Read(record)))
+            return bool(told.get("replaces") == digest_of(metadata))
+        except NotFoundError:
+            continue
+        except (ValueError, AttributeError):
+            return False
+    return False
 
 
 def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:

@@ -26,7 +26,7 @@ from collections.abc import Collection
 
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
-from ckptfs.commit.foreign import is_known
+from ckptfs.commit.foreign import is_known, was_to_replace
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA, TRASH, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import digest_of
@@ -268,6 +268,8 @@ def _may_replace(
     """Whether a save may put its ``.metadata`` over the one that stands there."""
     name = key.rpartition("/")[0]
     if digest_of(there) == replaces or (yield from _is_ours(name, there, state)):
+        return True
+    if replaces is None and (yield from was_to_replace(name, seal.save_id, there)):
         return True
     logger.warning(FOREIGN, key, seal.save_id, name)
     return False

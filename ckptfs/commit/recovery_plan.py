@@ -85,10 +85,20 @@ def with_equal_seals_once(views: Mapping[str, LogState]) -> Mapping[str, LogStat
 
 
 def encode_record(
-    save_id: str, name: str, base: Generation, *, of: str = "", home: str = ""
+    save_id: str,
+    name: str,
+    base: Generation,
+    *,
+    of: str = "",
+    home: str = "",
+    replaces: str | None = None,
 ) -> bytes:
-    """The bytes of attempt.json."""
+    """The bytes of attempt.json. replaces: the digest of a foreign ``.metadata`` that the save was told to
+    replace: whoever projects it after its writer died must know.
+    """
     record: dict[str, Any] = {"save_id": save_id, "name": name}
+    if replaces is not None:
+        record["replaces"] = replaces
     if of:
         # Under another name: a version that knows no parts judges no attempt without a base, and so
         # leaves a part alone that may be sealed.

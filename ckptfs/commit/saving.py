@@ -71,13 +71,21 @@ def survey() -> Program[LogState]:
     return (yield from catch_up())
 
 
-def begin(keys: AttemptKeys, base: Generation, *, of: str = "", home: str = "") -> Program[None]:
+def begin(
+    keys: AttemptKeys,
+    base: Generation,
+    *,
+    of: str = "",
+    home: str = "",
+    replaces: str | None = None,
+) -> Program[None]:
     """Make the attempt. Its record is durable before any data: recovery judges by it.
 
-    of, home: of a part, the id of the whole and the domain that decides over that.
+    of, home: of a part, the id of the whole and the domain that decides over that. replaces: as for
+    ``encode_record``.
     """
     yield from name_is_plain(keys.name, keys.shape)
-    record = encode_record(keys.save_id, keys.name, base, of=of, home=home)
+    record = encode_record(keys.save_id, keys.name, base, of=of, home=home, replaces=replaces)
     home, attempt = keys.record.rsplit("/", 1)[0], 0
     while True:
         yield MakeDir(home)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from ckptfs.commit.beside import names_beside
 from ckptfs.commit.catalog import read_view
 from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.foreign import is_known, names_save
+from ckptfs.commit.foreign import is_known, names_save, was_to_replace
 from ckptfs.commit.layout import MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
 from ckptfs.commit.protocol import Views, catalog
@@ -143,7 +143,10 @@ def is_overwritten(seal: Seal, views: Views, shape: Shape) -> Program[bool]:
         data: bytes = yield Read(f"{keys.name}/{METADATA}")
     except NotFoundError:
         return False
-    return not any(is_known(keys.name, data, view) for view in views.values())
+    if any(is_known(keys.name, data, view) for view in views.values()):
+        return False
+    # It was told to replace that one, and its writer died before it did: the next owner does.
+    return not (yield from was_to_replace(seal.name, seal.save_id, data))
 
 
 def _first(keys: list[str]) -> Program[Stat | None]:
