@@ -44,7 +44,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("dcp/test_dcp_api.py", "elapsed"): DEADLINE,
     ("dcp/test_dcp_api.py", "threads"): "by the names of ckptfs's agents, in a rank of its own",
     ("dcp/test_exchange.py", "memory"): FAR,
-    ("dcp/test_unpickler.py", "memory"): FAR,
+    ("dcp/test_metadata_pickle.py", "memory"): FAR,
     ("integrations/running.py", "elapsed"): REPORT,
     ("integrations/test_safetensors.py", "memory"): CHILD,
     ("integrations/test_verl.py", "elapsed"): DEADLINE,

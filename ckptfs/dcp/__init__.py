@@ -7,7 +7,7 @@ world_plan.py  emit.py         the coordinator's decision over columns, and ``.m
 layout.py  engine.py           data files and their digests, written
 fetch.py                       data files, read and verified, into tensors
 metadata.py  decoding.py       ``.metadata``, byte for byte torch's, and read without trust
-standins.py  inventory.py      the same in columns, for loads: by key, and no object that is not asked for
+metadata_pickle.py inventory.py its pickle, decoded and not run; what a load asks of it, by key
 pipeline.py                    plan, write, describe; plan, read: for ckptfs.save and ckptfs.load
 writer.py  reader.py           the same under torch's own dcp.save and dcp.load
 """

@@ -4,7 +4,7 @@ inventory.tensor(key)            SavedTensor: sizes, dtype, boxes of the chunks;
 inventory.place(key, offsets)    the file, the offset and the length of an item
 
 Whole      over torch's objects
-Columns    over what was unpickled without them: ckptfs.dcp.standins
+Columns    over what was decoded of a file: ckptfs.dcp.decoding
 Renamed    over either: a rank's own keys (per_rank=) under their plain names
 """
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptfs.dcp.metadata_pickle import Place
 from ckptfs.dcp.per_rank import renamed_metadata
 from ckptfs.dcp.planned import refuse_extensions
 from ckptfs.errors import ManifestError
@@ -35,14 +36,6 @@ __all__ = [
 ]
 
 Box = tuple[Sequence[int], Sequence[int]]  # offsets in the tensor, sizes
-
-
-class Place(NamedTuple):
-    """Where an item lies: a path as the manifest has it, and bytes."""
-
-    path: str
-    offset: int
-    length: int
 
 
 class SavedTensor(NamedTuple):

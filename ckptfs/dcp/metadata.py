@@ -1,7 +1,7 @@
 """``.metadata``: written as torch 2.13 writes it, read without trusting it.
 
     encode_metadata(metadata)       pickle, protocol 4; unpickles equal in torch 2.6 to 2.15
-    decode_metadata(data, where)    an unpickler that knows a dozen names: ckptfs.dcp.decoding
+    decode_metadata(data, where)    decoded, not unpickled: ckptfs.dcp.decoding
 
 Versions differ in one place: torch 2.15 appends a field to TensorProperties, which 2.13 cannot
 unpack. It is written without, and read with or without.

@@ -9,9 +9,8 @@ from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.decoding import decode_metadata
+from ckptfs.dcp.decoding import decode_metadata, read_inventory
 from ckptfs.dcp.inventory import Inventory
-from ckptfs.dcp.standins import read_inventory
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NotFoundError
 from ckptfs.storage.base import Storage
 
