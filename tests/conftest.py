@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.ending import pytest_configure, pytest_runtest_protocol, pytest_unconfigure
 from tests.skips import sum_up
+
+__all__ = ["pytest_configure", "pytest_runtest_protocol", "pytest_unconfigure"]
 
 # torch's TCPStore server looks up the name of every address that connects, in the one thread that
 # serves all ranks. Where a name server does not answer, each connection would cost 5 s: one is

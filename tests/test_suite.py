@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,3 +85,78 @@ def test_a_repeated_run_tells_each_test_that_was_not_green_every_time(tmp_path: 
 def test_a_run_without_a_report_is_judged_by_its_exit_code(tmp_path: Path) -> None:
     """pytest that died before it wrote anything is not green."""
     assert not repeat.read_report("core", 4, tmp_path / "none.xml", 1.0).is_green
+
+
+HANGS = """
+import ctypes
+import pytest
+
+def test_before():
+    pass
+
+def test_that_hangs_in_c():
+    libc, lock = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(lock)
+    libc.pthread_mutex_lock(lock)
+
+@pytest.mark.timeout(60)
+def test_after():
+    pass
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_test_that_never_returns_from_a_call_ends(tmp_path: Path, processes: int) -> None:
+    """Its stack is told; with a process beside the one that tells, it is a failure and the rest runs."""
+    (tmp_path / "test_hanging.py").write_text(HANGS)
+    (tmp_path / "conftest.py").write_text(
+        "from tests import ending\nfrom tests.ending import *\n"
+        "from tests.ending import pytest_configure, pytest_runtest_protocol, pytest_unconfigure\n"
+        "ending.GRACE_S = 1.0\n"
+    )
+    command = [sys.executable, "-m", "pytest", "--timeout=2", "-n", str(processes), str(tmp_path)]
+    ran = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", "-c", os.devnull],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert "in test_that_hangs_in_c" in ran.stderr
+    if processes:
+        assert "1 failed, 2 passed" in ran.stdout
+
+
+LIMITS = """
+import pytest
+from tests.ending import limit_s
+
+@pytest.mark.parametrize("limit", [
+    BASE,
+    pytest.param(5.0, marks=pytest.mark.timeout(5)),
+    pytest.param(6.0, marks=pytest.mark.timeout(timeout=6)),
+    pytest.param(BASE, marks=pytest.mark.timeout(method="thread")),
+])
+def test_it(request, limit):
+    assert limit_s(request.node) == limit
+"""
+
+
+@pytest.mark.parametrize(("options", "base"), [([], 7.0), (["--timeout=0"], 0.0)])
+def test_the_second_limit_follows_the_first(
+    tmp_path: Path, options: list[str], base: float
+) -> None:
+    """A mark counts before the option, and that before the file; a campaign's --timeout=0 is none."""
+    (tmp_path / "test_limit.py").write_text(LIMITS.replace("BASE", str(base)))
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntimeout = 7\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", *options, str(tmp_path)]
+    ran = subprocess.run(
+        [*command, "-c", str(tmp_path / "pytest.ini")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "4 passed" in ran.stdout, ran.stdout
