@@ -73,6 +73,10 @@ class CkptfsIO(CheckpointIO):
         """Called on rank 0. Not before the save that replaces it is committed."""
         self._files.remove(path)
 
+    def wait(self) -> None:
+        """Called on rank 0. Return when every save is whole at its URI; raises what one failed of."""
+        self._files.wait()
+
     def teardown(self) -> None:
         """Wait for what is on its way; raise what failed."""
         self._files.close()

@@ -126,6 +126,11 @@ class _Saving:
             meta = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         return dict(meta)
 
+    def wait(self) -> None:
+        """Collective. Return when all saves are committed; raises what one failed of."""
+        self._shelves.wait()
+        self._on_zero(self._files.wait)
+
     def _is_file(self, target: Uri) -> bool:
         return bool(self._on_zero(lambda: self._shelves.is_file(target)))
 
@@ -283,10 +288,6 @@ class _FabricSaving(_Saving):
             if name in meta:
                 state[name] = meta.pop(name)
         return meta
-
-    def wait(self) -> None:
-        """Collective. Return when all saves are committed; raises what one failed of."""
-        self._shelves.wait()
 
     def teardown(self) -> None:
         """Collective. As ``wait``, and the runs are released. Fabric never calls it: do at the end."""

@@ -15,10 +15,14 @@ dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 data = torch.arange(48.0).view(24, 2)
 sampler = StatefulDistributedSampler(data, seed=3)  # each rank its own half, shuffled
-loader = StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=1)
+# Each iterator of a loader draws a number when it begins: from a generator of its own, so that dropout
+# draws after a resume what it would have drawn without one.
+own = torch.Generator().manual_seed(dist.get_rank())
+loader = StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=1, generator=own)
 weights = torch.zeros(2)
 seen = ckptfs.PerRank([])  # anything else that every rank has for itself
-state = {"weights": weights, "loader": loader, "seen": seen, "step": 0}
+rng = ckptfs.RngState()
+state = {"weights": weights, "loader": loader, "seen": seen, "rng": rng, "step": 0}
 
 with ckptfs.CheckpointManager(uri, keep_latest=2, mode=mode) as manager:
     restored = manager.restore(state)
@@ -29,7 +33,7 @@ with ckptfs.CheckpointManager(uri, keep_latest=2, mode=mode) as manager:
     for batch in loader:  # goes on with the next sample of this rank
         step += 1
         seen.value.append(batch.tolist())
-        mean = batch.mean(0)
+        mean = torch.nn.functional.dropout(batch, 0.5).mean(0)
         dist.all_reduce(mean)
         weights.mul_(0.9).add_(mean)
         manager.save(step, {**state, "seen": seen, "step": step})

@@ -354,3 +354,16 @@ def test_a_failed_last_keeps_the_old_one(tmp_path: Path, faults: Faults) -> None
     with pytest.raises(NoSpaceError):
         fit(CkptfsIO(), tmp_path, 2, save_last=True)
     assert torch.load(tmp_path / "last.ckpt")["global_step"] == 4
+
+
+def test_a_save_by_hand_is_waited_for(tmp_path: Path) -> None:
+    """``CkptfsIO("async").wait``: the file is whole when it returns, and a save that failed is raised."""
+    io = CkptfsIO("async")
+    io.save_checkpoint({"step": 1, "bytes": torch.zeros(1 << 20)}, tmp_path / "by-hand.ckpt")
+    io.wait()
+    assert torch.load(tmp_path / "by-hand.ckpt", weights_only=True)["step"] == 1
+    (tmp_path / "file").write_text("no directory")
+    io.save_checkpoint({"step": 2}, tmp_path / "file" / "by-hand.ckpt")
+    with pytest.raises(ckptfs.StorageError):
+        io.wait()
+    io.teardown()
