@@ -46,7 +46,7 @@ from ckptfs.commit.recovery import encode_record
 from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.saving import Means, survey
 from ckptfs.commit.sealing import undo_here
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View
 from ckptfs.commit.spec import IfExists, SaveSpec, fresh_ids, now_text
 from ckptfs.errors import (
     AlreadyExistsError,
@@ -205,7 +205,7 @@ class Arrived(Attempt):
         super().__init__(seat, spec)
         self._base = base
 
-    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
+    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
         plan = super()._decide(answers)
         # A holder vouches for what it took over from itself; otherwise the record's base counts, or
         # a fence that came after the first file would not fence this save.

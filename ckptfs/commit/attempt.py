@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,7 +51,7 @@ from ckptfs.commit.sealing import (
     seal_everywhere,
     undo_here,
 )
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.commit.spec import (
     Committed,
     IfExists,
@@ -212,10 +212,13 @@ class Attempt:
                 control.step("confirm", self._confirm)
 
     def _planned_together(self) -> SavePlan:
-        return self.seat.control.step("survey", self._ask, self._agree)
-
-    def _ask(self) -> tuple[tuple[str, int | None, str], tuple[str, LogState] | None]:
-        return self._asked, self._survey()
+        return step_with_views(
+            self.seat.control,
+            "survey",
+            lambda ids: (self._asked, self._survey(ids)),
+            lambda told: told[1],
+            self._agree,
+        )
 
     def _free_name(self) -> bool:
         """Collective, where the name is taken: whether nothing lies there any more of what has it. Then the
@@ -251,7 +254,7 @@ class Attempt:
         """
         name = self.spec.name
 
-        def look() -> tuple[str, LogState, frozenset[str]] | None:
+        def look(ids: Collection[str]) -> tuple[View, frozenset[str]] | None:
             if not self._owner:
                 return None
             here = self._means.domain
@@ -270,14 +273,14 @@ class Attempt:
             except StorageError as error:
                 logger.debug("whether %s lies here is not known: %s", name, error)
                 gone = []
-            return here, state.to_send(len(self.seat.placement.domains)), frozenset(gone)
+            return (here, state.to_send(ids)), frozenset(gone)
 
         def decide(
-            answers: Sequence[tuple[str, LogState, frozenset[str]] | None],
+            answers: Sequence[tuple[View, frozenset[str]] | None],
         ) -> tuple[_Removed, ...]:
             told = [a for a in answers if a is not None]
-            views = {domain: view for domain, view, _ in told}
-            gone = {domain: ids for domain, _, ids in told}
+            views = dict(view for view, _ in told)
+            gone = {view[0]: ids for view, ids in told}
             mine = [live.seal for live in committed(views) if live.seal.name == name]
             removed = tuple(
                 _Removed(seal, any(v.save(seal.save_id).pinned for v in views.values()))
@@ -292,7 +295,13 @@ class Attempt:
                 keeps &= {taken.save_id} if taken is not None else set()
             return () if taken is None or taken.save_id not in ids or keeps else removed
 
-        return self.seat.control.step("removed by hand?", look, decide)
+        return step_with_views(
+            self.seat.control,
+            "removed by hand?",
+            look,
+            lambda told: None if told is None else told[0],
+            decide,
+        )
 
     def _record(self, removed: Sequence[_Removed]) -> bool:
         holder, means = self.spec.run, self._means
@@ -326,7 +335,7 @@ class Attempt:
         if run is not None:
             run.release()
 
-    def _survey(self) -> tuple[str, LogState] | None:
+    def _survey(self, ids: Collection[str] = ()) -> View | None:
         if not self._owner:
             return None
         background = self.seat.background
@@ -336,15 +345,13 @@ class Attempt:
         # Whoever holds the run made the log's directories when it claimed it.
         look = survey() if self.spec.run is None else catch_up_again(self._known)
         self._state = drive(look, self.storage)
-        return self._means.domain, self._state.to_send(len(self.seat.placement.domains))
+        return self._means.domain, self._state.to_send(ids)
 
     @property
     def _asked(self) -> tuple[str, int | None, str]:
         return self.spec.name, self.spec.step, self.spec.artifact.value
 
-    def _agree(
-        self, told: Sequence[tuple[tuple[str, int | None, str], tuple[str, LogState] | None]]
-    ) -> SavePlan:
+    def _agree(self, told: Sequence[tuple[tuple[str, int | None, str], View | None]]) -> SavePlan:
         """The plan, if all ranks mean one save: half of step 10 and half of step 11 are neither."""
         odd = next((rank for rank, (what, _) in enumerate(told) if what != told[0][0]), None)
         if odd is not None:
@@ -357,7 +364,7 @@ class Attempt:
         # A metric is each rank's own number: the seal, the same everywhere, has the coordinator's.
         return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
 
-    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
+    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
         return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
 
     def _begin_plainly(self) -> tuple[str, ...] | SymlinkError | CommitConflictError:

@@ -36,7 +36,7 @@ from ckptfs.commit.recovery import Report, plan_recovery, report, settle
 from ckptfs.commit.recovery_plan import Plan, with_equal_seals_once
 from ckptfs.commit.run import Caller, Run, ownership_of, release_fence, wait_until_left
 from ckptfs.commit.saving import survey
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.commit.spec import fresh_ids, now_text
 from ckptfs.errors import (
     AccessError,
@@ -157,7 +157,7 @@ class _Claimant:
     def claim(self) -> Run:
         control = self._seat.control
         for _ in range(TRIES):
-            found = control.step("survey", self._survey, self._judge)
+            found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
             if found.holder is _Holder.WATCH:
                 self._watch(found)
             fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
@@ -179,7 +179,7 @@ class _Claimant:
             hint="several jobs start on one run at once: give each its own, or wait",
         )
 
-    def _survey(self) -> tuple[str, LogState] | _Refusal | None:
+    def _survey(self, ids: Collection[str]) -> View | _Refusal | None:
         wait_until_left(self._seat.storage.root, LEFT_S)
         if not self._owner:
             return None
@@ -192,13 +192,13 @@ class _Claimant:
             return error
         self._seat.known.learn(state)
         self._judged = state.generation
-        return self._domain, state
+        return self._domain, state.to_send(ids)
 
     @property
     def _known(self) -> LogState | None:
         return self._seat.known.state if self._seat.caps.exclusive_create else None
 
-    def _judge(self, answers: Sequence[tuple[str, LogState] | _Refusal | None]) -> _Survey:
+    def _judge(self, answers: Sequence[View | _Refusal | None]) -> _Survey:
         for answer in answers:
             if isinstance(answer, _Refusal):
                 raise answer
@@ -305,12 +305,15 @@ class _Claimant:
         seat = self._seat
         caps = seat.caps
 
-        def local() -> Report | None:
+        mine: list[LogState] = []
+
+        def local(asked: Collection[str]) -> Report | None:
             if not self._owner:
                 return None
             found = drive(report(self._domain, generation, caps, self._known), seat.storage)
             seat.known.learn(found.state)
-            return found
+            mine[:] = [found.state]
+            return replace(found, state=found.state.to_send(asked))
 
         def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
             known = {r.domain: r for r in reports if r is not None}
@@ -318,17 +321,24 @@ class _Claimant:
             if any(view.generation > generation for view in plan.views.values()):
                 raise FencedError("a newer owner came while this one took the run")
             names = tuple(seal.name for seal in plan.in_doubt)
-            # Every log is in it: for those who carry it out, and with each seal once.
+            # What lives in every log is in it: for those who carry it out, and with each seal once.
             plan = replace(plan, views=with_equal_seals_once(plan.views))
             owners = {domain.owner for domain in seat.placement.domains}
             return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
 
-        in_doubt, plan = seat.control.step("report", local, decide)
+        in_doubt, plan = step_with_views(
+            seat.control,
+            "report",
+            local,
+            lambda found: None if found is None else (found.domain, found.state),
+            decide,
+            also=lambda found: {a.save_id for r in found if r is not None for a in r.attempts},
+        )
 
         def carry_out() -> None:
             if plan is not None:
                 program = settle(
-                    plan,
+                    replace(plan, views={**plan.views, self._domain: mine[0]}),
                     self._domain,
                     generation,
                     caps,
@@ -370,6 +380,10 @@ class _Claimant:
                 )
 
         seat.control.step("token", read)
+
+
+def _view_of(answer: View | _Refusal | None) -> View | None:
+    return answer if isinstance(answer, tuple) else None
 
 
 def _read_fresh(storage: Storage, key: str) -> bytes:

@@ -85,8 +85,8 @@ def _conflicts(state: LogState, seal: Seal, *, replace: bool) -> bool:
         and save.decided is not Outcome.ABORTED
     ]
     others = [save.seal for save in same if save.seal is not None]
-    if (settled := state.saves.named(seal.name)) is not None:
-        others.append(settled.highest)
+    if (settled := state.saves.settled.newest_of(seal.name)) is not None:
+        others.append(settled)
     # It would be committed behind one that came while it was being written: dead on arrival.
     if any(_rank(other) > _rank(seal) for other in others):
         return True
@@ -108,7 +108,7 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
         mark.at > sealed_at
         and (
             mark.generation == state.generation
-            or state.saves.was_base(mark.generation)
+            or state.saves.settled.was_base(mark.generation)
             or any(
                 s.seal is not None and s.seal.base == mark.generation
                 for s in state.saves.living.values()

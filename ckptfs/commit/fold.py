@@ -9,7 +9,7 @@ same state; a snapshot entry is that state written down.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from ckptfs.commit.entries import (
     Foreign,
     Generation,
     Gone,
-    Outcome,
     Part,
     Pin,
     Release,
@@ -33,10 +32,8 @@ from ckptfs.commit.entries import (
     UnknownValueError,
     body_fields,
     body_from,
-    component,
-    member,
 )
-from ckptfs.commit.saves import Draft, Saves, SaveState
+from ckptfs.commit.saves import Draft, Saves, SaveState, flag_from, number_from, save_fields
 from ckptfs.errors import ManifestError
 
 __all__ = [
@@ -81,13 +78,12 @@ class LogState:
         """The newest generation that this log knows."""
         return self.fence.generation
 
-    def to_send(self, domains: int) -> LogState:
-        """What another rank needs of it to decide about a new save, in a run of so many domains.
+    def to_send(self, ids: Collection[str] = ()) -> LogState:
+        """What another rank needs of it to decide: what lives here, and the saves of ``ids``.
 
-        Of one domain that is what lives there. Of several, a save may be settled in one and not in
-        another: all of them then.
+        Of several domains a save may be settled in one and living in another: see ``unsent``.
         """
-        return self if domains > 1 else replace(self, saves=self.saves.without_settled())
+        return replace(self, saves=self.saves.to_send(ids))
 
     def save(self, save_id: str) -> SaveState:
         """The state of a save; an empty one if the log never heard of it."""
@@ -175,25 +171,11 @@ def snapshot_of(state: LogState) -> Snapshot:
             "released": state.released,
             "overwrites": [[o.generation, o.at] for o in state.overwrites],
             "saves": [
-                *state.saves.encoded(_save_fields),
-                *(_save_fields(save) for save in state.saves.living.values()),
+                *state.saves.encoded(),
+                *(save_fields(save) for save in state.saves.living.values()),
             ],
         }
     )
-
-
-def _save_fields(save: SaveState) -> dict[str, Any]:
-    """One save of a snapshot as JSON values."""
-    return {
-        "save_id": save.save_id,
-        "seal": None if save.seal is None else body_fields(save.seal),
-        "sealed_at": save.sealed_at,
-        "aborted": save.aborted,
-        "decided": save.decided,
-        "deleted": save.deleted,
-        "gone": save.gone,
-        "pinned": save.pinned,
-    } | ({} if save.part is None else {"part": body_fields(save.part)})
 
 
 def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
@@ -228,40 +210,13 @@ def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
     return LogState(
         next=number + 1,
         fence=body_from(Fence, raw["fence"]),
-        fence_at=_number(raw["fence_at"]),
-        released=_flag(raw["released"]),
+        fence_at=number_from(raw["fence_at"]),
+        released=flag_from(raw["released"]),
         overwrites=tuple(
-            Overwrite(Generation(int(g[0]), str(g[1])), _number(at)) for g, at in raw["overwrites"]
+            Overwrite(Generation(int(g[0]), str(g[1])), number_from(at))
+            for g, at in raw["overwrites"]
         ),
         foreign=newer,
         snapshot_at=number,
-        saves=Saves.of(_save_from(s) for s in raw["saves"]),
+        saves=Saves.read(raw["saves"]),
     )
-
-
-def _save_from(raw: Mapping[str, Any]) -> SaveState:
-    """One save of a snapshot."""
-    return SaveState(
-        component(raw["save_id"]),
-        None if raw["seal"] is None else body_from(Seal, raw["seal"]),
-        None if raw["sealed_at"] is None else _number(raw["sealed_at"]),
-        _flag(raw["aborted"]),
-        None if raw["decided"] is None else member(Outcome, raw["decided"]),
-        _flag(raw["deleted"]),
-        _flag(raw["gone"]),
-        _flag(raw["pinned"]),
-        body_from(Part, raw["part"]) if "part" in raw else None,
-    )
-
-
-def _number(value: Any) -> int:
-    """An entry's number: compared with others, and used to find that entry."""
-    if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no entry number")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value

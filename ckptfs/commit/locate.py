@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,7 +38,7 @@ from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import part_name, split_name
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.unlogged import is_overwritten, unlogged_error
 from ckptfs.errors import (
@@ -64,19 +64,29 @@ logger = logging.getLogger(__name__)
 
 TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
 
-View = tuple[str, LogState]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """The save that all ranks look for; seal is None where no log knows the name. where: of a part,
-    the nodes that hold it.
+    """The save that all ranks look for; seal is None where nothing lives under the name: ``views`` tell
+    whether something did. where: of a part, the nodes that hold it.
     """
 
     seal: Seal | None
     views: dict[str, LogState]
     where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one process of a node tells of its log. is_whole: ``view`` is all of it, and not only what
+    lives. is_saved_over: another program's checkpoint stands in the save's place.
+    """
+
+    view: View
+    is_whole: bool
+    is_saved_over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
     return view is not None and any(
         (save.part is not None and (save.part.name, save.part.part) == (step, part))
         or (save.seal is not None and save.seal.name == step and bool(save.seal.parts))
-        for save in view[1].saves.values()
+        for save in (*view[1].saves.living.values(), *view[1].saves.of_name(step))
     )
 
 
@@ -142,21 +152,33 @@ def locate(seat: Seat, name: str) -> Found:
     """
     where = seat.storage.uri(name)
 
-    def look() -> tuple[View, bool] | None:
+    def look(ids: Collection[str] | None) -> _Seen | None:
         view = drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
-        return None if view is None else (view, _is_saved_over(seat, name, view))
+        if view is None:
+            return None
+        domain, state = view
+        is_over = _is_saved_over(seat, name, view)
+        if ids is None or not state.saves.settled.size:
+            return _Seen(view, is_whole=True, is_saved_over=is_over)
+        return _Seen((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_over)
 
-    def choose(answers: Sequence[tuple[View, bool] | None]) -> _Choice:
-        views = dict(a[0] for a in answers if a is not None)
+    def choose(answers: Sequence[_Seen | None]) -> _Choice:
+        seen = [a for a in answers if a is not None]
+        views = dict(one.view for one in seen)
         step, part = split_name(name)
         whole = live_of(step, views, where)
         if whole is None:
             return _Choice(None, views)
-        if any(a is not None and a[1] for a in answers):
+        if any(one.is_saved_over for one in seen):
             raise unlogged_error((name,), whole, where.parent)
         seal, holders = part_of(whole, part, where)
         # What is sent to every rank: only this save, the log may be long.
         return _Choice(seal, {}, holders)
+
+    def choose_first(answers: Sequence[_Seen | None]) -> _Choice | None:
+        choice = choose(answers)
+        is_whole = all(one is None or one.is_whole for one in answers)
+        return choice if choice.seal is not None or is_whole else None
 
     def look_for(choice: _Choice) -> Found | _Miss | _Changed:
         try:
@@ -170,7 +192,15 @@ def locate(seat: Seat, name: str) -> Found:
 
     misses: list[tuple[int, str]] = []
     for _ in range(TRIES):
-        choice = seat.control.step("look", look, choose)
+        chosen = step_with_views(
+            seat.control,
+            "look",
+            look,
+            lambda seen: None if seen is None else seen.view,
+            choose_first,
+        )
+        # Whether a name that nothing lives under was ever known is asked of all that ever was.
+        choice = chosen or seat.control.step("look", lambda: look(None), choose)
         held: list[Found] = []
 
         def here(choice: _Choice = choice, held: list[Found] = held) -> _Miss | _Changed | None:
@@ -273,9 +303,8 @@ def locate_directory(seat: Seat, name: str) -> Found:
         if not seat.placement.is_node_lead:
             return None
         view = drive(read_view(), seat.storage)
-        saves = () if view is None else view[1].saves.values()
         known = {name, split_name(name)[0]}  # of a part, the step that it is of
-        if any(save.seal is not None and save.seal.name in known for save in saves):
+        if view is not None and any(view[1].saves.knows_name(one) for one in known):
             return why.message
         try:
             if not seat.storage.list(name):

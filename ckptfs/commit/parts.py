@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -36,7 +36,7 @@ from ckptfs.commit.recovery import Report, plan_recovery, report, settle_plan, s
 from ckptfs.commit.saves import Saves
 from ckptfs.commit.saving import begin
 from ckptfs.commit.sealing import seal_everywhere
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View
 from ckptfs.commit.spec import SaveSpec, fresh_ids, now_text
 from ckptfs.errors import CommitConflictError, FencedError
 from ckptfs.storage.base import Capabilities
@@ -74,8 +74,10 @@ def word_of(home: str, host: str, state: LogState) -> HomeWord:
     live = tuple(
         save.seal for save in committed({home: state}) if set(save.seal.everywhere) != {home}
     )
-    aborted = [save.save_id for save in state.saves.values() if save.aborted]
-    deleted = [save.save_id for save in state.saves.values() if save.deleted]
+    saves = state.saves
+    lives = [save for save in saves.living.values() if save.part is None]
+    aborted = [*saves.settled.aborted, *(save.save_id for save in lives if save.aborted)]
+    deleted = [*saves.settled.deleted, *(save.save_id for save in lives if save.deleted)]
     return HomeWord(
         home,
         host,
@@ -234,10 +236,12 @@ class PartAttempt(Attempt):
         self._state = spread(self.seat, self._whose.word)
         super().begin()
 
-    def _survey(self) -> tuple[str, LogState] | None:
-        return None if self._state is None else (self._means.domain, self._state)
+    def _survey(self, ids: Collection[str] = ()) -> View | None:
+        # Whatever became of the whole is asked for by its id.
+        known = None if self._state is None else self._state.to_send((*ids, self._whose.of))
+        return None if known is None else (self._means.domain, known)
 
-    def _decide(self, answers: Sequence[tuple[str, LogState] | None]) -> SavePlan:
+    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
         where = self.storage.uri(part_name(self._whose.name, self._whose.part))
         for state in (a[1] for a in answers if a is not None):
             whole = state.save(self._whose.of)

@@ -167,7 +167,7 @@ def names_saved_twice(state: LogState) -> set[str]:
     """Names under which a removal and a projection may have met."""
     saves = state.saves
     names = Counter(save.seal.name for save in saves.living.values() if save.seal is not None)
-    return {name for name, count in names.items() if count > 1 or saves.named(name) is not None}
+    return {name for name, count in names.items() if count > 1 or saves.settled.knows_name(name)}
 
 
 def project_all(

@@ -30,6 +30,7 @@ from ckptfs.commit.fold import LogState, Overwrite
 from ckptfs.commit.pieces import part_in
 
 __all__ = [
+    "Key",
     "Live",
     "Standing",
     "Views",
@@ -46,10 +47,12 @@ __all__ = [
     "order_key",
     "standing",
     "successor_here",
+    "unsent",
     "used_overwrites",
 ]
 
 Views = Mapping[str, LogState]
+Key = tuple[Generation, int, bool, int, str]
 
 
 class Standing(StrEnum):
@@ -68,7 +71,7 @@ class Live:
     """One save of the catalog and its place in commit order."""
 
     seal: Seal
-    key: tuple[Generation, int, bool, int, str]
+    key: Key
 
 
 def seal_of(save_id: str, views: Views) -> Seal | None:
@@ -118,7 +121,7 @@ def _standing_of_part(part: Part, views: Views) -> Standing:
     return Standing.PENDING if part.home in views else Standing.IN_DOUBT
 
 
-def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str]:
+def order_key(seal: Seal, views: Views) -> Key:
     """Where a committed save stands among all: by (generation, seq), unfenced ones by position.
 
     The position is the one in the lowest listed domain id that was reached.
@@ -131,6 +134,34 @@ def order_key(seal: Seal, views: Views) -> tuple[Generation, int, bool, int, str
 def living(views: Views) -> list[str]:
     """The saves that may still matter in one of these logs, each once."""
     return list({save_id: None for view in views.values() for save_id in view.saves.living})
+
+
+def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
+    """Of logs as ``LogState.to_send`` made them, the saves that must be asked for before anything is
+    decided: what lives in one of them, or is among ``ids``, may be settled in another one.
+    """
+    if len(views) == 1:
+        return frozenset()
+    missing = {s for s in ids if any(s not in view.saves for view in views.values())}
+    for save in (save for view in views.values() for save in view.saves.living.values()):
+        if _deleted(save.save_id, views):
+            continue
+        if save.seal is not None:
+            told, related = save.seal.everywhere, {ref.save_id for ref in save.seal.parts}
+            known = [views[d].saves for d in told if d in views]
+            is_told = all(save.save_id in saves for saves in known)
+        elif save.part is not None:
+            related = {save.part.of}
+            known = [views[d].saves for d in save.part.domains if d in views]
+            home = views.get(save.part.home)
+            is_told = all(save.save_id in saves for saves in known) and (
+                home is None or save.part.of in home.saves
+            )
+        else:
+            continue
+        if not is_told:
+            missing |= {save.save_id, *related}
+    return frozenset(missing)
 
 
 def commits(views: Views) -> list[Live]:
@@ -170,7 +201,7 @@ def used_overwrites(views: Views, lives: Iterable[Live]) -> frozenset[Generation
     marks = {mark.generation for view in views.values() for mark in view.overwrites}
     if not marks:
         return frozenset()
-    settled = {g for g in marks if any(view.saves.was_base(g) for view in views.values())}
+    settled = {g for g in marks if any(view.saves.settled.was_base(g) for view in views.values())}
     return frozenset(settled | (marks & {live.seal.base for live in lives}))
 
 
@@ -277,8 +308,8 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
         if save.seal is not None and save.seal.base == base and save.seal.fenced
     ]
     # Nothing is committed under a generation older than the newest, so only that one is asked for.
-    highest = [view.saves.highest for view in views.values() if view.saves.highest is not None]
-    seqs += [seq for generation, seq in highest if generation == base]
+    highest = [view.saves.settled.highest for view in views.values()]
+    seqs += [place[1] for place in highest if place is not None and place[0] == base]
     top = max(seqs, default=0)
     return top + 1 if fenced else top
 

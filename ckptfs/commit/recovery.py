@@ -304,12 +304,12 @@ def _complete_deletes(
 
     def left_of(name: str) -> list[Seal]:
         """Saves of a name whose bytes went, where nothing lives under that name."""
-        settled = saves.named(name)
-        known = [saves[save_id].seal for save_id in (settled.ids if settled else ())]
-        found = [*leftovers.get(name, ()), *(seal for seal in known if seal is not None)]
-        return [] if name in names else found
+        if name in names:
+            return []
+        known = [saves[save_id].seal for save_id in saves.settled.ids_of(name)]
+        return [*leftovers.get(name, ()), *(seal for seal in known if seal is not None)]
 
-    if leftovers or saves.count:
+    if leftovers or saves.settled.size:
         yield from _if_permitted(wipe_leftovers(left_of, domain, caps), "leftovers", caps)
     return views
 

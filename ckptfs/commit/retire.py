@@ -11,12 +11,13 @@ goes on reading. A process that dies in between leaves the rest to the next owne
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from enum import Enum
 
 from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Generation, Outcome, Pin, Seal
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import Appended, Refused, append, catch_up_again
+from ckptfs.commit.log import Appended, Refused, append, catch_up_again, write_snapshot
 from ckptfs.commit.ops import List, Program, RemoveTree
 from ckptfs.commit.reclaim import enter_delete, finish_delete
 from ckptfs.commit.saving import Means
@@ -76,17 +77,19 @@ def retire(
     Refused: FENCED by a newer owner; NOTHING: deleted already, or it may not go any more. Where
     another domain deleted it, it is deleted, and nothing keeps it here.
     """
-    return (
-        yield from enter_delete(
-            seal,
-            state,
-            holder,
-            reason=reason,
-            ids=means.ids,
-            stamp=means.stamp,
-            still=lambda seen: not going or may_retire(seen, seal.save_id, going),
-        )
+    done = yield from enter_delete(
+        seal,
+        state,
+        holder,
+        reason=reason,
+        ids=means.ids,
+        stamp=means.stamp,
+        still=lambda seen: not going or may_retire(seen, seal.save_id, going),
     )
+    if isinstance(done, Refused):
+        return done
+    summed = yield from write_snapshot(done.state, write_id=next(means.ids), stamp=means.stamp)
+    return replace(done, state=summed)
 
 
 def erase(
@@ -115,7 +118,10 @@ def erase(
         stamp=means.stamp,
     )
     if done.state.save(save_id).gone:
-        return Erasure.GONE, done.state
+        write_id = next(means.ids)
+        return Erasure.GONE, (
+            yield from write_snapshot(done.state, write_id=write_id, stamp=means.stamp)
+        )
     fenced = done.state.generation > holder
     return (Erasure.FENCED if fenced else Erasure.LATER), done.state
 

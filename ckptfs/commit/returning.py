@@ -95,7 +95,7 @@ def _home_of(save_id: str, state: LogState) -> str | None:
         return save.seal.name
     if save.part is not None:
         return part_name(save.part.name, save.part.part)
-    seals = (other.seal for other in state.saves.values() if other.seal is not None)
+    seals = (other.seal for other in state.saves.living.values() if other.seal is not None)
     parts = ((seal, ref) for seal in seals for ref in seal.parts)
     return next((part_name(s.name, ref.name) for s, ref in parts if ref.save_id == save_id), None)
 

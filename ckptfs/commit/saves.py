@@ -2,7 +2,8 @@
 
     living     may still be loaded, replaced, deleted, referred to, or decided
     settled    cannot matter any more but by what it was: its bytes are gone, or it was aborted before
-               it was sealed. Found by its id or name, never walked on the way of a save or a load
+               it was sealed. A set of short texts, found by id or by name, and never walked on the way
+               of a save, a claim or a load
 
 A run of many thousand saves with retention has a few living ones. Every decision walks ``living``, and
 looks a settled save up where somebody names one (a copy of a deleted save that was put back, an attempt
@@ -12,15 +13,29 @@ that wakes up). A mapping of both kinds; each version is a value, and shares wha
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ckptfs.commit.entries import EncodedSave, Generation, Outcome, Part, Seal
+from ckptfs.commit.entries import (
+    EncodedSave,
+    Generation,
+    Kind,
+    Outcome,
+    Part,
+    Seal,
+    body_fields,
+    body_from,
+    component,
+    member,
+)
 
-__all__ = ["Draft", "Named", "Rank", "SaveState", "Saves", "rank_of"]
+__all__ = ["Draft", "Rank", "SaveState", "Saves", "Settled", "rank_of"]
 
 V = TypeVar("V")
+
+LAST_ENDED = 256  # ids kept in order for whoever does not read this log: see HomeWord
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +73,104 @@ def rank_of(save: SaveState) -> Rank | None:
     return Rank(save.seal.base, save.seal.seq, not save.seal.fenced, save.sealed_at)
 
 
-class Named(NamedTuple):
-    """The settled saves of one name. highest: the seal of the one with the greatest rank."""
+# -- one save of a snapshot ----------------------------------------------------------------
 
-    ids: tuple[str, ...]
-    rank: Rank
-    highest: Seal
+
+def save_fields(save: SaveState) -> dict[str, Any]:
+    """One save of a snapshot as JSON values."""
+    return {
+        "save_id": save.save_id,
+        "seal": None if save.seal is None else body_fields(save.seal),
+        "sealed_at": save.sealed_at,
+        "aborted": save.aborted,
+        "decided": save.decided,
+        "deleted": save.deleted,
+        "gone": save.gone,
+        "pinned": save.pinned,
+    } | ({} if save.part is None else {"part": body_fields(save.part)})
+
+
+def save_from(raw: Mapping[str, Any]) -> SaveState:
+    """One save of a snapshot; what is wrong with it is raised as it comes."""
+    return SaveState(
+        component(raw["save_id"]),
+        None if raw["seal"] is None else body_from(Seal, raw["seal"]),
+        None if raw["sealed_at"] is None else number_from(raw["sealed_at"]),
+        flag_from(raw["aborted"]),
+        None if raw["decided"] is None else member(Outcome, raw["decided"]),
+        flag_from(raw["deleted"]),
+        flag_from(raw["gone"]),
+        flag_from(raw["pinned"]),
+        body_from(Part, raw["part"]) if "part" in raw else None,
+    )
+
+
+def number_from(value: Any) -> int:
+    """An entry's number: compared with others, and used to find that entry."""
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no entry number")
+    return value
+
+
+def flag_from(value: Any) -> bool:
+    """True or false, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+_encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+
+_IN_ALL_SAVES = [field.name for field in fields(SaveState) if field.name != "part"]
+_IN_ALL_SEALS = (
+    *("base", "domains", "references", "parts"),
+    *("save_id", "seq", "fenced", "name", "step", "artifact", "digest", "failure"),
+)
+_in_all_seals = operator.itemgetter(*_IN_ALL_SEALS)
+_TYPES = {
+    (list, list, list, list, str, int, bool, str, step, str, str, bool)
+    for step in (int, type(None))
+}
+_ARTIFACTS = frozenset(kind.value for kind in Kind)
+_STRINGS = {str}
+
+
+def _is_plainly_gone(raw: Mapping[str, Any]) -> bool:
+    """Whether a record of a snapshot can be kept as it lies there: the bytes of the save are gone, and
+    every field is as this version writes it. Whatever else it is, it is decoded and judged.
+    """
+    seal = raw["seal"]
+    if (
+        raw["gone"] is not True
+        or raw["deleted"] is not True
+        or raw["pinned"] is not False
+        or raw["aborted"] is not False
+        or raw["decided"] not in (None, Outcome.COMMITTED.value)
+        or type(raw["sealed_at"]) is not int
+        or type(seal) is not dict
+        or "part" in raw
+        or len(raw) != len(_IN_ALL_SAVES)
+    ):
+        return False
+    metrics, origins = seal.get("metrics", ()), seal.get("origins", ())
+    if len(seal) != len(_IN_ALL_SEALS) + ("metrics" in seal) + ("origins" in seal):
+        return False
+    try:
+        values = _in_all_seals(seal)
+    except KeyError:
+        return False
+    base, domains, references, parts = values[:4]
+    return (
+        tuple(map(type, values)) in _TYPES
+        and [*map(type, base)] == [int, str]
+        and not parts
+        and seal["artifact"] in _ARTIFACTS
+        and _STRINGS.issuperset(map(type, (*domains, *references, *origins)))
+        and all([*map(type, pair)] == [str, float] for pair in metrics)
+    )
+
+
+# -- the set of those that are settled -------------------------------------------------------
 
 
 class Layers(Generic[V]):
@@ -84,9 +191,11 @@ class Layers(Generic[V]):
                 return layer[key]
         return None
 
-    def with_item(self, key: str, value: V) -> Layers[V]:
-        """The same mapping with one item more; the value of a known key is replaced."""
-        *layers, last = [*self._layers, {key: value}]
+    def with_items(self, items: Mapping[str, V]) -> Layers[V]:
+        """The same mapping with these items; the value of a known key is replaced."""
+        if not items:
+            return self
+        *layers, last = [*self._layers, dict(items)]
         while layers and len(layers[-1]) <= len(last):
             last = {**layers.pop(), **last}
         return Layers((*layers, last))
@@ -100,52 +209,69 @@ class Layers(Generic[V]):
                 seen.update(layer)
 
 
-class Settled:
-    """A settled save, and its text in a snapshot once that was asked for: it never changes again."""
+class Settled(NamedTuple):
+    """The settled saves. texts: of each, by its id, what a snapshot says.
 
-    __slots__ = ("_text", "save")
+    names: of each name, the id with the greatest rank. others: of that id and of each that follows, the
+    next one of the same name. bases: the generations that a settled save was committed under. highest:
+    the greatest (base, seq) of one whose writer held the run. aborted, deleted: the last ones that other
+    domains may have to hear of.
+    """
 
-    def __init__(self, save: SaveState) -> None:
-        self.save = save
-        self._text: EncodedSave | None = None
+    texts: Layers[EncodedSave] = Layers()
+    names: Layers[str] = Layers()
+    others: Layers[str] = Layers()
+    bases: Layers[bool] = Layers()
+    highest: tuple[Generation, int] | None = None
+    size: int = 0
+    aborted: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
 
-    def text(self, encode: Callable[[SaveState], Mapping[str, Any]]) -> EncodedSave:
-        """The JSON object that a snapshot says of it."""
-        if self._text is None:
-            fields = encode(self.save)
-            self._text = EncodedSave(json.dumps(fields, sort_keys=True, separators=(",", ":")))
-        return self._text
+    def get(self, save_id: str) -> SaveState | None:
+        """What was known of a save when it was settled."""
+        text = self.texts.get(save_id)
+        return None if text is None else save_from(json.loads(text))
 
-    def __reduce__(self) -> tuple[type[Settled], tuple[SaveState]]:
-        return Settled, (self.save,)
+    def knows_name(self, name: str) -> bool:
+        """Whether one of them has that name."""
+        return self.names.get(name) is not None
 
+    def was_base(self, generation: Generation) -> bool:
+        """Whether one of them was committed under that generation."""
+        return self.bases.get(_key_of(generation)) is not None
 
-Index = tuple["Layers[Settled]", "Layers[Named]", "Layers[bool]"]
+    def newest_of(self, name: str) -> Seal | None:
+        """The seal with the greatest rank of a name."""
+        save_id = self.names.get(name)
+        found = None if save_id is None else self.get(save_id)
+        return None if found is None else found.seal
+
+    def ids_of(self, name: str) -> Iterator[str]:
+        """The ids of a name, the one with the greatest rank first."""
+        save_id = self.names.get(name)
+        while save_id is not None:
+            yield save_id
+            save_id = self.others.get(save_id)
 
 
 class Saves(Mapping[str, SaveState]):
     """Every save that a log heard of, by its id; settled ones first, each kind oldest first.
 
-    living: those that decisions walk. highest: the greatest (base, seq) of a settled save whose writer
-    held the run. waiting: living ones that are to be settled as soon as they say nothing of others.
-    count: of settled ones. index: the settled by id, by name, and what they began under; for Draft.
+    living: those that decisions walk. settled: the others. waiting: living ones that are to be settled
+    as soon as they say nothing of others.
     """
 
-    __slots__ = ("count", "highest", "index", "living", "waiting")
+    __slots__ = ("living", "settled", "waiting")
 
     def __init__(
         self,
         living: Mapping[str, SaveState] | None = None,
-        index: Index | None = None,
-        highest: tuple[Generation, int] | None = None,
+        settled: Settled | None = None,
         waiting: tuple[str, ...] = (),
-        count: int = 0,
     ) -> None:
         self.living: Mapping[str, SaveState] = {} if living is None else living
-        self.index: Index = (Layers(), Layers(), Layers()) if index is None else index
-        self.highest = highest
+        self.settled = Settled() if settled is None else settled
         self.waiting = waiting
-        self.count = count
 
     @classmethod
     def of(cls, saves: Iterable[SaveState]) -> Saves:
@@ -155,58 +281,71 @@ class Saves(Mapping[str, SaveState]):
             draft.put(save)
         return draft.saves()
 
-    def without_settled(self) -> Saves:
-        """The living ones, and what the others say together: enough to decide about a new save.
+    @classmethod
+    def read(cls, records: Iterable[Mapping[str, Any]]) -> Saves:
+        """The saves of a snapshot; what is wrong with one is raised as it comes."""
+        draft = Draft(cls())
+        for raw in records:
+            draft.put_record(raw)
+        return draft.saves()
 
-        For sending to another rank. A settled save is unknown there when it is asked for by its id.
+    def to_send(self, ids: Collection[str] = ()) -> Saves:
+        """The living ones, those of ``ids``, and what the others say together: enough to decide about
+        a new save. For sending to another rank: any other settled save is unknown there.
         """
-        _, names, bases = self.index
-        return Saves(self.living, (Layers(), names, bases), self.highest, self.waiting)
+        asked = {save_id: save for save_id in ids if (save := self.settled.get(save_id))}
+        kept = Settled(bases=self.settled.bases, highest=self.settled.highest)
+        return Saves({**asked, **self.living}, kept, self.waiting)
 
     def mapped(self, change: Callable[[SaveState], SaveState]) -> Saves:
-        """The same saves as equal values that ``change`` returns."""
-        return Saves.of(change(save) for save in self.values())
-
-    def named(self, name: str) -> Named | None:
-        """The settled saves of a name; None where it has none."""
-        return self.index[1].get(name)
+        """The same saves, the living ones as equal values that ``change`` returns."""
+        living = {save_id: change(save) for save_id, save in self.living.items()}
+        return Saves(living, self.settled, self.waiting)
 
     def knows_name(self, name: str) -> bool:
         """Whether a save of that name was ever sealed here."""
-        return self.named(name) is not None or any(
+        return self.settled.knows_name(name) or any(
             save.seal is not None and save.seal.name == name for save in self.living.values()
         )
 
-    def was_base(self, generation: Generation) -> bool:
-        """Whether a settled save was committed under that generation."""
-        return self.index[2].get(_key_of(generation)) is not None
+    def encoded(self) -> Iterator[EncodedSave]:
+        """What a snapshot says of each settled save; the text is made once in its life."""
+        texts = self.settled.texts
+        found = (texts.get(save_id) for save_id in texts if save_id not in self.living)
+        return (text for text in found if text is not None)
 
-    def encoded(self, encode: Callable[[SaveState], Mapping[str, Any]]) -> Iterator[EncodedSave]:
-        """What a snapshot says of each settled save; each is encoded once in its life."""
-        settled = self.index[0]
-        found = (settled.get(save_id) for save_id in settled if save_id not in self.living)
-        return (one.text(encode) for one in found if one is not None)
+    def names(self) -> set[str]:
+        """The names of all that was ever sealed here."""
+        lives = (save.seal.name for save in self.living.values() if save.seal is not None)
+        return {*self.settled.names, *lives}
+
+    def of_name(self, name: str) -> Iterator[SaveState]:
+        """All that was ever sealed here under a name."""
+        for save in self.living.values():
+            if save.seal is not None and save.seal.name == name:
+                yield save
+        yield from (self[save_id] for save_id in self.settled.ids_of(name))
 
     def __getitem__(self, save_id: str) -> SaveState:
         living = self.living.get(save_id)
         if living is not None:
             return living
-        found = self.index[0].get(save_id)
+        found = self.settled.get(save_id)
         if found is None:
             raise KeyError(save_id)
-        return found.save
+        return found
 
     def __contains__(self, save_id: object) -> bool:
         return save_id in self.living or (
-            isinstance(save_id, str) and self.index[0].get(save_id) is not None
+            isinstance(save_id, str) and self.settled.texts.get(save_id) is not None
         )
 
     def __iter__(self) -> Iterator[str]:
-        yield from (save_id for save_id in self.index[0] if save_id not in self.living)
+        yield from (save_id for save_id in self.settled.texts if save_id not in self.living)
         yield from self.living
 
     def __len__(self) -> int:
-        return self.count + len(self.living)
+        return self.settled.size + len(self.living)
 
     def __eq__(self, other: object) -> bool:
         """Equal when the saves are: which of them were settled yet says nothing about the log."""
@@ -224,18 +363,36 @@ def _key_of(generation: Generation) -> str:
     return f"{generation.number} {generation.nonce}"
 
 
+# -- folding into it ---------------------------------------------------------------------------
+
+
 def _may_settle(save: SaveState) -> bool:
     """Whether a save can be settled, as far as that depends on itself alone.
 
-    Parts stay living, and saves that have some: their home's word is looked for among them.
+    A part is settled with its whole, once the bytes of that went. Where the whole was given up its parts
+    stay living: whoever removes what they left walks them.
     """
-    if save.pinned or save.part is not None:
+    if save.pinned or save.part is not None or save.decided is Outcome.ABORTED:
         return False
     if save.seal is None:
         return save.aborted and not save.deleted
-    if save.seal.parts or save.decided is Outcome.ABORTED:
-        return False
     return save.deleted and save.gone
+
+
+class _Ended(NamedTuple):
+    """A save that may be settled. name, rank: of a sealed one. text: where a snapshot had it."""
+
+    save_id: str
+    name: str = ""
+    rank: Rank | None = None
+    is_elsewhere: bool = False
+    text: EncodedSave | None = None
+
+
+def _ended(save: SaveState) -> _Ended:
+    if save.seal is None:
+        return _Ended(save.save_id)
+    return _Ended(save.save_id, save.seal.name, rank_of(save), len(save.seal.everywhere) > 1)
 
 
 class _Open(NamedTuple):
@@ -254,47 +411,64 @@ class Draft:
     def __init__(self, base: Saves) -> None:
         self._base = base
         self._living: dict[str, SaveState] | None = None
-        self._settled, self._names, self._bases = base.index
-        self._highest, self._count = base.highest, base.count
+        self._records: dict[str, _Ended] = {}
+        self._settled = base.settled
         self._waiting = dict.fromkeys(base.waiting)
+        self._erased: set[str] = set()  # ids of those whose bytes went: they may have parts
 
     def get(self, save_id: str) -> SaveState:
         """What is known of a save; an empty state if nothing is."""
         living = self._base.living if self._living is None else self._living
         found = living.get(save_id)
-        if found is not None:
-            return found
-        settled = self._settled.get(save_id)
-        return SaveState(save_id) if settled is None else settled.save
+        if found is None and (record := self._records.get(save_id)) is not None:
+            return save_from(json.loads(record.text or ""))
+        return found or self._settled.get(save_id) or SaveState(save_id)
 
     def put(self, save: SaveState) -> None:
         """Replace what is known of a save."""
         if self._living is None:
             self._living = dict(self._base.living)
-        if save.save_id not in self._living and self._settled.get(save.save_id) is not None:
+        self._records.pop(save.save_id, None)
+        if save.save_id not in self._living and self._settled.texts.get(save.save_id) is not None:
             if _may_settle(save):
-                self._settled = self._settled.with_item(save.save_id, Settled(save))
+                text = EncodedSave(_encode(save_fields(save)))
+                texts = self._settled.texts.with_items({save.save_id: text})
+                self._settled = self._settled._replace(texts=texts)
                 return
-            self._count -= 1  # it matters again: a pin came after its bytes went
+            # It matters again: a pin came after its bytes went.
+            self._settled = self._settled._replace(size=self._settled.size - 1)
         self._living[save.save_id] = save
         if _may_settle(save):
             self._waiting[save.save_id] = None
         else:
             self._waiting.pop(save.save_id, None)
+        whole = save if save.part is None else self.get(save.part.of)
+        if whole.deleted and whole.gone:
+            self._erased.add(whole.save_id)
+
+    def put_record(self, raw: Mapping[str, Any]) -> None:
+        """Put one save of a snapshot; what is wrong with it is raised as it comes."""
+        save_id = component(raw["save_id"])
+        living = self._living or ()
+        if save_id in self._records or save_id in living or not _is_plainly_gone(raw):
+            self.put(save_from(raw))
+            return
+        if self._living is None:
+            self._living = dict(self._base.living)
+        seal = raw["seal"]
+        base = Generation(*seal["base"])
+        rank = Rank(base, seal["seq"], not seal["fenced"], raw["sealed_at"])
+        text = EncodedSave(_encode(raw))
+        name, elsewhere = component(seal["name"]), len(seal["domains"]) > 1
+        self._records[save_id] = _Ended(save_id, name, rank, elsewhere, text)
 
     def saves(self) -> Saves:
         """The value, with everything settled that does not matter any more."""
         if self._living is None:
             return self._base
-        if self._waiting:
+        if self._waiting or self._records or self._erased:
             self._settle(self._living)
-        return Saves(
-            self._living,
-            (self._settled, self._names, self._bases),
-            self._highest,
-            tuple(self._waiting),
-            self._count,
-        )
+        return Saves(self._living, self._settled, tuple(self._waiting))
 
     def _settle(self, living: dict[str, SaveState]) -> None:
         """Settle what waits for it, but for what still says something of others.
@@ -303,9 +477,11 @@ class Draft:
         whose name an older one has bytes: it says that the older one is not the newest of its name.
         """
         ranks = {save_id: rank for save_id, save in living.items() if (rank := rank_of(save))}
+        records = self._records.items()
+        sealed = ranks | {save_id: one.rank for save_id, one in records if one.rank is not None}
         last = {
-            max(ranks, key=ranks.__getitem__, default=""),
-            max(ranks, key=lambda save_id: ranks[save_id].sealed_at, default=""),
+            max(sealed, key=sealed.__getitem__, default=""),
+            max(sealed, key=lambda save_id: sealed[save_id].sealed_at, default=""),
         }
         older: dict[str, _Open] = {}
         for save_id, rank in ranks.items():
@@ -315,29 +491,85 @@ class Draft:
                 older[save.seal.name] = _Open(
                     min(known.rank, rank), min(known.sealed_at, rank.sealed_at)
                 )
-        for save_id in [*self._waiting]:
-            save, own = living[save_id], ranks.get(save_id)
-            if save.seal is not None:
-                kept = older.get(save.seal.name)
-                if own is None or save_id in last:
-                    continue
-                if kept is not None and (kept.rank < own or kept.sealed_at < own.sealed_at):
-                    continue
-                self._remember(save.seal, own)
-            self._settled = self._settled.with_item(save_id, Settled(save))
-            self._count += 1
-            del living[save_id], self._waiting[save_id]
 
-    def _remember(self, seal: Seal, rank: Rank) -> None:
-        """What a committed save says when nobody looks at it any more."""
-        known = self._names.get(seal.name)
-        named = Named((seal.save_id,), rank, seal)
-        if known is not None:
-            ids = (*known.ids, seal.save_id)
-            named = Named(ids, rank, seal) if rank > known.rank else known._replace(ids=ids)
-        self._names = self._names.with_item(seal.name, named)
-        if self._bases.get(_key_of(seal.base)) is None:
-            self._bases = self._bases.with_item(_key_of(seal.base), value=True)
-        if seal.fenced:
-            place = (seal.base, seal.seq)
-            self._highest = place if self._highest is None else max(self._highest, place)
+        def stays(one: _Ended) -> bool:
+            if one.rank is None:
+                return bool(one.name)
+            kept = older.get(one.name)
+            below = kept is not None and (
+                kept.rank < one.rank or kept.sealed_at < one.rank.sealed_at
+            )
+            return below or one.save_id in last
+
+        ended = [one for save_id in self._waiting if not stays(one := _ended(living[save_id]))]
+        for save_id, record in records:
+            if stays(record):
+                living[save_id] = self.get(save_id)
+                self._waiting[save_id] = None
+            else:
+                ended.append(record)
+        # What became of a part is what became of its whole.
+        ended += [
+            _Ended(save_id)
+            for save_id, save in living.items()
+            if save.part is not None and save.part.of in self._erased and not save.pinned
+        ]
+        self._settled = _with_ended(self._settled, ended, living)
+        for one in ended:
+            living.pop(one.save_id, None)
+            self._waiting.pop(one.save_id, None)
+
+
+def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveState]) -> Settled:
+    """The settled saves with these."""
+    if not ended:
+        return known
+    texts, bases = dict[str, EncodedSave](), dict[str, bool]()
+    tops, others = dict[str, _Ended](), dict[str, str]()
+    highest, aborted, deleted = known.highest, [*known.aborted], [*known.deleted]
+    for one in ended:
+        save = living.get(one.save_id)
+        if one.text is None and save is not None:
+            texts[one.save_id] = EncodedSave(_encode(save_fields(save)))
+        elif one.text is not None:
+            texts[one.save_id] = one.text
+        if one.is_elsewhere:
+            deleted.append(one.save_id)
+        if one.rank is None:
+            if save is not None and save.part is None:
+                aborted.append(one.save_id)
+            continue
+        top = tops.get(one.name) or _top_of(known, one.name)
+        if top is None or top.rank is None or one.rank > top.rank:
+            tops[one.name] = one
+            if top is not None:
+                others[one.save_id] = top.save_id
+        else:
+            tops[one.name] = top
+            after = others.get(top.save_id) or known.others.get(top.save_id)
+            if after is not None:
+                others[one.save_id] = after
+            others[top.save_id] = one.save_id
+        bases[_key_of(one.rank.base)] = True
+        if not one.rank.is_plain:
+            place = (one.rank.base, one.rank.seq)
+            highest = place if highest is None else max(highest, place)
+    fresh = {key: True for key in bases if known.bases.get(key) is None}
+    names = {name: top.save_id for name, top in tops.items()}
+    return Settled(
+        known.texts.with_items(texts),
+        known.names.with_items(names),
+        known.others.with_items(others),
+        known.bases.with_items(fresh),
+        highest,
+        known.size + len(ended),
+        tuple(aborted[-LAST_ENDED:]),
+        tuple(deleted[-LAST_ENDED:]),
+    )
+
+
+def _top_of(known: Settled, name: str) -> _Ended | None:
+    """The settled save of a name with the greatest rank."""
+    save_id = known.names.get(name)
+    found = None if save_id is None else known.get(save_id)
+    return None if found is None else _ended(found)

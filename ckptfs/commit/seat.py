@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ckptfs.commit.background import Background
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG
+from ckptfs.commit.protocol import unsent
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
 
-__all__ = ["TOUCH_AFTER_S", "Common", "Seat"]
+__all__ = ["TOUCH_AFTER_S", "Common", "Seat", "View", "step_with_views"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+View = tuple[str, LogState]
 
 TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
 
@@ -98,3 +106,38 @@ class Seat:
             self.storage.touch(LOG)
         except OSError:
             return  # it only makes readers see sooner what is committed already
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Saves that the coordinator must know of from every log before it can decide."""
+
+    ids: frozenset[str]
+
+
+def step_with_views(
+    control: Control,
+    label: str,
+    look: Callable[[Collection[str]], T],
+    view_of: Callable[[T], View | None],
+    decide: Callable[[Sequence[T]], R],
+    *,
+    also: Callable[[Sequence[T]], Collection[str]] = lambda _: (),
+) -> R:
+    """Collective. A control step that decides about logs of which only what lives is sent.
+
+    look: on every rank, what it tells; where it owns a log, with ``state.to_send(ids)``. view_of: the
+    log in that. A second step asks for what may be settled in one log and lives in another; between two
+    crashes there is nothing of the kind. also: further saves that every log must be asked for.
+    """
+
+    def first(found: list[T]) -> R | _Ask:
+        views = dict(view for one in found if (view := view_of(one)) is not None)
+        ids = unsent(views, also(found))
+        return _Ask(ids) if ids else decide(found)
+
+    answer: R | _Ask = control.step(label, lambda: look(()), first)
+    if isinstance(answer, _Ask):
+        ids = answer.ids
+        return control.step(label, lambda: look(ids), decide)
+    return answer

@@ -134,12 +134,7 @@ def choose(views: Views, request: RestoreRequest) -> Choice:
         tuple(step for s in named if (step := request.step_of(s.name)) is not None),
         {why: names for why, names in unfit.items() if names},
         frozenset(origin_of(save_id) for view in views.values() for save_id in view.saves),
-        frozenset(
-            save.seal.name
-            for view in views.values()
-            for save in view.saves.values()
-            if save.seal is not None
-        ),
+        frozenset[str]().union(*(view.saves.names() for view in views.values())),
     )
 
 

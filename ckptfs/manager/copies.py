@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from ckptfs.commit.opening import Place, agree_uri, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog
 from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Known, Seat
+from ckptfs.commit.seat import Known, Seat, View, step_with_views
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, StateError
 from ckptfs.events import SaveResult
 from ckptfs.manager.copy_plan import Every, Policy, can_be_copied
@@ -267,10 +267,10 @@ class Copier:
         with self._lock:
             before = frozenset(self._known)
 
-        def gather(found: Sequence[tuple[str, LogState] | None]) -> None:
+        def gather(found: Sequence[View | None]) -> None:
             kept.append(dict(f for f in found if f is not None))
 
-        self._control.step("copy: look", self._look, gather)
+        step_with_views(self._control, "copy: look", self._look, lambda view: view, gather)
         views = kept[0] if kept else {}
         left = [name for drain in self._drains for name in drain.round(views, urgent=urgent)]
         lives = {x.seal.save_id for x in catalog(views) if can_be_copied(x.seal)}
@@ -289,24 +289,26 @@ class Copier:
             self._told = True
             logger.warning("checkpoints of several parts are not copied: %s", parts[-1])
 
-    def _look(self) -> tuple[str, LogState] | None:
+    def _look(self, ids: Collection[str]) -> View | None:
         if not self._source.placement.is_owner:
             return None
         known = self._source.known.state if self._source.caps.exclusive_create else None
         state = drive(catch_up(known), self._source.storage)
         self._source.known.learn(state)
-        return self._source.placement.mine.id, state
+        # How far a copy came is found once in all that ever was, and known from then on.
+        whole = not all(drain.is_planned for drain in self._drains)
+        return self._source.placement.mine.id, state if whole else state.to_send(ids)
 
     def _first_known(self, seat: Seat) -> set[str]:
         """Collective. All live saves wait, until the catalogs were compared."""
         kept: list[set[str]] = []
 
-        def gather(found: Sequence[tuple[str, LogState] | None]) -> None:
+        def gather(found: Sequence[View | None]) -> None:
             views = dict(f for f in found if f is not None)
             seals = [live.seal for live in catalog(views)]
             kept.append({seal.save_id for seal in seals if can_be_copied(seal)})
 
-        seat.control.step("copy: what there is", self._look, gather)
+        step_with_views(seat.control, "copy: what there is", self._look, lambda view: view, gather)
         return kept[0] if kept else set()
 
 

@@ -21,7 +21,16 @@ from enum import Enum
 
 from ckptfs.commit.entries import Generation, Kind, Seal
 from ckptfs.commit.fold import LogState, SaveState
-from ckptfs.commit.protocol import Views, catalog, history
+from ckptfs.commit.protocol import (
+    Key,
+    Standing,
+    Views,
+    catalog,
+    living,
+    order_key,
+    seal_of,
+    standing,
+)
 from ckptfs.commit.resuming import AGAIN, origin_of
 from ckptfs.commit.saves import Saves
 from ckptfs.manager.retention import Keep, plan_retention
@@ -30,11 +39,13 @@ __all__ = [
     "Every",
     "One",
     "Policy",
+    "Reached",
     "Todo",
     "can_be_copied",
     "fresh_id",
     "origin_of",
     "plan_copies",
+    "reached",
 ]
 
 
@@ -63,13 +74,28 @@ class One:
 
 
 @dataclass(frozen=True, slots=True)
+class Reached:
+    """The last save, in the primary's commit order, that a copy ever held. key: its place; None where
+    there was none.
+    """
+
+    key: Key | None = None
+
+    def with_save(self, seal: Seal, primary: Views) -> Reached:
+        """After that one was copied."""
+        key = order_key(seal, primary)
+        return Reached(key if self.key is None else max(self.key, key))
+
+
+@dataclass(frozen=True, slots=True)
 class Todo:
     """What to copy, oldest commit first; settled: live saves of the primary that need no copy (any
-    more).
+    more). reached: before that.
     """
 
     copies: tuple[One, ...] = ()
     settled: frozenset[str] = frozenset()
+    reached: Reached = Reached()
 
 
 def can_be_copied(seal: Seal) -> bool:
@@ -95,13 +121,20 @@ def plan_copies(
     *,
     given_up: Collection[str] = (),
     tried: Collection[str] = (),
+    before: Reached | None = None,
 ) -> Todo:
     """What to copy next, by the folded logs of both places.
 
-    given_up: save_ids that cannot be copied. tried: ids of copies that this process began.
+    given_up: save_ids that cannot be copied. tried: ids of copies that this process began. before: how
+    far the copy came when it was last planned for; without it both logs are walked from their beginning.
     """
     lives = [live.seal for live in catalog(primary)]
-    pending = _pending([seal for seal in lives if can_be_copied(seal)], primary, copy)
+    came = reached(primary, copy, before)
+    pending = [
+        seal
+        for seal in lives
+        if can_be_copied(seal) and (came.key is None or order_key(seal, primary) > came.key)
+    ]
     wanted = [seal for seal in pending if seal.save_id not in given_up]
     match policy.every:
         case Every.LATEST:
@@ -114,16 +147,25 @@ def plan_copies(
     return Todo(
         tuple(One(seal, fresh_id(seal.save_id, copy, tried)) for seal in wanted),
         frozenset(seal.save_id for seal in lives if seal.save_id not in ids),
+        came,
     )
 
 
-def _pending(lives: Sequence[Seal], primary: Views, copy: Views) -> list[Seal]:
-    """Live saves that came after the last one that the copy ever held."""
-    held = {origin_of(live.seal.save_id) for live in history(copy)}
-    order = [live.seal.save_id for live in history(primary)]
-    last = max((at for at, save_id in enumerate(order) if save_id in held), default=-1)
-    later = set(order[last + 1 :])
-    return [seal for seal in lives if seal.save_id in later]
+def reached(primary: Views, copy: Views, before: Reached | None = None) -> Reached:
+    """How far the copy came. Of what is new since ``before``, only what lives in it can have been
+    copied: whoever copies holds the copy's run.
+    """
+    ids = living(copy) if before else {save_id for view in copy.values() for save_id in view.saves}
+    came = before or Reached()
+    held = (Standing.COMMITTED, Standing.DELETED)
+    for save_id in ids:
+        seal = seal_of(save_id, copy)
+        if seal is None or standing(save_id, copy) not in held:
+            continue
+        original = seal_of(origin_of(save_id), primary)
+        if original is not None and standing(original.save_id, primary) in held:
+            came = came.with_save(original, primary)
+    return came
 
 
 def _kept(wanted: Sequence[Seal], copy: Views, policy: Policy) -> set[str]:

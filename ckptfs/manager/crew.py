@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog, name_taken
 from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.commit.spec import IfExists
 from ckptfs.commit.tickets import Decision, SealedPart, Ticket, begin_parts
 from ckptfs.dcp.async_api import Aside, begin_aside, submit_pending
@@ -192,20 +192,19 @@ class Crew:
     def _earlier_in(self, seat: Seat, look: Callable[[], LogState | None]) -> bool:
         """Collective. Whether other jobs saved there what has this manager's names."""
 
-        def local() -> tuple[str, LogState] | None:
+        def local(ids: Collection[str]) -> View | None:
             state = look() if seat.placement.is_owner else None
-            if state is None:
-                return None
-            return seat.placement.mine.id, state.to_send(len(seat.placement.domains))
+            return None if state is None else (seat.placement.mine.id, state.to_send(ids))
 
-        def decide(found: Sequence[tuple[str, LogState] | None]) -> bool:
+        def decide(found: Sequence[View | None]) -> bool:
             views = dict(one for one in found if one is not None)
             seals = _earlier(views, self.run.generation)
             seals = [seal for seal in seals if self._settings.names.is_ours(seal)]
             self._earlier += seals
             return bool(seals)
 
-        return seat.control.step("what earlier jobs saved", local, decide)
+        label = "what earlier jobs saved"
+        return step_with_views(seat.control, label, local, lambda view: view, decide)
 
     def _tell_replaced(self, name: str) -> None:
         """Coordinator: a line in the log where a save is about to replace an earlier job's."""

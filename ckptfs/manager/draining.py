@@ -18,7 +18,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from ckptfs.commit.opening import Place, agree_uri, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog
 from ckptfs.commit.run import Caller, Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.dcp.copying import copy_checkpoint
 from ckptfs.errors import (
     CkptfsError,
@@ -42,7 +42,7 @@ from ckptfs.errors import (
     ManifestError,
 )
 from ckptfs.events import CopyCommitted, CopyFailed, Event, Retained
-from ckptfs.manager.copy_plan import One, Policy, Todo, can_be_copied, plan_copies
+from ckptfs.manager.copy_plan import One, Policy, Reached, Todo, can_be_copied, plan_copies
 from ckptfs.manager.erasing import Clock, Rest, Tell, known_of
 from ckptfs.manager.retiring import Retirer
 from ckptfs.uri import Uri
@@ -79,22 +79,26 @@ class _Said:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Whether there is anything to do now. waits: names of the saves that wait for this copy."""
+    """Whether there is anything to do now. waits: names of the saves that wait for this copy; ids:
+    theirs.
+    """
 
     rests: bool
     waits: tuple[str, ...]
+    ids: tuple[str, ...] = ()
 
 
 @dataclass
 class _Tries:
     """What came of earlier tries. Only the coordinator plans, so only its settled and rest count.
 
-    ids: that were tried. settled: save_ids that need no copy any more.
+    ids: that were tried. settled: save_ids that need no copy any more. reached: how far the copy came.
     """
 
     ids: set[str] = field(default_factory=set)
     damaged: Counter[str] = field(default_factory=Counter)
     settled: set[str] = field(default_factory=set)
+    reached: Reached | None = None
     rest: Rest = field(default_factory=Rest)
 
 
@@ -110,6 +114,7 @@ class Drain:
         self._retirer: Retirer | None = None
         self._tries = _Tries()
         self._lost = False
+        self.is_planned = False  # equal on all ranks: from now on what lives is enough to plan by
 
     def is_settled(self, save_id: str) -> bool:
         """Whether a save of the primary need not wait for this copy (any more); coordinator only."""
@@ -128,17 +133,20 @@ class Drain:
             return turn.waits
         try:
             run = self._opened()
-            copies = control.step(
+            copies = step_with_views(
+                control,
                 "copy: plan",
-                lambda: _survey(run.seat),
+                lambda ids: self._survey(run.seat, (*ids, *turn.ids)),
+                lambda view: view,
                 lambda found: self._plan(views, _views(found), run),
             ).copies
+            self.is_planned = True
         except CkptfsError as error:
             self._cannot_open(error)
             return turn.waits
         left = [one.seal.name for one in copies]
         for one in copies:
-            if not self._copy(one, run):
+            if not self._copy(one, run, views):
                 break
             left.pop(0)
         return tuple(left)
@@ -153,22 +161,32 @@ class Drain:
     # -- on the coordinator ---------------------------------------------------------------
 
     def _turn(self, views: Views, said: Sequence[_Said]) -> _Turn:
-        waits = tuple(
-            x.seal.name
+        waits = [
+            x.seal
             for x in catalog(views)
             if can_be_copied(x.seal) and not self.is_settled(x.seal.save_id)
-        )
+        ]
         rests = self._clock() < self._tries.rest.until_s and not any(s.urgent for s in said)
-        return _Turn(rests or not waits or any(s.stopped for s in said), waits)
+        return _Turn(
+            rests or not waits or any(s.stopped for s in said),
+            tuple(seal.name for seal in waits),
+            tuple(seal.save_id for seal in waits),
+        )
 
     def _plan(self, views: Views, there: Views, run: Run) -> Todo:
         if any(view.generation > run.generation for view in there.values()):
             raise FencedError("another job took the copy's run", uri=run.uri)
         given_up = [s for s, n in self._tries.damaged.items() if n >= self._goal.attempts]
         todo = plan_copies(
-            views, there, self._goal.policy, given_up=given_up, tried=self._tries.ids
+            views,
+            there,
+            self._goal.policy,
+            given_up=given_up,
+            tried=self._tries.ids,
+            before=self._tries.reached,
         )
         self._tries.settled |= todo.settled
+        self._tries.reached = todo.reached
         return Todo(todo.copies)  # the rest is for the coordinator alone
 
     # -- on every rank --------------------------------------------------------------------
@@ -197,7 +215,14 @@ class Drain:
             )
         return self._run
 
-    def _copy(self, one: One, run: Run) -> bool:
+    def _survey(self, seat: Seat, ids: Collection[str]) -> View | None:
+        if not seat.placement.is_owner:
+            return None
+        state = drive(catch_up_again(known_of(seat)), seat.storage)
+        seat.known.learn(state)
+        return seat.placement.mine.id, state.to_send(ids) if self.is_planned else state
+
+    def _copy(self, one: One, run: Run, views: Views) -> bool:
         """Copy one save; whether to go on with the next."""
         self._tries.ids.add(one.save_id)
         try:
@@ -212,6 +237,8 @@ class Drain:
         except CkptfsError as error:
             return self._failed(one, error)
         self._tries.settled.add(one.seal.save_id)
+        if self._tries.reached is not None:
+            self._tries.reached = self._tries.reached.with_save(one.seal, views)
         self._tries.rest = Rest()
         uri = str(self._source.storage.uri(one.seal.name))
         logger.info("%s is copied to %s", uri, result.uri)
@@ -264,15 +291,7 @@ class Drain:
             self._tell(event)
 
 
-def _survey(seat: Seat) -> tuple[str, LogState] | None:
-    if not seat.placement.is_owner:
-        return None
-    state = drive(catch_up_again(known_of(seat)), seat.storage)
-    seat.known.learn(state)
-    return seat.placement.mine.id, state
-
-
-def _views(found: Sequence[tuple[str, LogState] | None]) -> dict[str, LogState]:
+def _views(found: Sequence[View | None]) -> dict[str, LogState]:
     return dict(f for f in found if f is not None)
 
 

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ckptfs.commit.decisions import Refusal
 from ckptfs.commit.entries import Seal
@@ -26,7 +27,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Standing, Views, catalog, living, seal_of, standing
 from ckptfs.commit.retire import pin, retire, waiting
 from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.errors import (
     CkptfsError,
     CommitInDoubtError,
@@ -51,6 +52,8 @@ __all__ = ["Retirer"]
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 ENTRY_S = 10.0  # how long an entry is tried that nobody waits for: the next commit tries again
 
 
@@ -60,7 +63,7 @@ class _Said:
     the run has come to.
     """
 
-    view: tuple[str, LogState] | None
+    view: View | None
     roots: frozenset[str]
     at: int | None = None
 
@@ -138,7 +141,7 @@ class Retirer:
             if all(live.seal.save_id != save_id for live in catalog(_views(said))):
                 raise _not_live(save_id, where)
 
-        seat.control.step("pin", lambda: self._survey(seat, ()), live)
+        self._step_with_logs(seat, "pin", (), live)
 
         def enter() -> Refusal | None:
             if not _holds(seat, save_id):
@@ -177,7 +180,7 @@ class Retirer:
                 raise StateError(f"{found[0].name} is not deleted: {why}", uri=where)
             return Going(found[0], "deleted by name")
 
-        going = seat.control.step("delete", lambda: self._survey(seat, ()), let_go)
+        going = self._step_with_logs(seat, "delete", (), let_go)
 
         def enter() -> Refusal | None:
             if not _holds(seat, save_id):
@@ -248,19 +251,34 @@ class Retirer:
     # -- the two collective steps -------------------------------------------------------
 
     def _retain(self, seat: Seat, roots: Collection[str], at: int | None) -> Retained:
-        verdict = seat.control.step("retain", lambda: self._survey(seat, roots, at), self._decide)
+        verdict = self._step_with_logs(seat, "retain", roots, self._decide, at)
         if verdict.going or verdict.halfway or verdict.pins:
             # A barrier: whoever returns from a save sees a log without what it let go.
             seat.control.step("retire", lambda: self._enter_all(seat, verdict))
         names = tuple(str(seat.storage.uri(going.seal.name)) for going in verdict.going)
         return Retained(verdict.kept, names)
 
-    def _survey(self, seat: Seat, roots: Collection[str], at: int | None = None) -> _Said:
+    def _step_with_logs(
+        self,
+        seat: Seat,
+        label: str,
+        roots: Collection[str],
+        decide: Callable[[Sequence[_Said]], R],
+        at: int | None = None,
+    ) -> R:
+        def look(ids: Collection[str]) -> _Said:
+            return self._survey(seat, roots, ids, at)
+
+        return step_with_views(seat.control, label, look, lambda said: said.view, decide)
+
+    def _survey(
+        self, seat: Seat, roots: Collection[str], ids: Collection[str], at: int | None
+    ) -> _Said:
         view = None
         if seat.placement.is_owner:
             state = drive(catch_up_again(known_of(seat)), seat.storage)
             seat.known.learn(state)
-            view = (seat.placement.mine.id, state.to_send(len(seat.placement.domains)))
+            view = (seat.placement.mine.id, state.to_send(ids))
         return _Said(view, frozenset(roots), at)
 
     def _decide(self, said: Sequence[_Said]) -> _Verdict:

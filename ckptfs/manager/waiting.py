@@ -37,7 +37,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Live, Views, catalog, commits, history
+from ckptfs.commit.protocol import Live, Views, catalog, commits, history, order_key, seal_of
 from ckptfs.commit.unlogged import Unlogged, check_unlogged
 from ckptfs.errors import (
     AccessError,
@@ -225,16 +225,18 @@ def newer_than(after: After, kind: Kind, views: Views) -> Live | None:
     if not lives:
         return None
     # Deleted and replaced ones too: what was seen may be gone by now, its place in the order is not.
-    seen = [live.key for live in commits(views) if _is(live, after, kind)]
-    if not seen and after is not None:
+    if isinstance(after, Checkpoint):
+        seal = None if after.save_id is None else seal_of(after.save_id, views)
+        seen = [] if seal is None else [order_key(seal, views)]
+    else:
+        seen = [live.key for live in commits(views) if _is(live, after, kind)]
+    if not seen and isinstance(after, int):
         seen = [live.key for live in history(views) if _is(live, after, kind)]
     return lives[-1] if not seen or lives[-1].key > seen[-1] else None
 
 
-def _is(live: Live, after: After, kind: Kind) -> bool:
-    if isinstance(after, Checkpoint):
-        return live.seal.save_id == after.save_id
-    return after is not None and live.seal.artifact is kind and live.seal.step == after
+def _is(live: Live, step: int | None, kind: Kind) -> bool:
+    return step is not None and live.seal.artifact is kind and live.seal.step == step
 
 
 class _End:

@@ -113,8 +113,7 @@ def _doomed(
 
 def _saves_of(look: Look, name: str) -> list[SaveState]:
     """Of all views, the sealed saves of a name."""
-    saves = [save for view in look.views.values() for save in view.saves.values()]
-    return [save for save in saves if save.seal is not None and save.seal.name == name]
+    return [save for view in look.views.values() for save in view.saves.of_name(name)]
 
 
 def _elsewhere(look: Look, saves: Sequence[SaveState]) -> tuple[str, ...]:

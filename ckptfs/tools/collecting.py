@@ -41,7 +41,7 @@ from ckptfs.commit.log import catch_up
 from ckptfs.commit.looking import Look, looking_at
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
-from ckptfs.commit.protocol import history
+from ckptfs.commit.protocol import commits
 from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.commit.trash import move_to_trash, trash_of
@@ -210,8 +210,11 @@ def _refuse(look: Look, before: Collected) -> None:
             uri=look.root,
             hint="wait for it, or say --older-than 0s if nobody saves or copies there now",
         )
-    used = {live.seal.base for live in history(look.views)}
-    if state.fence.mode is FenceMode.OVERWRITE and state.generation not in used:
+    lives = commits(look.views)
+    used = state.saves.settled.was_base(state.generation) or any(
+        live.seal.base == state.generation for live in lives
+    )
+    if state.fence.mode is FenceMode.OVERWRITE and not used:
         raise RunBusyError(
             'prepared with mode="overwrite", and nothing was committed since',
             uri=look.root,

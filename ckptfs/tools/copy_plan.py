@@ -130,8 +130,7 @@ def what_is(at: Uri, place: Place) -> Subject:
     options = place.storage_options
     if at.name:
         with looking_at(at.parent, options) as look:
-            known = {s.seal.name for v in look.views.values() for s in v.saves.values() if s.seal}
-            if at.name in known:
+            if any(view.saves.knows_name(at.name) for view in look.views.values()):
                 return Subject.CHECKPOINT
             with contextlib.suppress(NotFoundError):
                 drive(unlogged(at.name, look.views, look.root), look.storage)
@@ -336,10 +335,7 @@ def _may_replace(here: Lookout, item: Item, what: str) -> None:
 
 def _was_there(here: Lookout, item: Item) -> bool:
     return any(
-        save.seal is not None
-        and save.seal.name == item.name
-        and origin_of(save.save_id) == item.origin
-        and not save.aborted
+        origin_of(save.save_id) == item.origin and not save.aborted
         for view in here.target.values()
-        for save in view.saves.values()
+        for save in view.saves.of_name(item.name)
     )

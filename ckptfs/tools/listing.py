@@ -30,6 +30,7 @@ from ckptfs.commit.protocol import (
     catalog,
     commits,
     hidden,
+    living,
     seal_of,
     standing,
     used_overwrites,
@@ -134,7 +135,7 @@ def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
     order = {one.seal.save_id: at for at, one in enumerate(lives)}
     names = {one.save_id: one.name for one in attempts}
     found: list[tuple[int, _Candidate]] = []
-    for save_id in dict.fromkeys(s for view in look.views.values() for s in view.saves):
+    for save_id in dict.fromkeys([*living(look.views), *names]):
         seal = seal_of(save_id, look.views)
         if standing(save_id, look.views) is Standing.ABORTED:
             name = names.get(save_id, "") if seal is None else seal.name

@@ -147,7 +147,7 @@ class _Finder:
 
     def deleted(self) -> Iterator[Found]:
         """Saves whose delete is in the log and whose bytes are here."""
-        for save in self._state.saves.values():
+        for save in self._state.saves.living.values():
             if save.seal is None or save.gone:
                 continue
             if standing(save.save_id, self._look.views) is Standing.DELETED:
@@ -203,7 +203,7 @@ class _Finder:
             and entry.name not in (CONTROL, SHARED)
             and not is_link(self._storage, entry.name)
         ]
-        known = {s.seal.name for s in self._state.saves.values() if s.seal is not None}
+        known = self._state.saves.names()
         inside = side_by_side(partial(listed, self._storage), tops)
         for top, entries in zip(tops, inside, strict=True):
             for entry in entries:

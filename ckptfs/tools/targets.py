@@ -246,7 +246,8 @@ def _is_there(storage: Storage, key: str) -> bool:
 
 
 def _doubts(storage: Storage, views: Mapping[str, LogState]) -> Iterator[Doubt]:
-    for save_id, save in {s: v for view in views.values() for s, v in view.saves.items()}.items():
+    living = {s: v for view in views.values() for s, v in view.saves.living.items()}
+    for save_id, save in living.items():
         if save.seal is None or standing(save_id, views) is not Standing.IN_DOUBT:
             continue
         lost = sorted(set(save.seal.domains) - set(views))

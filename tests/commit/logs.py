@@ -6,8 +6,19 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from ckptfs.commit.entries import Body, Fence, FenceMode, Generation, Kind, Seal
-from ckptfs.commit.fold import LogState, fold_entry
+from ckptfs.commit.entries import (
+    Body,
+    Entry,
+    Fence,
+    FenceMode,
+    Generation,
+    Kind,
+    Seal,
+    Snapshot,
+    decode_entry,
+    encode_entry,
+)
+from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
 from ckptfs.commit.log import Appended, append, make_log
 from ckptfs.commit.ops import drive
 from ckptfs.storage.base import Shape, Storage
@@ -47,6 +58,13 @@ def folded(*bodies: Body) -> LogState:
     for body in bodies:
         state = fold_entry(state, body)
     return state
+
+
+def reread(state: LogState) -> LogState:
+    """The same state, as who reads its snapshot finds it."""
+    entry = decode_entry(encode_entry(Entry("w", snapshot_of(state))), "a snapshot")
+    assert isinstance(entry.body, Snapshot)
+    return state_from_snapshot(state.next, entry.body)
 
 
 def fence(generation: Generation, mode: FenceMode = FenceMode.RESUME) -> Fence:

@@ -16,7 +16,8 @@ from ckptfs.commit.beside import list_unlogged
 from ckptfs.commit.catalog import find
 from ckptfs.commit.claim import claim
 from ckptfs.commit.decisions import may_abort, may_seal, may_seal_part
-from ckptfs.commit.entries import Abort, Decided, Delete, Outcome, Part, PartRef
+from ckptfs.commit.entries import Abort, Decided, Delete, Gone, Outcome, Part, PartRef
+from ckptfs.commit.fold import fold_entries, fold_entry
 from ckptfs.commit.layout import ATTEMPTS
 from ckptfs.commit.locate import locate
 from ckptfs.commit.log import catch_up
@@ -45,7 +46,7 @@ from ckptfs.testing.faults import Action, Fail, Fault, FaultyStorage, Lose, Plan
 from ckptfs.testing.world import simulate
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
-from tests.commit.logs import G1, G2, fence, folded, seal
+from tests.commit.logs import G1, G2, fence, folded, reread, seal
 from tests.crash import rig
 from tests.crash.cast import HOME, NAME_OF, PARTS, ROOT, Cast, contents, save_part
 
@@ -169,6 +170,27 @@ def test_a_word_stands_for_homes_log() -> None:
     assert state.save("bad").aborted
     assert state.save("gone").deleted
     assert not {"open", "not ours"} & set(state.saves)
+
+
+def test_a_word_tells_of_what_ended_without_walking_it() -> None:
+    """Settled ones too, as many as a word holds, and only of what other disks may hold a part of."""
+    state = folded(fence(G1))
+    for n in range(300):
+        ref = replace(WHOLE.parts[0], save_id=f"p{n}")
+        whole = seal(f"s{n}", f"step_{n}", seq=n + 1, parts=(ref,))
+        other = seal(f"here{n}", f"other_{n}", seq=n + 1)
+        state = fold_entries(
+            state,
+            [Abort(f"bad{n}", G1)]
+            + [body for one in (other, whole) for body in (one, Delete(one.save_id, G1))]
+            + [Gone(other.save_id, G1), Gone(whole.save_id, G1)],
+        )
+    state = fold_entry(state, seal("last", seq=301))
+    assert set(state.saves.living) == {"last"}
+    word = word_of("A", "host-a", state)
+    assert word.deleted == tuple(f"s{n}" for n in range(300 - 256, 300))
+    assert word.aborted == tuple(f"bad{n}" for n in range(300 - 256, 300))
+    assert word_of("A", "host-a", reread(state)) == word
 
 
 def test_a_word_is_short_where_all_parts_lie_at_home() -> None:

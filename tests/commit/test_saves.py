@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -17,7 +18,6 @@ from ckptfs.commit.entries import (
     Body,
     Decided,
     Delete,
-    Entry,
     Fence,
     FenceMode,
     Generation,
@@ -25,22 +25,20 @@ from ckptfs.commit.entries import (
     Kind,
     Outcome,
     Part,
+    PartRef,
     Pin,
     Seal,
-    Snapshot,
-    decode_entry,
-    encode_entry,
 )
 from ckptfs.commit.fold import (
     LogState,
     fold_entries,
     fold_entry,
     snapshot_of,
-    state_from_snapshot,
 )
 from ckptfs.commit.protocol import Live, Standing, Views, standing
-from ckptfs.commit.saves import Layers, Saves, SaveState
+from ckptfs.commit.saves import Layers, Saves, SaveState, save_fields, save_from
 from ckptfs.commit.saving import to_clear
+from tests.commit.logs import reread
 
 MANY = 400
 NAMES = ("step_1", "step_2", "step_3")
@@ -243,36 +241,60 @@ def test_no_decision_sees_whether_a_save_is_settled(logs: dict[str, list[Body]],
         assert len(state.saves) == len(dict(state.saves)) == len(plain[domain].saves)
         batched[domain] = state
     assert_the_same(batched, plain)
-    reread = {}
+    again = {domain: reread(state) for domain, state in states.items()}
     for domain, state in states.items():
-        entry = decode_entry(encode_entry(Entry("w", snapshot_of(state))), domain)
-        assert isinstance(entry.body, Snapshot)
-        reread[domain] = state_from_snapshot(state.next, entry.body)
-        assert reread[domain].saves == state.saves
-    assert_the_same(reread, plain)
+        assert again[domain].saves == state.saves
+    assert_the_same(again, plain)
 
 
+def sent(views: Views) -> Views:
+    """What the coordinator decides by: each log as its owner sends it, asked once more where it must."""
+    first = {domain: state.to_send() for domain, state in views.items()}
+    ids = protocol.unsent(first)
+    return {domain: state.to_send(ids) for domain, state in views.items()} if ids else first
+
+
+@settings(max_examples=MANY)
 @given(lives())
-def test_a_decision_about_one_domain_needs_no_settled_save(logs: dict[str, list[Body]]) -> None:
-    """What another rank is sent of a run in one domain decides about a new save as the whole does."""
-    state = folded(logs["A"])
-    whole, sent = {"A": state}, {"A": state.to_send(1)}
-    assert protocol.next_seq(state.generation, sent, fenced=True) == protocol.next_seq(
-        state.generation, whole, fenced=True
+def test_what_lives_is_enough_to_decide_by(logs: dict[str, list[Body]]) -> None:
+    """What other ranks are sent of the logs decides about saves as the whole logs do."""
+    whole = {domain: folded(bodies) for domain, bodies in logs.items()}
+    told = sent(whole)
+    newest = max(state.generation for state in whole.values())
+    assert protocol.next_seq(newest, told, fenced=True) == protocol.next_seq(
+        newest, whole, fenced=True
     )
-    assert keys(protocol.catalog(sent)) == keys(protocol.catalog(whole))
+    assert keys(protocol.catalog(told)) == keys(protocol.catalog(whole))
+    assert protocol.doomed(told) == protocol.doomed(whole)
     for name in NAMES:
-        assert protocol.name_taken(name, sent) == protocol.name_taken(name, whole)
-        assert protocol.occupant(name, sent) == protocol.occupant(name, whole)
-    assert state.to_send(2) is state
+        assert protocol.name_taken(name, told) == protocol.name_taken(name, whole)
+        assert protocol.occupant(name, told) == protocol.occupant(name, whole)
 
 
-def lived(saves: int, keep: int) -> LogState:
+def test_nothing_more_is_asked_for_while_all_logs_say_the_same() -> None:
+    """Two domains with the same three living saves: one step decides, and no gone save is sent."""
+    state = lived(50, keep=3, domains=("A", "B"))
+    views = {"A": state.to_send(), "B": state.to_send()}
+    assert protocol.unsent(views) == frozenset()
+    assert len(views["A"].saves) == 3
+
+
+def test_a_save_that_is_gone_in_one_log_and_lives_in_another_is_asked_for() -> None:
+    """Its delete reached one of two domains: without a word from there its name would stay taken."""
+    state = lived(50, keep=3, domains=("A", "B"))
+    half = fold_entries(state, [Delete("s47", Generation(1, "n")), Gone("s47", Generation(1, "n"))])
+    first = {"A": half.to_send(), "B": state.to_send()}
+    assert protocol.name_taken("step_47", first) is not None
+    assert protocol.unsent(first) == {"s47"}
+    assert protocol.name_taken("step_47", sent({"A": half, "B": state})) is None
+
+
+def lived(saves: int, keep: int, domains: tuple[str, ...] = ("A",)) -> LogState:
     """A log of so many saves, of which the last ones are kept."""
     state, base = LogState(), Generation(1, "n")
     state = fold_entry(state, Fence(base))
     for n in range(saves):
-        state = fold_entry(state, seal_of(f"s{n}", f"step_{n}", base, n + 1, ("A",)))
+        state = fold_entry(state, seal_of(f"s{n}", f"step_{n}", base, n + 1, domains))
         if n >= keep:
             state = fold_entries(state, [Delete(f"s{n - keep}", base), Gone(f"s{n - keep}", base)])
     return state
@@ -305,7 +327,7 @@ def test_layers_are_a_mapping(items: list[tuple[str, int]]) -> None:
     """The last value of a key counts; every key once; a version never changes."""
     layers, versions, plain = Layers[int](), [], {}
     for key, value in items:
-        layers = layers.with_item(key, value)
+        layers = layers.with_items({key: value})
         plain[key] = value
         versions.append((layers, dict(plain)))
     for version, expected in versions:
@@ -318,5 +340,102 @@ def test_adding_to_layers_copies_little() -> None:
     """A thousand additions make ten layers at most, and copy each item about ten times."""
     layers = Layers[int]()
     for n in range(1000):
-        layers = layers.with_item(str(n), n)
+        layers = layers.with_items({str(n): n})
     assert len(layers._layers) <= 10
+
+
+def parted(save_id: str, name: str, seq: int, parts: Sequence[str]) -> list[Body]:
+    """What a log says of one save of these parts, all of them in A."""
+    base = Generation(1, "n")
+    refs = tuple(PartRef(part, f"{save_id}-{part}", "d", ("A",)) for part in parts)
+    return [
+        *(
+            Part(ref.save_id, save_id, ref.name, base, name, None, "A", "h", ("A",), "d")
+            for ref in refs
+        ),
+        replace(seal_of(save_id, name, base, seq, ("A",)), parts=refs),
+    ]
+
+
+def test_parts_are_settled_with_their_whole() -> None:
+    """Of a hundred tickets whose bytes went nothing is walked, and every part is still known."""
+    base, state = Generation(1, "n"), fold_entry(LogState(), Fence(Generation(1, "n")))
+    for n in range(100):
+        state = fold_entries(state, parted(f"s{n}", f"step_{n}", n + 1, ("actor", "critic")))
+        if n:
+            state = fold_entries(state, [Delete(f"s{n - 1}", base), Gone(f"s{n - 1}", base)])
+    assert set(state.saves.living) == {"s99", "s99-actor", "s99-critic"}
+    assert standing("s5-actor", {"A": state}) is Standing.DELETED
+    assert state.save("s5-actor").sealed_at is not None
+    again = reread(state)
+    assert again.saves == state.saves
+    assert set(again.saves.living) == set(state.saves.living)
+
+
+def test_parts_of_what_was_given_up_stay_living() -> None:
+    """Whoever gives a ticket up walks them to remove their bytes."""
+    base = Generation(1, "n")
+    *parts, _ = parted("s", "step_1", 1, ("actor", "critic"))
+    state = fold_entries(fold_entry(LogState(), Fence(base)), [*parts, Abort("s", base)])
+    assert set(state.saves.living) == {"s-actor", "s-critic"}
+
+
+def test_the_settled_saves_of_a_name_are_found_newest_first() -> None:
+    """A name that is saved again and again: each of its saves is found, the greatest rank first."""
+    base, state = Generation(1, "n"), fold_entry(LogState(), Fence(Generation(1, "n")))
+    for n in (1, 3, 2, 5, 4, 6):  # in the log in this order, by rank in another
+        state = fold_entry(state, seal_of(f"s{n}", "last", base, n, ("A",)))
+    for n in (1, 2, 3, 4, 5):
+        state = fold_entries(state, [Delete(f"s{n}", base), Gone(f"s{n}", base)])
+    state = fold_entry(state, seal_of("s7", "other", base, 7, ("A",)))
+    settled = state.saves.settled
+    newest, *others = settled.ids_of("last")
+    assert newest == "s5"
+    assert sorted(others) == ["s1", "s2", "s3", "s4"]
+    assert (seal := settled.newest_of("last")) is not None
+    assert seal.save_id == "s5"
+    assert {save.save_id for save in state.saves.of_name("last")} == {f"s{n}" for n in range(1, 7)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seal": {"artifact": "hologram"}},
+        {"seal": {"parts": [{"name": "actor", "save_id": "p", "digest": "d"}]}},
+        {"seal": {"seq": "1"}},
+        {"seal": {"base": [1]}},
+        {"seal": {"domains": [["A"]]}},
+        {"seal": {"metrics": [["loss", 0.5]]}},
+        {"seal": {"save_id": "../x"}},
+        {"seal": {"name": "a/b"}},
+        {"seal": {"color": "red"}},
+        {"save_id": ".."},
+        {"gone": 1},
+        {"sealed_at": "3"},
+        {"decided": "maybe"},
+        {"pinned": True},
+        {"part": None},
+    ],
+    ids=str,
+)
+def test_a_record_that_is_not_as_this_version_writes_it_is_decoded_at_once(
+    change: dict[str, Any],
+) -> None:
+    """Read as it lies, a damaged or a newer record would fail later, far from the snapshot that has it."""
+    base = Generation(1, "n")
+    states = {
+        save_id: SaveState(save_id, seal_of(save_id, save_id, base, n, ("A",)), n, gone=n == 1)
+        for n, save_id in enumerate(("s1", "s2"), 1)
+    }
+    record = save_fields(replace(states["s1"], deleted=True))
+    record |= {
+        key: {**record["seal"], **value} if key == "seal" else value
+        for key, value in change.items()
+    }
+    try:
+        expected = save_from(record)
+    except Exception as error:  # noqa: BLE001
+        with pytest.raises(type(error)):
+            Saves.read([record, save_fields(states["s2"])])
+    else:
+        assert Saves.read([record, save_fields(states["s2"])])[expected.save_id] == expected

@@ -18,6 +18,10 @@ import pytest
 
 from ckptfs.commit.claim import claim
 from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.layout import LOG
+from ckptfs.commit.locate import locate
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
 from ckptfs.errors import NoSpaceError, NotFoundError
@@ -25,8 +29,10 @@ from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
 from ckptfs.manager.naming import Template
 from ckptfs.manager.retention import Keep
 from ckptfs.manager.retiring import Retirer
+from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.posix import Posix
 from ckptfs.testing.faults import Fail, Fault, Lose, Plan, When
+from ckptfs.uri import Uri
 from tests.crash import rig
 from tests.crash.rig import ONE_DOMAIN, SOLO, TWO_DOMAINS, Layout
 
@@ -134,6 +140,78 @@ def test_every_disk_keeps_the_last_and_nothing_of_the_others(
     assert [t.going for t in second[0]] == [(f"file:///simulated/run/step_{n}",) for n in (4, 5, 6)]
     assert set(map(tuple, disks(tmp_path, layout).values())) == {("step_7", "step_8")}
     assert debris(tmp_path, layout) == []
+
+
+class Counting(LocalStorage):
+    """Counts the entries that are read, snapshots apart."""
+
+    entries = snapshots = 0
+
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        data = super().read_small(key, limit_bytes)
+        if key.startswith(f"{LOG}/"):
+            is_snapshot = b'"kind":"snapshot"' in data
+            self.snapshots += is_snapshot
+            self.entries += not is_snapshot
+        return data
+
+
+def cold_reads(base: Path) -> tuple[int, int]:
+    """How many snapshots and entries a new process reads of the run's log."""
+    (path,) = SOLO.directories(str(base)).values()
+    storage = Counting(Uri.parse(path))
+    drive(catch_up(), storage)
+    return storage.snapshots, storage.entries
+
+
+def test_a_new_process_reads_one_snapshot_and_at_most_a_hundred_entries(tmp_path: Path) -> None:
+    """After each of many saves, and while a policy lets all of them go at once."""
+    found = []
+
+    def keep_all(seat: Seat) -> None:
+        with holding(seat, None) as (run, retirer):
+            for number in range(95):
+                step(run, retirer, number)
+                found.append(cold_reads(tmp_path))
+
+    def keep_one(seat: Seat) -> None:
+        with holding(seat, 1) as (run, retirer):
+            for number in range(95, 100):
+                step(run, retirer, number)
+                found.append(cold_reads(tmp_path))
+
+    world(tmp_path, keep_all)
+    world(tmp_path, keep_one)
+    assert max(found) <= (1, 100)
+    assert found[-1][0] == 1
+    # Whoever comes in the middle of it reads as many as lie behind the snapshot.
+    (log_,) = entries(tmp_path).values()
+    kinds = "".join("S" if one["kind"] == "snapshot" else "." for one in log_)
+    assert len(kinds) > 280
+    assert max(map(len, kinds.split("S"))) <= 100
+
+
+@pytest.mark.parametrize("layout", [ONE_DOMAIN, TWO_DOMAINS])
+def test_what_is_long_gone_is_not_believed_wherever_it_is_put_back(
+    tmp_path: Path, layout: Layout
+) -> None:
+    """Only what lives is sent between ranks; a name that nothing lives under is looked up in all that
+    ever was.
+    """
+
+    def body(seat: Seat) -> None:
+        with holding(seat) as (run, retirer):
+            for number in range(4):
+                step(run, retirer, number)
+        if seat.placement.is_owner:
+            seat.storage.make_dir("step_1")
+            seat.storage.replace("step_1/.metadata", b"put back")
+        seat.control.step("put back", lambda: None)
+        with pytest.raises(NotFoundError, match="was deleted, overwritten or aborted"):
+            locate(seat, "step_1")
+        assert locate(seat, "step_3").seal is not None
+
+    world(tmp_path, body, layout)
 
 
 def test_row13_the_old_goes_after_the_new_is_committed(tmp_path: Path) -> None:
