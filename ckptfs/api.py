@@ -248,6 +248,7 @@ def checkpoint_dir(
     step: int | None = None,
     run: Run | None = None,
     into: str | os.PathLike[str] | None = None,
+    follow_links: bool = False,
     process_group: Any = None,
     timeout_s: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -266,6 +267,7 @@ def checkpoint_dir(
     may write into it. On a mounted filesystem the checkpoint itself; elsewhere one directory for all
     ranks of a node, downloaded by them together, each file compared with its digest, and removed when
     the last of them has left. into: download there instead, whole or not at all, and keep it.
+    follow_links: download what symbolic links in the checkpoint lead to as well; a SymlinkError otherwise.
     NotFoundError, IncompleteCheckpointError: there is no such checkpoint, or not all of it.
     AlreadyExistsError: into has files. Damaged files are IntegrityErrors in a CollectiveError.
     """
@@ -279,7 +281,7 @@ def checkpoint_dir(
             seat, name = stack.enter_context(reading_seat(target, control, place))
             found = locate_directory(seat, name)
             kept = None if into is None else os.fspath(into)
-            yield stack.enter_context(fetched(seat, found, into=kept))
+            yield stack.enter_context(fetched(seat, found, into=kept, follow_links=follow_links))
         return
     if into is not None:
         raise StateError(f"into is {into!r} and nothing is read", hint='it goes with mode="read"')

@@ -37,6 +37,9 @@ __all__ = ["cp"]
     is_flag=True,
     help="Replace another save that has the name; but no directory of files.",
 )
+@click.option(
+    "--follow-links", is_flag=True, help="Copy what symbolic links in a checkpoint lead to."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be copied; write nothing.")
 @click.option(
     "--jobs",

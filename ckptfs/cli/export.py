@@ -43,6 +43,9 @@ _MOST = 5
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Convert floating point tensors.")
 @click.option("--overwrite", is_flag=True, help="Replace an older export of this format.")
 @click.option(
+    "--follow-links", is_flag=True, help="Read what symbolic links in the checkpoint lead to."
+)
+@click.option(
     "--scratch",
     type=click.Path(file_okay=False, exists=True),
     metavar="DIR",
@@ -60,6 +63,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
     max_shard_size: str,
     dtype: str | None,
     overwrite: bool,  # noqa: FBT001 - click passes flags by name
+    follow_links: bool,  # noqa: FBT001
     scratch: str | None,
     storage_options: dict[str, Any],
     target_storage_options: dict[str, Any],
@@ -84,6 +88,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             scratch=scratch,
+            follow_links=follow_links,
             meter=meter,
         )
     return Answer(_document(done), lambda console: _show(done, console))

@@ -173,6 +173,10 @@ class AdvisoryLog(Storage):
         """As the inner storage."""
         return self._inner.list(key)
 
+    def refusing_links(self, top: str) -> Storage:
+        """That of the inner storage: what lies in a checkpoint has no number."""
+        return self._inner.refusing_links(top)
+
     def refuse_link(self, key: str) -> None:
         """As the inner storage."""
         self._inner.refuse_link(key)

@@ -34,6 +34,7 @@ from ckptfs.errors import (
     IntegrityError,
     NotFoundError,
     StorageError,
+    SymlinkError,
     TransientError,
 )
 from ckptfs.progress import Meter
@@ -315,7 +316,9 @@ def _reading(source: Readable, record: FileRecord) -> Iterator[None]:
             f"{record.path} cannot be copied: {error.message}",
             uri=source.storage.uri(source.key(record)),
             rank=source.rank,
-            hint="restore the file, or go on without a copy of this checkpoint",
+            hint=error.hint
+            if isinstance(error, SymlinkError)
+            else "restore the file, or go on without a copy of this checkpoint",
         ) from error
 
 

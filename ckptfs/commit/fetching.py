@@ -25,7 +25,7 @@ from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.windows import ReadAhead, windows
-from ckptfs.errors import AlreadyExistsError, IntegrityError, UnsupportedError
+from ckptfs.errors import AlreadyExistsError, IntegrityError, SymlinkError, UnsupportedError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.threads import Threads
 from ckptfs.storage.under_way import under_way
@@ -74,18 +74,35 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
             known = None if record.path in items else record.size_bytes
             checked = None if record.path in items else record
             items[record.path] = Item(record.path, key, known, checked, sidecar)
-    for path in _below(storage, found.home, ""):
+    for path in _below(storage, found.home, "", set()):
         items.setdefault(path, Item(path, f"{found.home}/{path}"))
     return tuple(items[path] for path in sorted(items))
 
 
-def _below(storage: Storage, home: str, folder: str) -> Iterator[str]:
+def _below(
+    storage: Storage, home: str, folder: str, visited: set[tuple[int, int]]
+) -> Iterator[str]:
+    """Files below a folder; through links to directories where ``storage`` follows them.
+
+    visited: the directories that links led to. SymlinkError: a link leads to one of them again. A maze
+    of links would otherwise be as many paths as there are ways through it.
+    """
     for entry in storage.list(f"{home}/{folder}".rstrip("/")):
         path = f"{folder}/{entry.name}".lstrip("/")
-        if entry.is_dir:
-            yield from _below(storage, home, path)
-        else:
+        if not entry.is_dir:
             yield path
+            continue
+        where = storage.local_path(f"{home}/{path}") if entry.is_link else None
+        if where is not None:
+            found = os.stat(where)
+            if (found.st_dev, found.st_ino) in visited:
+                raise SymlinkError(
+                    f"{where} leads to a directory that another link leads to as well",
+                    uri=storage.uri(f"{home}/{path}"),
+                    hint="leave one link to it",
+                )
+            visited.add((found.st_dev, found.st_ino))
+        yield from _below(storage, home, path, visited)
 
 
 def share_items(items: Sequence[Item], sharers: int) -> tuple[tuple[Item, ...], ...]:
@@ -116,12 +133,14 @@ def fetched(
     into: str | None = None,
     scratch: str | None = None,
     only: Wanted | None = None,
+    follow_links: bool = False,
 ) -> Iterator[str]:
     """Collective to enter, local to leave, read-only. A path with the files of ``found``.
 
     into: a directory that does not exist yet, or is empty; one process per node fills it. scratch:
     where else to download to, by default the temporary directory. only: what this node needs of it;
-    asked on one of its ranks. AlreadyExistsError: into has files.
+    asked on one of its ranks. follow_links: download what links in it lead to; a SymlinkError otherwise.
+    AlreadyExistsError: into has files.
     IntegrityError and the storage's errors come as CollectiveError; then nothing is left behind.
     """
     storage, control = seat.storage, seat.control
@@ -129,6 +148,8 @@ def fetched(
     if mounted is not None:
         yield mounted
         return
+    if not follow_links:
+        storage = storage.refusing_links(found.home)
     place = NodeScratch(control, _PREFIX, scratch) if into is None else _Into(control, into)
 
     def begin() -> _Begun | None:

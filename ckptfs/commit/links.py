@@ -1,6 +1,6 @@
-"""Symbolic links where a run keeps its own files, and attempts that name no checkpoint: refused.
+"""Symbolic links where a run keeps its own files: refused.
 
-    control_is_plain    before a fence: nothing in ``.ckptfs`` is a link, every attempt names a checkpoint
+    control_is_plain    before a fence: nothing in ``.ckptfs`` is a link
     name_is_plain       before a save: its name is no link
 
 Looks only, so that the error comes before anything is fenced, written or deleted. That nothing goes
@@ -9,11 +9,9 @@ through a link which is put there later is the storage's own rule (``LocalStorag
 
 from __future__ import annotations
 
-import json
-
-from ckptfs.commit.layout import ATTEMPTS, CONTROL, SHARED, TRASH, AttemptKeys
-from ckptfs.commit.ops import List, Program, Read, RefuseLink
-from ckptfs.errors import ManifestError, NotFoundError, UriError
+from ckptfs.commit.layout import ATTEMPTS, CONTROL, SHARED, TRASH
+from ckptfs.commit.ops import List, Program, RefuseLink
+from ckptfs.errors import NotFoundError, UriError
 from ckptfs.storage.base import Entry, Shape
 from ckptfs.uri import check_key
 
@@ -22,7 +20,7 @@ __all__ = ["control_is_plain", "is_checkpoint_name", "name_is_plain"]
 
 def control_is_plain(shape: Shape) -> Program[None]:
     """SymlinkError: a link stands in the place of a directory of the run's own, or of an attempt, or of
-    a generation's trash. ManifestError: an attempt names no checkpoint. Reads only.
+    a generation's trash. Reads only.
     """
     if shape is Shape.OBJECT:
         return
@@ -32,8 +30,6 @@ def control_is_plain(shape: Shape) -> Program[None]:
         for entry in (yield from _names(folder)):
             if entry.is_link:
                 yield RefuseLink(f"{folder}/{entry.name}")
-            elif folder == ATTEMPTS:
-                yield from _refuse_name(entry.name, shape)
 
 
 def name_is_plain(name: str, shape: Shape) -> Program[None]:
@@ -67,17 +63,3 @@ def _names(folder: str) -> Program[list[Entry]]:
     except NotFoundError:
         return []
     return found
-
-
-def _refuse_name(save_id: str, shape: Shape) -> Program[None]:
-    key = AttemptKeys(shape, "?", save_id).record
-    try:
-        raw = json.loads((yield Read(key)))
-        name, is_part = raw["name"], bool(raw.get("of", ""))
-    except (NotFoundError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return  # recovery leaves alone what says nothing
-    if not is_checkpoint_name(str(name), is_part=is_part):
-        raise ManifestError(
-            f"{key} names {str(name)!r}, which is no checkpoint of this run",
-            hint=f"nothing was changed; remove {ATTEMPTS}/{save_id} by hand",
-        )

@@ -118,6 +118,7 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
         return AttemptRecord(save_id, "", None)
     if not is_checkpoint_name(name, is_part=bool(of)):
         # Recovery moves what lies below the name to the trash: it has to be a checkpoint's.
+        logger.warning("%s names %r, which is no checkpoint: it is passed over", key, name[:200])
         return AttemptRecord(save_id, "", None)
     return AttemptRecord(save_id, name, base, of, home)
 

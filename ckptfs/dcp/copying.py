@@ -45,7 +45,7 @@ from ckptfs.dcp.opened import read_metadata
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.events import SaveResult
 from ckptfs.progress import SILENT, progress
-from ckptfs.storage.base import Shape
+from ckptfs.storage.base import Shape, Storage
 
 __all__ = ["Manner", "copy_checkpoint", "copy_files", "spec_of"]
 
@@ -54,7 +54,7 @@ __all__ = ["Manner", "copy_checkpoint", "copy_files", "spec_of"]
 class Manner:
     """How files are copied. jobs: at once, by each rank. kept: what is on its way outlives this
     process. stopped: set by any thread of any rank to give up between two reads. shows: somebody waits
-    for it in a terminal. tally: this rank's.
+    for it in a terminal. tally: this rank's. follow_links: copy what links in a checkpoint lead to.
     """
 
     jobs: int = 1
@@ -62,6 +62,11 @@ class Manner:
     stopped: threading.Event | None = None
     shows: bool = False
     tally: Tally = field(default_factory=Tally)
+    follow_links: bool = False
+
+    def readable(self, storage: Storage, home: str, rank: int) -> Readable:
+        """Where a rank reads the files of a source."""
+        return Readable(storage if self.follow_links else storage.refusing_links(home), home, rank)
 
 
 def copy_checkpoint(
@@ -172,7 +177,7 @@ def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> Writte
     with progress(title, total, rank=rank) if manner.shows else nullcontext(SILENT) as meter:
         part = copy_share(
             mine,
-            Readable(source.storage, found.home, rank),
+            manner.readable(source.storage, found.home, rank),
             _place(attempt, kept=manner.kept),
             held.manifest.save_id,
             manner.stopped,

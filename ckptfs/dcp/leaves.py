@@ -58,6 +58,7 @@ __all__ = [
     "check_tensor",
     "dtype_round_trips",
     "fingerprint_of",
+    "first_line",
     "load_leaf",
     "serialise_leaf",
 ]
@@ -679,3 +680,8 @@ def _unshared_pickle(value: object) -> bytes:
     except Exception:  # noqa: BLE001 - cycles; and what cannot be pickled is refused by its key
         return b"?"
     return buffer.getvalue()
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch's says at first; its kind where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -141,7 +141,14 @@ class Saved:
             return NOT_LOADED
         if _fits(like, saved):
             return like
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
+        try:
+            return torch.empty(saved.size, dtype=saved.properties.dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
+            # Nothing of it was touched: what a size says is held against the file before a byte is read.
+            raise ManifestError(
+                f"there is no memory for {key!r} of size {saved.size!r:.100}: {error}",
+                hint="a host with more memory, a sharded target, or .metadata was changed",
+            ) from error
 
 
 def _fits(like: Any, saved: TensorStorageMetadata) -> bool:

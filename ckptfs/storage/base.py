@@ -19,17 +19,18 @@ safe, who may call it at once, which errors when. A backend is done when it subc
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from ckptfs.errors import NotFoundError, StorageError, UnsupportedError
+from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
 from ckptfs.storage.failures import too_large
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.ranged import DataReader, Reach
 from ckptfs.storage.unfinished import Unfinished
-from ckptfs.uri import Uri
+from ckptfs.uri import Uri, check_key
 
 __all__ = [
     "CONTROL",
@@ -46,6 +47,8 @@ __all__ = [
     "UnfinishedUpload",
     "first_of",
 ]
+
+log = logging.getLogger(__name__)
 
 # Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
 CONTROL = ".ckptfs"
@@ -236,10 +239,18 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, key: str) -> list[Entry]:
-        """Names directly under a directory (or prefix), sorted; a hint, never a synchronisation.
+        """Names directly under a directory (or prefix), sorted; a hint, never a synchronisation. A name
+        that no key can have is passed by, with a warning.
 
         NotFoundError where directories are real and it is absent; empty on object stores.
         """
+
+    def refusing_links(self, top: str) -> Storage:
+        """This place, for reading what lies below ``top``: a symbolic link there is a SymlinkError. ``top``
+        itself may be reached through some. For who carries what is read elsewhere. Nothing to close by itself.
+        """
+        self.uri(top)
+        return self
 
     def refuse_link(self, key: str) -> None:
         """SymlinkError where a symbolic link stands at ``key``; absent is fine. Object stores have none.
@@ -392,6 +403,22 @@ class Storage(ABC):
 
     def close(self) -> None:
         """Release clients; harmless twice."""
+
+
+def usable(found: Iterable[Entry], where: Uri) -> list[Entry]:
+    """What a listing answers: the names that can be keys, sorted. One that cannot, with a control character
+    or bytes that are no text, is told and passed by: no program of ours made it, nobody can ask for it, and
+    what lies beside it must not be out of reach for it.
+    """
+    entries = []
+    for entry in sorted(found, key=lambda one: one.name):
+        try:
+            check_key(entry.name)
+        except UriError as error:
+            log.warning("passed by in %s: %s", where, error.message)
+        else:
+            entries.append(entry)
+    return entries
 
 
 def first_of(failures: Sequence[StorageError], asked: int) -> StorageError:

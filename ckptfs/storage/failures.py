@@ -58,6 +58,9 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
     **dict.fromkeys((errno.ENOTSUP, errno.ENOSYS, errno.EXDEV), (UnsupportedError, None)),
 }
 
+_LOOKS = frozenset({"read", "open", "stat", "list"})
+_CONTROL = ".ckptfs"  # where nobody can ask for a link
+
 # Root may do anything on a disk of its own.
 _ROOT_IS_REFUSED = (
     "this process is root and is refused: an NFS export with root_squash takes root for nobody; "
@@ -87,6 +90,8 @@ def typed(error: OSError, uri: Uri, action: str) -> StorageError:
         )
     said = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
     if kind is SymlinkError and error.filename is not None:
+        if action in _LOOKS and f"/{_CONTROL}/" not in uri.path:
+            hint = "ask for what it leads to (follow_links, --follow-links), or remove it"
         refused = f"{action} refused: {os.fsdecode(error.filename)} is a symbolic link"
         return kind(refused, errno=error.errno, uri=uri, hint=hint)
     return kind(

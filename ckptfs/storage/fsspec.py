@@ -44,6 +44,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    usable,
 )
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.failures import too_large
@@ -188,7 +189,8 @@ class FsspecStorage(Storage):
             # A listing of a file is that file; a bucket may hold a marker for the prefix itself.
             if item["name"].strip("/") != path.strip("/")
         }
-        return [Entry(name, is_dir) for name, is_dir in sorted(names.items())]
+        entries = (Entry(name, is_dir) for name, is_dir in names.items())
+        return usable(entries, self.uri(key))
 
     # -- large, streamed ---------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
     first_of,
+    usable,
 )
 from ckptfs.storage.hdfs_aside import PARTIAL, Aside, beside
 from ckptfs.storage.hdfs_client import HdfsClient, Status
@@ -144,7 +145,7 @@ class HdfsStorage(Storage):
 
     def list(self, key: str) -> list[Entry]:
         found = self._listed(self._at(key))
-        return sorted((entry for entry, _ in found), key=lambda entry: entry.name)
+        return usable((entry for entry, _ in found), self.uri(key))
 
     # -- large, streamed ---------------------------------------------------------------
 

@@ -18,6 +18,7 @@ was moved to another disk and linked back is read as before, and nothing is deci
 
 from __future__ import annotations
 
+import copy
 import errno
 import logging
 import os
@@ -43,6 +44,7 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    usable,
 )
 from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
@@ -97,6 +99,7 @@ class LocalStorage(Storage):
         self._directory = directory or root.local_path
         self._posix = posix or Posix()
         self._capabilities: Capabilities | None = None
+        self._unlinked: str | None = None  # below it no link is read through
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -126,9 +129,7 @@ class LocalStorage(Storage):
         return self._read(key, limit_bytes)
 
     def _read(self, key: str, limit_bytes: int | None) -> bytes:
-        path, uri = self._readable(key), self.uri(key)
-        # The run's own files are no links either: what it decides by lies in it.
-        flags = os.O_NOFOLLOW if _is_control(key) else 0
+        path, uri, flags = self._readable(key), self.uri(key), self._flags(key)
 
         def look() -> bytes:
             return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
@@ -200,7 +201,15 @@ class LocalStorage(Storage):
 
     def stat(self, key: str) -> Stat:
         path = self._readable(key)
-        found = self._looking_again("stat", key, lambda: self._posix.stat(path))
+        follow = not self._flags(key)
+
+        def look() -> os.stat_result:
+            found = self._posix.stat(path, follow=follow)
+            if not follow and stat.S_ISLNK(found.st_mode):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
+            return found
+
+        found = self._looking_again("stat", key, look)
         is_dir = stat.S_ISDIR(found.st_mode)
         if is_dir and self.capabilities.shape is Shape.OBJECT:
             raise NotFoundError("stat failed: a prefix, not a file", uri=self.uri(key))
@@ -215,7 +224,13 @@ class LocalStorage(Storage):
             if self.capabilities.shape is Shape.OBJECT:
                 return []
             raise
-        return [Entry(*one) for one in sorted(found)]
+        return usable((Entry(*one) for one in found), self.uri(key))
+
+    def refusing_links(self, top: str) -> LocalStorage:
+        self.uri(top)
+        strict = copy.copy(self)
+        strict._unlinked = top  # noqa: SLF001 - one of our own
+        return strict
 
     def refuse_link(self, key: str) -> None:
         path = self._path(key)
@@ -301,8 +316,8 @@ class LocalStorage(Storage):
             )
 
     def open_read(self, key: str) -> LocalReader:
-        path, uri = self._readable(key), self.uri(key)
-        return self._looking_again("open", key, lambda: LocalReader(self._posix, uri, path))
+        path, uri, flags = self._readable(key), self.uri(key), self._flags(key)
+        return self._looking_again("open", key, lambda: LocalReader(self._posix, uri, path, flags))
 
     # -- names -------------------------------------------------------------------------
 
@@ -426,7 +441,20 @@ class LocalStorage(Storage):
 
     def _readable(self, key: str) -> str:
         """For what only reads."""
-        return self._path(key) if _is_control(key) else self.local_path(key)
+        if _is_control(key):
+            return self._path(key)
+        top = self._unlinked
+        if top is None or key == top or not _is_below(key, top):
+            return self.local_path(key)
+        return beneath(self.local_path(top), key[len(top) :].lstrip("/"))
+
+    def _flags(self, key: str) -> int:
+        """For opening what only is read."""
+        # The run's own files are no links: what it decides by lies in it.
+        is_link_refused = _is_control(key) or (
+            self._unlinked is not None and key != self._unlinked and _is_below(key, self._unlinked)
+        )
+        return os.O_NOFOLLOW if is_link_refused else 0
 
     def _parent(self, key: str) -> str:
         return holder_of(self._path(key))
@@ -497,7 +525,11 @@ class LocalStorage(Storage):
 
 
 def _is_control(key: str) -> bool:
-    return key == CONTROL or key.startswith(f"{CONTROL}/")
+    return _is_below(key, CONTROL)
+
+
+def _is_below(key: str, top: str) -> bool:
+    return not top or key == top or key.startswith(f"{top}/")
 
 
 def partial_name(path: str) -> str:

@@ -34,6 +34,7 @@ from ckptfs.storage.base import (
     Stat,
     Storage,
     UnfinishedUpload,
+    usable,
 )
 from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
 from ckptfs.storage.clients.choose import open_client
@@ -183,7 +184,8 @@ class ObjectStorage(Storage):
             name = item.key.removeprefix(prefix).rstrip("/")
             if name:  # else a marker that somebody made for the prefix itself
                 names[name] = names.get(name, False) or item.is_prefix
-        return [Entry(name, is_dir) for name, is_dir in sorted(names.items())]
+        entries = (Entry(name, is_dir) for name, is_dir in names.items())
+        return usable(entries, self.uri(key))
 
     # -- large, streamed ---------------------------------------------------------------
 

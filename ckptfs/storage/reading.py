@@ -74,10 +74,11 @@ class LocalReader(DataReader):
     window_bytes = _WINDOW_BYTES
     concurrency = _LANES
 
-    def __init__(self, posix: Posix, uri: Uri, path: str) -> None:
+    def __init__(self, posix: Posix, uri: Uri, path: str, flags: int = 0) -> None:
         self._posix = posix
         self._uri = uri
         self._path = path
+        self._flags = flags  # O_NOFOLLOW where no link is read through
         self._lock = threading.Lock()
         self._closed = False
         self._way = _Way.ASK if _DIRECT else _Way.BUFFERED
@@ -86,7 +87,7 @@ class LocalReader(DataReader):
         self._cores = core_count()
         self.direct_bytes = 0
         # Handles that went stale stay open until close: another thread may be reading through one.
-        fd, found = open_regular(posix, path, uri)
+        fd, found = open_regular(posix, path, uri, flags)
         self._fds: list[int] = [fd]
         self.size_bytes = found.st_size
 
@@ -223,7 +224,7 @@ class LocalReader(DataReader):
         told = self._posix.direct_alignment(fd)
         if not takes_direct(told, self._posix.fs_type(fd), tries=False):
             return None
-        direct, found = open_regular(self._posix, self._path, self._uri, _DIRECT)
+        direct, found = open_regular(self._posix, self._path, self._uri, _DIRECT | self._flags)
         try:
             self._posix.advise_random(fd)
             # The name may be another file's by now.
@@ -309,7 +310,7 @@ class LocalReader(DataReader):
         with self._lock, translated(self._uri, "read"):
             if self._closed or self._fds[-1] != stale:
                 return
-            fd, found = open_regular(self._posix, self._path, self._uri)
+            fd, found = open_regular(self._posix, self._path, self._uri, self._flags)
             if found.st_size != self.size_bytes:
                 self._posix.close(fd)  # no other thread may read what stands there now
                 raise StaleError("another file has taken this name", uri=self._uri)

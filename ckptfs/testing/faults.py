@@ -27,6 +27,7 @@ Only ``ckptfs.testing`` reads those variables. Production code never does.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -133,6 +134,11 @@ class FaultyStorage(Storage):
 
     def list(self, key: str) -> list[Entry]:
         return self._do("list", key, lambda: self.inner.list(key))
+
+    def refusing_links(self, top: str) -> Storage:
+        strict = copy.copy(self)
+        strict.inner = self.inner.refusing_links(top)
+        return strict
 
     def refuse_link(self, key: str) -> None:
         self._do("refuse_link", key, lambda: self.inner.refuse_link(key))

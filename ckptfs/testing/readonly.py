@@ -8,6 +8,7 @@ Put it under a reader to show that the reader needs read permission only, and ch
 
 from __future__ import annotations
 
+import copy
 import errno
 from collections.abc import Collection, Sequence
 from typing import NoReturn
@@ -57,6 +58,11 @@ class ReadOnlyStorage(Storage):
 
     def list(self, key: str) -> list[Entry]:
         return self.inner.list(key)
+
+    def refusing_links(self, top: str) -> Storage:
+        strict = copy.copy(self)
+        strict.inner = self.inner.refusing_links(top)
+        return strict
 
     def refuse_link(self, key: str) -> None:
         self.inner.refuse_link(key)

@@ -132,6 +132,11 @@ class Contents(ABC):
         IntegrityError, IncompleteCheckpointError: named by file and key.
         """
 
+    def check_sizes(self, leaves: Iterable[Leaf]) -> None:
+        """IntegrityError where a leaf is said to have more bytes than its file holds. Whoever makes memory
+        or files of the size that is said asks first.
+        """
+
     @abstractmethod
     def blob(self, leaf: ObjectLeaf) -> bytes:
         """The pickle of an object, as torch.save made it."""

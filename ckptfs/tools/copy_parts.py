@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from ckptfs.commit.catalog import find
 from ckptfs.commit.claim import claim
-from ckptfs.commit.copying import CopyTask, Readable, Writable, copy_share
+from ckptfs.commit.copying import CopyTask, Writable, copy_share
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import drive
@@ -109,7 +109,7 @@ def _beside(source: Seat, seal: Seal, manner: Manner) -> Iterator[str | None]:
         with contextlib.closing(open_storage(scratch, {})) as storage:
             tasks = [CopyTask(file) for file in files]
             place = Writable(storage, "", "", None, plain=True)
-            reading = Readable(source.storage, home, source.control.rank)
+            reading = manner.readable(source.storage, home, source.control.rank)
             for file in files:
                 os.makedirs(os.path.dirname(os.path.join(scratch, file.path)), exist_ok=True)
             copy_share(tasks, reading, place, seal.save_id, tally=manner.tally)

@@ -66,6 +66,7 @@ _PART_BYTES = 8 << 20  # what a kill loses of an upload is some of these
 class CopyOptions:
     """How to copy. step, latest: of a run, these alone. overwrite: replace what has another save.
     jobs: files at once, by each rank. dry_run: say what would be copied. shows: draw progress.
+    follow_links: copy what symbolic links in a checkpoint lead to.
     """
 
     step: int | None = None
@@ -74,6 +75,7 @@ class CopyOptions:
     jobs: int = 4
     dry_run: bool = False
     shows: bool = False
+    follow_links: bool = False
 
 
 def copy_to(
@@ -86,6 +88,7 @@ def copy_to(
     jobs: int = 4,
     dry_run: bool = False,
     shows: bool = False,
+    follow_links: bool = False,
     process_group: Any = None,
     timeout_s: float | None = None,
     source_options: Mapping[str, Any] | None = None,
@@ -98,6 +101,7 @@ def copy_to(
     new URI, or a run (one that is there, or ends with "/") that it keeps its name in; of a run, a run.
     step, latest: of a run, these alone. overwrite: replace another save that has the name: that claims
     the run for the time of the copy. jobs: files at once, by each rank. shows: draws progress.
+    follow_links: copy what symbolic links in a checkpoint lead to; a SymlinkError otherwise.
 
     NotFoundError: there is no such source. IncompleteCheckpointError: some of it is missing, or on
     nodes that do not take part. IntegrityError, ManifestError: the source is damaged; which file and
@@ -108,7 +112,7 @@ def copy_to(
     After an error or a crash what was committed stays, nothing else is visible, and what was brought
     of the next one is found by the next call with the same source and target.
     """
-    options = CopyOptions(step, latest, overwrite, jobs, dry_run, shows)
+    options = CopyOptions(step, latest, overwrite, jobs, dry_run, shows, follow_links)
     here = Place({**options_of(source), **(source_options or {})})
     there = Place({**options_of(target), **(target_options or {})})
     with control_for(process_group, timeout_s) as control:
@@ -314,7 +318,12 @@ class _Copier:
     def _copy(self, writing: Seat, item: Item, warnings: list[str]) -> Copied:
         started, control = time.perf_counter(), self.reading.control
         seal = item.original.seal
-        manner = Manner(self.options.jobs, kept=True, shows=self.options.shows)
+        manner = Manner(
+            self.options.jobs,
+            kept=True,
+            shows=self.options.shows,
+            follow_links=self.options.follow_links,
+        )
         if seal is not None and seal.parts:
             committed = copy_parts(self.reading, seal, writing, item, manner)
         else:

@@ -25,6 +25,7 @@ import torch
 
 from ckptfs.commit.layout import METADATA
 from ckptfs.dcp.boxes import narrowed
+from ckptfs.dcp.leaves import first_line
 from ckptfs.dcp.objectfile import write_object
 from ckptfs.dcp.resolve import memory_of
 from ckptfs.dcp.safetensors_format import (
@@ -91,6 +92,7 @@ def export(
     max_shard_size: int | str = "5GB",
     overwrite: bool = False,
     scratch: str | None = None,
+    follow_links: bool = False,
     meter: Meter = SILENT,
 ) -> Exported:
     """Export a checkpoint, or a part of one. Local; durable on return.
@@ -98,6 +100,7 @@ def export(
     target: a directory; of ``torch`` a file. target_options: of its storage; None takes those of
     the source, where both are of one kind. max_shard_size: of a file,
     but of ``torch`` ("5GB"). scratch: a directory for a file as large as all tensors, for ``torch``.
+    follow_links: read what symbolic links in a checkpoint lead to; a SymlinkError otherwise.
     After a crash the target is as it was, with what ``landing`` says of object stores.
 
     AlreadyExistsError: the target is there, and overwrite was not asked for. StateError: nothing to
@@ -111,8 +114,9 @@ def export(
     options = {**options_of(target), **told}
     reading = {**options_of(uri), **(storage_options or {})}
     refuse_place(Uri.parse(uri), place, reading, options)
-    with open_contents(uri, storage_options) as opened:
+    with open_contents(uri, storage_options, follow_links=follow_links) as opened:
         contents, chosen = opened.contents, selection.of(opened.contents.leaves.values())
+        contents.check_sizes(one.leaf for one in chosen)
         meter.expect(sum(one.leaf.size_bytes for one in chosen))
         if kind is ExportFormat.TORCH:
             _to_torch(contents, chosen, place, options, overwrite, scratch, meter)
@@ -266,6 +270,6 @@ def _loaded(contents: Contents, leaf: ObjectLeaf) -> Any:
         raise
     except (pickle.UnpicklingError, RuntimeError, AttributeError, ImportError) as error:
         raise StateError(
-            f"the object under {leaf.key!r} would run code: {str(error).splitlines()[0]}",
+            f"the object under {leaf.key!r} would run code: {first_line(error)}",
             hint="leave it out with a filter; plain DCP keeps it as it is",
         ) from error

@@ -21,7 +21,8 @@ from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.opening import step_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import piece
-from ckptfs.errors import IntegrityError, ManifestError, NotFoundError
+from ckptfs.dcp.leaves import first_line
+from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, SymlinkError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, TensorLeaf
 from ckptfs.tools.located import whole_of_parts
@@ -42,6 +43,7 @@ __all__ = [
 SMALL_BYTES = 64 << 10  # an object whose value is worth showing
 SMALL_ELEMENTS = 8
 _TEXT = 200
+_DIMENSIONS = 64  # as numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ def values(
 
 
 def _is_small(leaf: TensorLeaf) -> bool:
-    return leaf.size_bytes <= SMALL_ELEMENTS * leaf.dtype.itemsize
+    is_shown = len(leaf.shape) <= _DIMENSIONS  # deeper lists are no text
+    return is_shown and leaf.size_bytes <= SMALL_ELEMENTS * leaf.dtype.itemsize
 
 
 def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
@@ -173,7 +176,7 @@ def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
     except (IntegrityError, ManifestError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - the unpickler refuses in a dozen ways
-        return f"<not loaded: {str(error).splitlines()[0][:_TEXT]}>"
+        return f"<not loaded: {first_line(error)[:_TEXT]}>"
 
 
 def _shortened(text: str) -> str:
@@ -232,10 +235,17 @@ def _files(opened: Opened) -> Iterator[FileSummary]:
 def _listed(storage: Storage, home: str, folder: str) -> Iterator[FileSummary]:
     for entry in storage.list(f"{home}/{folder}".rstrip("/")):
         path = f"{folder}/{entry.name}".lstrip("/")
-        if entry.is_dir:
+        if entry.is_dir and not entry.is_link:
             yield from _listed(storage, home, path)
         else:
-            yield FileSummary(path, storage.stat(f"{home}/{path}").size_bytes)
+            yield FileSummary(path, _size_of(storage, f"{home}/{path}"))
+
+
+def _size_of(storage: Storage, key: str) -> int:
+    try:
+        return storage.stat(key).size_bytes
+    except (NotFoundError, SymlinkError):
+        return 0  # a link to nothing, or to itself
 
 
 def _parts_of(whole: Seal, uri: Any, storage_options: Mapping[str, Any] | None) -> Inspected:

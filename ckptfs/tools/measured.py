@@ -15,7 +15,7 @@ from functools import partial
 
 from ckptfs.commit.layout import AttemptKeys, shared_key
 from ckptfs.commit.recovery_plan import AttemptRecord
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import NotFoundError, SymlinkError
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.tools.lines import side_by_side
 
@@ -55,11 +55,16 @@ def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
 
 
 def files_below(storage: Storage, key: str) -> list[str]:
-    """Keys of all files below a directory or prefix; empty where there is none."""
+    """Keys of all files below a directory or prefix; empty where there is none. A link counts as what it
+    is: what lies behind one to a directory is not removed with it, and mazes of links have no end.
+    """
     found: list[str] = []
     for entry in listed(storage, key):
         below = f"{key}/{entry.name}" if key else entry.name
-        found += files_below(storage, below) if entry.is_dir else [below]
+        if entry.is_dir and not entry.is_link:
+            found += files_below(storage, below)
+        else:
+            found.append(below)
     return found
 
 
@@ -80,6 +85,6 @@ def is_link(storage: Storage, key: str) -> bool:
 def _stat(storage: Storage, key: str) -> Tree:
     try:
         stat = storage.stat(key)
-    except NotFoundError:
-        return Tree()
+    except (NotFoundError, SymlinkError):
+        return Tree()  # gone meanwhile, or a link that leads nowhere
     return Tree(0 if stat.is_dir else 1, stat.size_bytes, stat.modified_s)

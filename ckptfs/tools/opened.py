@@ -34,6 +34,8 @@ from ckptfs.uri import Uri
 
 __all__ = ["Format", "Opened", "open_contents"]
 
+_ARCHIVE = b"PK\x03\x04"
+
 
 class Format(StrEnum):
     """How the bytes lie there."""
@@ -70,11 +72,13 @@ def open_contents(
     storage_options: Mapping[str, Any] | None = None,
     *,
     verify: Verify = Verify.READ,
+    follow_links: bool = True,
 ) -> Iterator[Opened]:
     """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file.
 
     Local, read-only. A torch.save file is loaded with weights_only; IntegrityError: it is none,
-    or holds what would run code. Errors of finding it are those of ``ckptfs.load``.
+    or holds what would run code. follow_links: of False, a symbolic link in a checkpoint is a
+    SymlinkError. Errors of finding it are those of ``ckptfs.load``.
     """
     with file_at(uri, storage_options) as file:
         if file is not None:
@@ -82,6 +86,8 @@ def open_contents(
             return
     with located(uri, storage_options) as here:
         storage, found = here.storage, here.found
+        if not follow_links:
+            storage = storage.refusing_links(found.home)
         source = source_of(storage, found, verify, 0)
         manifest = found.manifest
         if found.metadata and (manifest is None or manifest.artifact is not Kind.DIRECTORY):
@@ -117,14 +123,17 @@ def _load(file: File) -> Any:
     name = file.uri.name
     path = file.storage.local_path(name)
     try:
-        if path is not None:
-            # Mapped: pages come as they are looked at, and go again when memory is short.
-            with contextlib.suppress(RuntimeError):  # written by an old torch, not as an archive
-                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        with file.storage.open_read(name) as reader:
-            data = bytearray(reader.size_bytes)
-            reader.read_into(0, memoryview(data))
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        with file.storage.open_read(name) as reader:  # a regular file, whatever the path may be
+            magic = bytearray(min(len(_ARCHIVE), reader.size_bytes))
+            reader.read_into(0, memoryview(magic))
+            if path is None:
+                data = bytearray(reader.size_bytes)
+                reader.read_into(0, memoryview(data))
+                return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # An archive is mapped: pages come as they are looked at, and go again when memory is short. What
+        # an old torch wrote is none: it is read as far as it says.
+        mapped = magic == _ARCHIVE
+        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except (CkptfsError, MemoryError):
         raise
     except Exception as error:

@@ -58,6 +58,9 @@ class Condition(StrEnum):
     MISSING = "missing"
 
 
+_MOST_MISSING = 1000  # entries, that are told one by one
+
+
 @dataclass(frozen=True, slots=True)
 class Line:
     """One entry. entry: of an entry, "damaged" and "missing" of what is none. what: in words. why: it
@@ -99,7 +102,9 @@ def lines_of(storage: Storage) -> list[Line]:
 
 
 def _end(storage: Storage) -> int:
-    """How many numbers there are to ask for; a listing is a hint, and later ones are asked for too."""
+    """How many numbers there are to ask for; a listing is a hint, and later ones are asked for too. A number
+    that lies far behind all others is no entry's: a hundred million are not asked for because of it.
+    """
     try:
         names = [entry.name for entry in storage.list(LOG) if not entry.is_dir]
     except NotFoundError:
@@ -107,7 +112,8 @@ def _end(storage: Storage) -> int:
     numbered = [name for name in names if name[:1].isdigit()]
     if any("." in name for name in numbered):
         return len(numbered)  # an advisory log: entries are counted through
-    return max((int(name) for name in numbered if name.isdigit()), default=-1) + 1
+    last = max((int(name) for name in numbered if name.isdigit()), default=-1)
+    return min(last + 1, len(numbered) + _MOST_MISSING)
 
 
 def _read(storage: Storage, end: int) -> list[bytes | None]:

@@ -22,10 +22,12 @@ from ckptfs.dcp.datafile import DataFile, Source, Verify, open_data, read_digest
 from ckptfs.dcp.fetch import fetch
 from ckptfs.dcp.grid import fills
 from ckptfs.dcp.reading_plan import untiled
-from ckptfs.errors import ManifestError
+from ckptfs.errors import IntegrityError, ManifestError
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
 
 __all__ = ["SavedContents"]
+
+_LARGEST = (1 << 63) - 1  # what torch's sizes can be
 
 
 class SavedContents(Contents):
@@ -61,6 +63,33 @@ class SavedContents(Contents):
             error.uri = str(self._source.storage.uri(self._source.home))
             raise error
         return found
+
+    def check_sizes(self, leaves: Iterable[Leaf]) -> None:
+        """As ``Contents.check_sizes``: by the sizes of the files, of each one once."""
+        sizes: dict[str, int] = {}
+        for leaf in leaves:
+            if isinstance(leaf, TensorLeaf):
+                pieces = [(shard.offsets, shard.sizes) for shard in leaf.shards]
+                if not fills(pieces, leaf.shape):
+                    raise untiled(leaf.key, pieces, leaf.shape)
+                for shard in leaf.shards:
+                    size = math.prod(shard.sizes) * leaf.dtype.itemsize
+                    if size > shard.length:
+                        raise self._too_large(leaf, shard.file, size, shard.length)
+            for place in leaf.shards if isinstance(leaf, TensorLeaf) else (leaf,):
+                if place.file not in sizes:
+                    with open_data(self._source, place.file) as reader:
+                        sizes[place.file] = reader.size_bytes
+                end = place.start + place.length
+                if end > sizes[place.file]:
+                    raise self._too_large(leaf, place.file, end, sizes[place.file])
+
+    def _too_large(self, leaf: Leaf, file: str, size: int, there: int) -> IntegrityError:
+        return IntegrityError(
+            f".metadata gives {leaf.key!r} {size} bytes in {file}, where {there} are",
+            uri=self._source.storage.uri(self._source.key(file)),
+            hint="the file is truncated, or .metadata was changed; load another checkpoint",
+        )
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
         """As ``Contents.blob``, compared with its digests where the source verifies."""
@@ -122,6 +151,19 @@ class _Into:
 def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     places = metadata.storage_data
+    try:
+        return _leaves(metadata, paths, places)
+    except (TypeError, AttributeError, ValueError) as error:
+        # What it says is of other types than torch writes: nothing of it is believed.
+        raise ManifestError(
+            f".metadata describes no tensors: {error}",
+            hint="it was changed, or written by something else; load another checkpoint",
+        ) from error
+
+
+def _leaves(
+    metadata: Metadata, paths: Mapping[str, Any], places: Mapping[MetadataIndex, Any]
+) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
     for key, described in metadata.state_dict_metadata.items():
         path = tuple(paths.get(key, ()))
@@ -130,13 +172,25 @@ def _leaves_of(metadata: Metadata) -> dict[str, Leaf]:
             for chunk in described.chunks:
                 place = places.get(MetadataIndex(key, chunk.offsets))
                 if place is not None:
-                    at = (place.relative_path, place.offset, place.length)
-                    shards.append(Shard(tuple(chunk.offsets), tuple(chunk.sizes), *at))
-            shape, dtype = tuple(described.size), described.properties.dtype
+                    at = _numbers((place.offset, place.length))
+                    offsets, sizes = _numbers(chunk.offsets), _numbers(chunk.sizes)
+                    shards.append(Shard(offsets, sizes, place.relative_path, at[0], at[1]))
+            shape, dtype = _numbers(described.size), described.properties.dtype
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{key!r} has the dtype {dtype!r}")
             found[key] = TensorLeaf(key, dtype, shape, tuple(shards), path)
             continue
         place = places.get(MetadataIndex(key))
         if place is None:
             raise ManifestError(f".metadata does not say where {key!r} lies")
-        found[key] = ObjectLeaf(key, place.relative_path, place.offset, place.length, path)
+        at = _numbers((place.offset, place.length))
+        found[key] = ObjectLeaf(key, place.relative_path, at[0], at[1], path)
     return found
+
+
+def _numbers(told: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes and offsets, or TypeError."""
+    numbers = tuple(told)
+    if not all(type(number) is int and 0 <= number <= _LARGEST for number in numbers):
+        raise TypeError(f"{numbers!r:.200} are no sizes and offsets")
+    return numbers

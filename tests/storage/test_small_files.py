@@ -37,6 +37,10 @@ WAYS: dict[str, Ways] = {
 }
 
 
+def _stat(storage: Storage, key: str) -> object:
+    return storage.stat(key)
+
+
 class Reads(Posix):
     """Counts the bytes that were asked for."""
 
@@ -163,3 +167,47 @@ def test_every_kind_of_small_file_has_its_limit() -> None:
         "step_1/model.safetensors.index.json": SMALL_BYTES,
     }
     assert {key: limit_of(key) for key in limits} == limits
+
+
+@pytest.mark.parametrize("uri", ["{tmp}", "fsspec+file://{tmp}"])
+def test_a_strange_name_is_passed_by(
+    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A listing has what lies beside it, and a warning says where it is."""
+    (tmp_path / "step_1").mkdir()
+    for name in (b"step_\xff", b"\x1b[2J", b"a\nb"):
+        os.mkdir(os.path.join(os.fsencode(tmp_path), name))
+    storage = open_storage(uri.format(tmp=tmp_path))
+    assert [entry.name for entry in storage.list("")] == ["step_1"]
+    assert len(caplog.records) == 3
+    assert "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize("linked", ["file", "folder", "folder/deep"])
+def test_what_a_link_leads_to_is_read_only_where_links_are_followed(
+    tmp_path: Path, linked: str
+) -> None:
+    """Who copies refuses links below the checkpoint, in any component; the checkpoint itself may be one."""
+    away = tmp_path / "away"
+    (away / "folder" / "deep").mkdir(parents=True)
+    for name in ("file", "folder/file", "folder/deep/file"):
+        (away / name).write_bytes(b"secret")
+    step = tmp_path / "moved"
+    (step / linked).parent.mkdir(parents=True)
+    (step / linked).symlink_to(away / linked)
+    (step / "plain").write_bytes(b"plain")
+    (tmp_path / "step_1").symlink_to("moved")
+    storage = open_storage(tmp_path)
+    strict = storage.refusing_links("step_1")
+    key = f"step_1/{linked}" if linked == "file" else f"step_1/{linked}/file"
+    assert storage.read_small(key, 10) == b"secret"
+    for way in (*WAYS.values(), _stat):
+        with pytest.raises(SymlinkError) as caught:
+            way(strict, key)
+        assert caught.value.hint is not None
+        assert "--follow-links" in caught.value.hint
+    if linked != "file":
+        with pytest.raises(SymlinkError):
+            strict.list(f"step_1/{linked}")
+    assert strict.read_small("step_1/plain", 10) == b"plain"
+    assert strict.list("step_1") == storage.list("step_1")
