@@ -26,7 +26,14 @@ from ckptfs import _torch
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.locate import locate
 from ckptfs.commit.opening import Place, open_seat
-from ckptfs.dcp.crossing import crossing
+from ckptfs.dcp.crossing import (
+    crossing,
+    filesystem_of,
+    given,
+    is_valid,
+    one_place,
+    path_of,
+)
 from ckptfs.dcp.datafile import Verify
 from ckptfs.dcp.fetch import fetch
 from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
@@ -52,7 +59,7 @@ class _Open:
 
 
 class StorageReader(TorchStorageReader):
-    """Loads the checkpoint at ``uri``; None where every call has a checkpoint_id.
+    """Loads the checkpoint at ``uri`` (stock's word: path); None where every call has a checkpoint_id.
 
     storage_options, verify: as for ``ckptfs.load``. weights_only: objects are refused whose loading
     would execute code, whatever planner loads them; False trusts the checkpoint as you trust code.
@@ -66,12 +73,20 @@ class StorageReader(TorchStorageReader):
         self,
         uri: str | os.PathLike[str] | Uri | None = None,
         *,
+        path: str | os.PathLike[str] | Uri | None = None,
         storage_options: Mapping[str, Any] | None = None,
         verify: Literal["read", "off"] = "read",
         weights_only: bool = True,
         process_group: Any = None,
+        _extension_registry: Any = None,
     ) -> None:
         super().__init__()
+        if _extension_registry is not None:
+            raise StateError(
+                "_extension_registry is not used: files that extensions have changed are not read",
+                hint="torch.distributed.checkpoint.FileSystemReader reads them",
+            )
+        uri = one_place(uri, path)
         self._uri = uri
         self._place = Place({**options_of(uri), **(storage_options or {})})
         self._verify = Verify(verify)
@@ -140,7 +155,7 @@ class StorageReader(TorchStorageReader):
                 raise IncompleteCheckpointError(
                     f"ranks {sorted(saves.values())} found different saves: "
                     f"{', '.join(str(save) for save in saves)}",
-                    uri=self.checkpoint_id,
+                    uri=self._shown,
                     hint="it was replaced just now: load again",
                 )
         return plans
@@ -166,18 +181,29 @@ class StorageReader(TorchStorageReader):
         return future
 
     @property
-    def checkpoint_id(self) -> str:
-        """The URI, credentials masked; "" where none was told yet."""
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """What the user gave, credentials masked; "" where nothing was given yet."""
+        return given(self._uri)
+
+    @property
+    def path(self) -> Any:
+        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
+        return path_of(self._uri)
+
+    @property
+    def fs(self) -> Any:
+        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
+        return filesystem_of(self._uri)
+
+    @property
+    def _shown(self) -> str:
+        """The URI, credentials masked; "" where nothing was given yet."""
         return "" if self._uri is None else str(Uri.parse(self._uri))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it could be a URI of ckptfs. No I/O."""
-        try:
-            Uri.parse(checkpoint_id)
-        except ValueError:
-            return False
-        return True
+        """Whether it is a URI, and some storage serves its protocol. No I/O."""
+        return is_valid(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without group and clients."""
@@ -192,7 +218,7 @@ class StorageReader(TorchStorageReader):
     @property
     def _opened(self) -> _Open:
         if self._open is None:
-            raise StateError("torch did not call read_metadata", uri=self.checkpoint_id)
+            raise StateError("torch did not call read_metadata", uri=self._shown)
         return self._open
 
     def _close(self) -> None:

@@ -39,7 +39,14 @@ from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.agent import Desk, Task, hire, send_orders
 from ckptfs.dcp.copies import copies_for
-from ckptfs.dcp.crossing import crossing
+from ckptfs.dcp.crossing import (
+    crossing,
+    filesystem_of,
+    given,
+    is_valid,
+    one_place,
+    path_of,
+)
 from ckptfs.dcp.engine import WriteEngineName, engine_for
 from ckptfs.dcp.layout import write_files
 from ckptfs.dcp.leaves import WAYS_OUT, check_leaf, check_leaf_bytes
@@ -56,14 +63,31 @@ __all__ = ["StorageWriter"]
 
 logger = logging.getLogger(__name__)
 
+_COPY_AHEAD_BYTES = 10_000_000  # stock's default
+
+# Words of stock's that change nothing here, and why.
+_WITHOUT_EFFECT = {
+    "sync_files": "files are synced all the same, because a commit names only what is durable",
+    "per_thread_copy_ahead": "what is copied ahead of a write is bounded by the windows that it fills",
+    "cache_staged_state_dict": "this writer is no stager: give dcp.async_save "
+    "async_stager=BlockingAsyncStager(cache_staged_state_dict=True)",
+}
+
 
 class StorageWriter(TorchStorageWriter):
     """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
 
-    uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run, per_rank, threads, engine, if_exists,
-    step, scope, domain, unchanged: as for ``ckptfs.save``. process_group: the group given to dcp.save, where
-    that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
+    uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run,
+    per_rank, threads, engine, step, scope, domain, unchanged: as for ``ckptfs.save``. if_exists: "replace",
+    as with stock, keeps the old checkpoint until the new one is committed, and claims the run for the save
+    where the name is taken; a name that is new claims nothing. process_group: the group given to dcp.save,
+    where that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
+
+    Stock's words: path is uri; thread_count is threads; overwrite=False is if_exists="error";
+    single_file_per_rank=False makes a file for each item. sync_files, per_thread_copy_ahead,
+    cache_staged_state_dict change nothing, and a line in the log says why. serialization_format other than
+    TORCH_SAVE and _extensions are StateErrors.
 
     Errors arrive as torch's CheckpointException with ours in ``failures[rank]``. What a crash
     leaves is as for ``ckptfs.save``: exactly the old or the new checkpoint. Pass
@@ -74,20 +98,49 @@ class StorageWriter(TorchStorageWriter):
         self,
         uri: str | os.PathLike[str] | Uri | None = None,
         *,
+        path: str | os.PathLike[str] | Uri | None = None,
         storage_options: Mapping[str, Any] | None = None,
         per_rank: Sequence[str] = (),
         threads: int | None = None,
         engine: Literal["auto", "direct", "buffered"] = "auto",
         unchanged: Literal["write", "reference"] = "write",
-        if_exists: Literal["error", "replace"] = "error",
+        if_exists: Literal["error", "replace"] = "replace",
         run: Run | None = None,
         step: int | None = None,
         scope: Literal["auto", "shared", "node"] = "auto",
         domain: str | None = None,
         process_group: Any = None,
         timeout_s: float | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int | None = None,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool | None = None,
+        serialization_format: Any = None,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
+        uri = one_place(uri, path)
+        if overwrite is not None:
+            if overwrite and if_exists == "error":
+                raise StateError('overwrite=True and if_exists="error" contradict each other')
+            if_exists = "replace" if overwrite else "error"
+        if threads is not None and thread_count not in (None, threads):
+            raise StateError("threads and thread_count are two words for one number")
+        _refuse_words(serialization_format, _extensions)
+        _tell_words(
+            {
+                "sync_files": not sync_files,
+                "per_thread_copy_ahead": per_thread_copy_ahead not in (None, _COPY_AHEAD_BYTES),
+                "cache_staged_state_dict": cache_staged_state_dict,
+            }
+        )
+        if not single_file_per_rank and unchanged == "reference":
+            raise StateError(
+                'single_file_per_rank=False would write anew what unchanged="reference" is to keep'
+            )
+        self._single_file = single_file_per_rank
         self._uri = uri
         self._place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         # The generation is all that fences a save, and unlike the Run it can be pickled.
@@ -98,7 +151,7 @@ class StorageWriter(TorchStorageWriter):
             run=None if run is None else run.generation,
             per_rank=tuple(per_rank),
         )
-        self._threads = threads
+        self._threads = thread_count if threads is None else threads
         self._engine = WriteEngineName(engine)
         self._unchanged, self._memory = Unchanged(unchanged), Memory()
         self._group = process_group
@@ -111,7 +164,7 @@ class StorageWriter(TorchStorageWriter):
         self._run_uri = None if run is None else run.uri
         self._common = None if run is None else run.seat.common
         if self._unchanged is Unchanged.REFERENCE:
-            need_run(self._spec, self.checkpoint_id)
+            need_run(self._spec, self._shown)
         if run is not None:
             run.check(run.uri / "any" if uri is None else Uri.parse(uri))
 
@@ -134,7 +187,7 @@ class StorageWriter(TorchStorageWriter):
             if not kwargs.get("use_collectives", True):
                 raise StateError(
                     "use_collectives=False is not supported",
-                    uri=self.checkpoint_id,
+                    uri=self._shown,
                     hint="without them DCP cannot tell the ranks that one of them failed",
                 )
             task = Task(self._checked_uri(), self._place, self._spec, self._timeout_s, self._common)
@@ -218,6 +271,7 @@ class StorageWriter(TorchStorageWriter):
             resolve,
             engine=engine_for(self._engine),
             threads=self._threads,
+            buckets=None if self._single_file else [[one] for one in enumerate(plan.items)],
         )
         self._warn_of(refused)
         return written_part(written, attempt.save_id, domain)
@@ -231,7 +285,7 @@ class StorageWriter(TorchStorageWriter):
             more = f"; and {len(new) - 10} more" if len(new) > 10 else ""  # noqa: PLR2004
             logger.warning(
                 "%s: saved, but no load takes it by default: %s%s -- %s",
-                self.checkpoint_id,
+                self._shown,
                 shown,
                 more,
                 WAYS_OUT,
@@ -250,22 +304,33 @@ class StorageWriter(TorchStorageWriter):
             desk.wait(desk.done, "the commit")
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners may know before the save: its URI, credentials masked."""
+        """What planners may know before the save: what the user gave as its place."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     @property
-    def checkpoint_id(self) -> str:
-        """The URI, credentials masked; "" where none was told yet."""
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """What the user gave, credentials masked; "" where nothing was given yet."""
+        return given(self._uri)
+
+    @property
+    def path(self) -> Any:
+        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
+        return path_of(self._uri)
+
+    @property
+    def fs(self) -> Any:
+        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
+        return filesystem_of(self._uri)
+
+    @property
+    def _shown(self) -> str:
+        """The URI, credentials masked; "" where nothing was given yet."""
         return "" if self._uri is None else str(Uri.parse(self._uri))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it could be a URI of ckptfs. No I/O."""
-        try:
-            Uri.parse(checkpoint_id)
-        except ValueError:
-            return False
-        return True
+        """Whether it is a URI, and some storage serves its protocol. No I/O."""
+        return is_valid(checkpoint_id)
 
     # -- for async_save in a process -----------------------------------------------------
 
@@ -287,7 +352,7 @@ class StorageWriter(TorchStorageWriter):
     @property
     def _seated(self) -> Desk:
         if self._desk is None:
-            raise StateError("torch did not call set_up_storage_writer", uri=self.checkpoint_id)
+            raise StateError("torch did not call set_up_storage_writer", uri=self._shown)
         return self._desk
 
     def _give_up(self, why: str) -> None:
@@ -356,8 +421,28 @@ class StorageWriter(TorchStorageWriter):
         ]
         _refuse_unwritten(metadata, {index for rank in written for index in rank})
         return metadata_files(
-            metadata, written, self._domains, checkpoint_id=self.checkpoint_id, save_id=save_id
+            metadata, written, self._domains, checkpoint_id=self._shown, save_id=save_id
         )
+
+
+def _refuse_words(serialization_format: Any, extensions: Sequence[Any] | None) -> None:
+    """StateError for what stock can write and this writer cannot."""
+    if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
+        raise StateError(
+            f"serialization_format={serialization_format} is not what this writer makes",
+            hint="ckptfs.integrations.safetensors.save_safetensors writes safetensors",
+        )
+    if extensions:
+        raise StateError(
+            "_extensions are not applied: readers find tensors by the places of their bytes",
+            hint="encrypt where the storage does, with its storage_options",
+        )
+
+
+def _tell_words(asked: Mapping[str, bool]) -> None:
+    """Say once why a word that was given has no effect."""
+    for word in (word for word, is_given in asked.items() if is_given):
+        logger.warning("StorageWriter(%s=...) has no effect: %s", word, _WITHOUT_EFFECT[word])
 
 
 def _results(plan: SavePlan, part: WrittenPart, root: Uri) -> list[WriteResult]:

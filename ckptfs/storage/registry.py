@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -37,7 +38,7 @@ from ckptfs.uri import HasProtocol, Uri, options_of
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["GROUP", "Factory", "open_storage"]
+__all__ = ["GROUP", "Factory", "is_served", "open_storage"]
 
 GROUP = "ckptfs.backends"
 
@@ -88,6 +89,20 @@ def open_storage(
         )
     options = {**place.options, **options_of(uri), **(storage_options or {})}
     return _factory(place)(place, options)
+
+
+def is_served(uri: Uri) -> bool:
+    """Whether a backend knows the protocol; that its library is missing is told by ``open_storage``. No I/O."""
+    wrapper, plus, inner = uri.protocol.partition("+")
+    try:
+        if plus and wrapper in ("faults", "fsspec"):
+            return is_served(replace(uri, protocol=inner))
+        _factory(uri)
+    except MissingDriverError:
+        return True
+    except UriError:
+        return False
+    return True
 
 
 def _factory(uri: Uri) -> Factory:

@@ -211,10 +211,10 @@ def replacing_is_given_up(rank: Rank, uri: str) -> Any:
 
 
 def name_taken(rank: Rank, uri: str) -> Any:
-    """The name is committed; then it is replaced."""
+    """The name is committed; then it is replaced, as it is by default."""
     _save(rank, uri)
-    failed = _failures(rank, lambda: _save(rank, uri))
-    _save(rank, uri, if_exists="replace")
+    failed = _failures(rank, lambda: _save(rank, uri, if_exists="error"))
+    _save(rank, uri)
     return [failed, _loads(rank, uri)]
 
 

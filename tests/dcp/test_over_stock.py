@@ -44,7 +44,8 @@ def managed(state: dict[str, torch.Tensor], run: Path) -> None:
 
 def written(state: dict[str, torch.Tensor], run: Path) -> None:
     """A save by torch, with our writer."""
-    dcp.save(state, storage_writer=ckptfs.StorageWriter(f"{run}/step_2"), no_dist=True)
+    writer = ckptfs.StorageWriter(f"{run}/step_2", if_exists="error")
+    dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 SAVES: dict[str, Callable[[dict[str, torch.Tensor], Path], object]] = {
@@ -59,7 +60,7 @@ SAVES: dict[str, Callable[[dict[str, torch.Tensor], Path], object]] = {
 def test_what_stock_torch_saved_is_not_replaced_unasked(
     tmp_path: Path, way: str, has_log: bool
 ) -> None:
-    """if_exists="error", the default: CommitConflictError, and the checkpoint of stock torch is whole."""
+    """if_exists="error", the default but of a StorageWriter: CommitConflictError, and the checkpoint of stock torch is whole."""
     run, state = tmp_path / "run", {"w": torch.ones(3)}
     if has_log:
         ckptfs.save(state, f"{run}/step_1")
