@@ -26,6 +26,7 @@ from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import SealedPart, TicketPart
 from ckptfs.dcp.engine import WriteEngineName
+from ckptfs.dcp.load_planner import Allow
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.parts import save_part
 from ckptfs.dcp.reuse import Unchanged
@@ -166,6 +167,7 @@ def load(
     uri: Any,
     *,
     strict: bool = True,
+    allow: Allow = (),
     verify: Literal["read", "off"] = "read",
     run: Run | None = None,
     process_group: Any = None,
@@ -177,9 +179,12 @@ def load(
     """Collective. Load a checkpoint into ``state_dict``, in place, with any number of ranks.
 
     Tensors are filled where they are, whatever sharding they have now; objects with
-    load_state_dict() at the top level get theirs. strict: missing and unexpected keys and dtypes
-    that differ are StateErrors before a byte is read; otherwise they are skipped, named in the
-    result, or converted. verify: "read" compares every block that is read with its digest. run: a
+    load_state_dict() at the top level get theirs. Missing and unexpected keys and dtypes that differ are
+    StateErrors before a byte is read. allow: one or several of "missing" (such keys keep their values, and
+    the result names them), "extra" (keys that nobody asks for are left out, and named), "dtype" (converted);
+    "stock" is what torch's dcp.load allows: "extra" and "dtype". strict: False allows all three. An
+    optimizer that would be left empty by its own state_dict(), before its first step, is StateError
+    whatever is allowed. verify: "read" compares every block that is read with its digest. run: a
     held Run, of this checkpoint or of another: the ranks talk as they do for it, so that a rank which
     dies before it has come here is named in seconds and not after timeout_s, and nothing has to be
     opened; process_group and timeout_s are then the run's. It need not be the newest owner.
@@ -195,7 +200,14 @@ def load(
         target = agree_uri(control, uri)
         with reading_seat(target, control, place) as (seat, name):
             load = partial(
-                load_at, state_dict, seat, target, strict=strict, verify=verify, started=started
+                load_at,
+                state_dict,
+                seat,
+                target,
+                strict=strict,
+                allow=allow,
+                verify=verify,
+                started=started,
             )
             return following(seat, name, load)
 

@@ -15,13 +15,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from ckptfs._torch import is_sharded_tensor
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.fetch import fetch_reads
 from ckptfs.dcp.inventory import Inventory, Renamed, Whole
-from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
+from ckptfs.dcp.load_planner import (
+    OPTIMIZER_HINT,
+    Allow,
+    Allowed,
+    Asked,
+    LoadPlanner,
+    unexpected_keys,
+)
 from ckptfs.dcp.per_rank import listed, own_keys
 from ckptfs.dcp.reads import Read
 from ckptfs.dcp.share import stateful_keys
@@ -30,9 +39,9 @@ from ckptfs.events import Counters
 from ckptfs.progress import SILENT, Meter
 from ckptfs.topology.control import Control
 
-__all__ = ["PlannedLoad", "plan_load", "read", "restore_stateful"]
+__all__ = ["PlannedLoad", "plan_load", "read", "refuse_meta", "restore_stateful"]
 
-_OPTIMIZER_STATE = re.compile(r"(.+?)\.state\.[^.]")
+_OPTIMIZER_STATE = re.compile(r"(.+?\.)?state\.[^.]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +61,7 @@ def plan_load(
     control: Control,
     *,
     strict: bool = True,
+    allow: Allow = (),
     saved_world: int | None = None,
     weights_only: bool = True,
 ) -> PlannedLoad:
@@ -61,11 +71,11 @@ def plan_load(
     state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
     user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
     world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
-    nobody asks for (strict).
+    nobody asks for. strict, allow: as for ``ckptfs.load``.
     """
     started = time.perf_counter()
     inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
-    planner = LoadPlanner(strict=strict, weights_only=weights_only)
+    planner = LoadPlanner(strict=strict, allow=allow, weights_only=weights_only)
     held: list[list[Read]] = []
 
     def local() -> Asked:
@@ -75,12 +85,15 @@ def plan_load(
             mine = own_keys(
                 inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
             )
-            held.append(planner.create_reads(Renamed(inventory, mine) if mine else inventory))
+            seen = Renamed(inventory, mine) if mine else inventory
+            held.append(planner.create_reads(seen))
+            if planner.allowed:
+                planner.refuse_empty(seen)
             return Asked.of(inventory.keys, planner.state_dict.keys())
 
     def decide(asked: list[Asked]) -> tuple[str, ...]:
         unexpected = unexpected_keys(inventory.keys, asked)
-        if unexpected and strict:
+        if unexpected and Allowed.EXTRA not in planner.allowed:
             raise StateError(
                 f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
                 hint=_hint_for(unexpected, inventory.keys),
@@ -95,19 +108,17 @@ def plan_load(
 
 def _hint_for(unexpected: Sequence[str], saved: Collection[str]) -> str:
     """What to do about keys that nobody asks for. An optimizer has no state before its first step: what
-    it says of itself then asks for none, and strict=False would leave it empty without a word.
+    it says of itself then asks for none.
     """
-    names = {at[1] for key in unexpected if (at := _OPTIMIZER_STATE.match(key))}
+    names = {at[1] or "" for key in unexpected if (at := _OPTIMIZER_STATE.match(key))}
     empty = sorted(
-        name for name in names if any(key.startswith(f"{name}.param_groups") for key in saved)
+        name.removesuffix(".") or "the state dict"
+        for name in names
+        if any(key.startswith(f"{name}param_groups") for key in saved)
     )
     if not empty:
-        return "strict=False skips them"
-    return (
-        f"{empty[0]!r} is an optimizer without state: ask for what get_state_dict(model, optimizer) of "
-        "torch.distributed.checkpoint.state_dict returns, or hand the optimizer to "
-        "CheckpointManager.restore; strict=False would leave it empty"
-    )
+        return 'allow="extra" leaves them out'
+    return f"{empty[0]!r} is an optimizer without state: {OPTIMIZER_HINT}"
 
 
 def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counters:
@@ -121,6 +132,20 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
         source, planned.reads, lambda read, stream: planner.load_object(read.key, stream), meter
     )
     return dataclasses.replace(counters, plan_s=planned.plan_s)
+
+
+def refuse_meta(state_dict: Mapping[str, Any]) -> None:
+    """StateError for a module that has no memory: it would take what was loaded, and keep nothing."""
+    for key in stateful_keys(state_dict):
+        module = state_dict[key]
+        if not isinstance(module, torch.nn.Module):
+            continue
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if not is_sharded_tensor(value) and value.is_meta:
+                raise StateError(
+                    f"{key}: {name!r} is on the meta device",
+                    hint="give the module memory first: module.to_empty(device=...)",
+                )
 
 
 def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The load planner: every check that needs no data comes before the first byte.
 
-    keys      missing from the checkpoint, or there and not asked for     (strict)
-    kinds     a tensor asked for where an object was saved, or the reverse
-    tensors   global shape, and dtype (strict; otherwise torch converts)
+    keys      missing from the checkpoint ("missing"), or there and not asked for ("extra")
+    kinds     a tensor asked for where an object was saved ("dtype"), or the reverse
+    tensors   global shape, and dtype ("dtype": torch converts)
 
     create_reads         this rank's Reads, for ckptfs' own loads: no object of torch's per tensor
     create_local_plan    the same as torch's ReadItems, for whoever drives it as torch does
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
@@ -35,22 +36,63 @@ from ckptfs.dcp.per_rank import Path, listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
 from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box, refuse_untiled
 from ckptfs.dcp.reads import Read
-from ckptfs.errors import CkptfsError, StateError
+from ckptfs.errors import ArgumentChoice, CkptfsError, StateError
 
-__all__ = ["Asked", "LoadPlanner", "unexpected_keys"]
+__all__ = [
+    "OPTIMIZER_HINT",
+    "Allow",
+    "Allowed",
+    "Asked",
+    "LoadPlanner",
+    "allowed_of",
+    "empty_optimizers",
+    "unexpected_keys",
+]
+
+
+_OWN = ("state", "param_groups")  # of an optimizer
+OPTIMIZER_HINT = (
+    "ask for what get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns, hand "
+    "the optimizer to CheckpointManager.restore, or leave it out of the state dict"
+)
+
+
+class Allowed(ArgumentChoice):
+    """What of a state dict may differ from the checkpoint."""
+
+    EXTRA = "extra"  # keys of the checkpoint that nobody asks for
+    MISSING = "missing"  # keys that are asked for and not there: they keep their values
+    DTYPE = "dtype"  # dtypes, which are converted; an object takes the place of a tensor
+    STOCK = "stock"  # what torch's dcp.load allows: "extra" and "dtype"
+
+
+Allow = str | Collection[str]
+
+
+def allowed_of(allow: Allow, *, strict: bool = True) -> frozenset[Allowed]:
+    """The words of an ``allow=``, one or several. StateError for any other word."""
+    words = {Allowed(word) for word in ([allow] if isinstance(allow, str) else allow)}
+    if not strict:
+        words |= {Allowed.EXTRA, Allowed.MISSING, Allowed.DTYPE}
+    if Allowed.STOCK in words:
+        words |= {Allowed.EXTRA, Allowed.DTYPE}
+    return frozenset(words)
 
 
 class LoadPlanner(DefaultLoadPlanner):
     """Plans a load into a state dict, in place, with any sharding.
 
-    strict: keys missing from the checkpoint and dtypes that differ are StateErrors; otherwise such
-    keys keep their values (``missing``) and torch converts. weights_only: False executes what the
+    Keys missing from the checkpoint and dtypes that differ are StateErrors, unless ``allow`` names them
+    (see ``Allowed``): then such keys keep their values (``missing``), and torch converts. strict: False
+    allows all. weights_only: False executes what the
     objects' pickles say; only for checkpoints that you trust as you trust code.
     """
 
-    def __init__(self, *, strict: bool = True, weights_only: bool = True) -> None:
+    def __init__(
+        self, *, strict: bool = True, allow: Allow = (), weights_only: bool = True
+    ) -> None:
         super().__init__(allow_partial_load=True)
-        self.strict = strict
+        self.allowed = allowed_of(allow, strict=strict)
         self.weights_only = weights_only
         self.missing: tuple[str, ...] = ()
         self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
@@ -146,6 +188,23 @@ class LoadPlanner(DefaultLoadPlanner):
                 del self.state_dict[part], self.mappings[part]
             self.state_dict[key], self.mappings[key] = value, path
 
+    def refuse_empty(self, inventory: Inventory) -> None:
+        """StateError for what would be left as it is without a word, where that is allowed of its keys: an
+        optimizer before its first step, and an object within a nest, which nobody asks for its state.
+        """
+        empty = empty_optimizers(self.original_state_dict, inventory.keys)
+        if empty:
+            raise StateError(
+                f"{listed(empty)}: an optimizer without state, and the checkpoint has its state",
+                hint=OPTIMIZER_HINT,
+            )
+        objects = [key for key in self.missing if isinstance(self.state_dict[key], Stateful)]
+        if objects:
+            raise StateError(
+                f"{listed(objects)}: an object with a state that lies within a nest",
+                hint="put it at the top level, or its state_dict() in its place",
+            )
+
     def _not_in(self, keys: Collection[str]) -> tuple[str, ...]:
         return tuple(key for key in self.state_dict if key not in keys)
 
@@ -162,11 +221,11 @@ class LoadPlanner(DefaultLoadPlanner):
         keys = inventory.keys
         for key, value in self.state_dict.items():
             if key not in keys:
-                if self.strict:
+                if Allowed.MISSING not in self.allowed:
                     self._refuse(inventory)
                 continue
             saved = inventory.tensor(key)
-            if not _is_alike(value, saved) and _mismatch(value, saved, strict=self.strict):
+            if not _is_alike(value, saved) and _mismatch(value, saved, self.allowed):
                 self._refuse(inventory)
             if saved is None:
                 reads.append(Read(key, *inventory.place(key, None)))
@@ -238,20 +297,21 @@ class LoadPlanner(DefaultLoadPlanner):
         keys = inventory.keys
         problems = []
         self.missing = self._not_in(keys)
-        if self.missing and self.strict:
+        if self.missing and Allowed.MISSING not in self.allowed:
             problems.append(f"not in the checkpoint: {listed(self.missing)}")
         for key, value in self.state_dict.items():
             if key not in keys:
                 continue
             saved = inventory.tensor(key)
-            if problem := _mismatch(value, saved, strict=self.strict):
+            if problem := _mismatch(value, saved, self.allowed):
                 problems.append(f"{key!r}: {problem}")
         if problems:
             shown = "; ".join(problems[:10])
             more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""  # noqa: PLR2004
             raise StateError(
                 f"the state dict does not fit the checkpoint: {shown}{more}",
-                hint="strict=False skips missing keys and converts dtypes; shapes must be equal",
+                hint='allow="missing" leaves such keys as they are, allow="dtype" converts; '
+                "shapes must be equal",
             )
 
 
@@ -284,6 +344,32 @@ def unexpected_keys(saved: Collection[str], asked: Sequence[Asked]) -> tuple[str
     return tuple(left)
 
 
+def empty_optimizers(state: Mapping[Any, Any], saved: Collection[str]) -> list[str]:
+    """The names of optimizers that say of themselves that they have no state, where some was saved. One has
+    none before its first step: its own state_dict() then asks for nothing.
+    """
+    found = []
+    empty = [
+        key
+        for key, path, value in containers(state)
+        if not value and path[-1] == "state" and _has_parameters(state, path[:-1])
+    ]
+    for key in empty:
+        name = key.removesuffix("state")
+        below = {kind for one in saved for kind in _OWN if one.startswith(f"{name}{kind}.")}
+        if len(below) == len(_OWN) or ("state" in below and f"{name}param_groups" in saved):
+            found.append(name.removesuffix(".") or "the state dict")
+    return found
+
+
+def _has_parameters(state: Any, path: Path) -> bool:
+    """Whether an optimizer lies there with parameters on this rank: a pipeline stage may have none."""
+    for part in path:
+        state = state[_key_of(state, part)]
+    groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
+    return any(isinstance(group, Mapping) and group.get("params") for group in groups)
+
+
 def _is_asked(key: str, asked: Collection[str]) -> bool:
     return key in asked or ((own := unmarked_key(key)) is not None and own[0] in asked)
 
@@ -303,11 +389,11 @@ def _is_alike(value: Any, saved: SavedTensor | None) -> bool:
     )
 
 
-def _mismatch(value: object, saved: SavedTensor | None, *, strict: bool) -> str | None:
+def _mismatch(value: object, saved: SavedTensor | None, allowed: Collection[Allowed]) -> str | None:
     """Why what was saved (None: an object) cannot go into ``value``; None when it can."""
     wants_tensor = isinstance(value, torch.Tensor)
     if (saved is not None) != wants_tensor:
-        if wants_tensor and not strict:
+        if wants_tensor and Allowed.DTYPE in allowed:
             return None  # stock's behaviour: the object replaces the tensor
         has, asks = ("an object", "a tensor") if wants_tensor else ("a tensor", "an object")
         return f"the checkpoint has {has}, the state dict {asks}"
@@ -315,7 +401,7 @@ def _mismatch(value: object, saved: SavedTensor | None, *, strict: bool) -> str 
         return None
     if tuple(saved.sizes) != tuple(value.size()):
         return f"shape {tuple(saved.sizes)} saved, {tuple(value.size())} asked for"
-    if strict and saved.dtype != value.dtype:
+    if saved.dtype != value.dtype and Allowed.DTYPE not in allowed:
         return f"{saved.dtype} saved, {value.dtype} asked for"
     return None
 

@@ -19,7 +19,14 @@ from ckptfs.commit.opening import step_of
 from ckptfs.commit.seat import Seat
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.inventory import Inventory, Whole
-from ckptfs.dcp.load_pipeline import PlannedLoad, plan_load, read, restore_stateful
+from ckptfs.dcp.load_pipeline import (
+    PlannedLoad,
+    plan_load,
+    read,
+    refuse_meta,
+    restore_stateful,
+)
+from ckptfs.dcp.load_planner import Allow
 from ckptfs.dcp.opened import inventory_of, source_of, who_holds
 from ckptfs.dcp.share import unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError
@@ -47,6 +54,7 @@ def load_at(
     found: Found,
     *,
     strict: bool = True,
+    allow: Allow = (),
     verify: Literal["read", "off"] = "read",
     started: float | None = None,
 ) -> LoadResult:
@@ -60,11 +68,19 @@ def load_at(
     flat: dict[str, Any] = {}
 
     def unwrapped() -> dict[str, Any]:
+        refuse_meta(state_dict)
         flat.update(unwrap_stateful(state_dict))
         return flat
 
     been_read = _plan_and_read(
-        unwrapped, held.pop(), seat, target, found, strict=strict, verify=Verify(verify)
+        unwrapped,
+        held.pop(),
+        seat,
+        target,
+        found,
+        strict=strict,
+        allow=allow,
+        verify=Verify(verify),
     )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
     return _hand_over(loadable, been_read, seat, target, found, started)
@@ -78,6 +94,7 @@ def load_into(
     found: Found,
     *,
     strict: bool = True,
+    allow: Allow = (),
     verify: Literal["read", "off"] = "read",
     started: float,
 ) -> LoadResult:
@@ -93,6 +110,7 @@ def load_into(
         target,
         found,
         strict=strict,
+        allow=allow,
         verify=Verify(verify),
     )
     return _hand_over(loadable, been_read, seat, target, found, started)
@@ -116,6 +134,7 @@ def _plan_and_read(
     found: Found,
     *,
     strict: bool,
+    allow: Allow,
     verify: Verify,
 ) -> _BeenRead:
     control, manifest = seat.control, found.manifest
@@ -124,6 +143,7 @@ def _plan_and_read(
         inventory,
         control,
         strict=strict,
+        allow=allow,
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(seat.storage, found, verify, control.rank, control.size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -37,8 +38,9 @@ from ckptfs.dcp.crossing import (
 from ckptfs.dcp.datafile import Verify
 from ckptfs.dcp.fetch import fetch
 from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
+from ckptfs.dcp.load_planner import OPTIMIZER_HINT, empty_optimizers
 from ckptfs.dcp.opened import read_metadata, source_of, who_holds
-from ckptfs.dcp.per_rank import view_for
+from ckptfs.dcp.per_rank import listed, view_for
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import SoloControl
@@ -46,6 +48,8 @@ from ckptfs.topology.world import World
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["StorageReader"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
@@ -166,6 +170,7 @@ class StorageReader(TorchStorageReader):
             opened = self._opened
             size, _ = self._size_and_rank(self._rank)
             source = source_of(opened.storage, opened.found, self._verify, self._rank, size)
+            _warn_of_optimizers(self._shown, planner, opened.metadata)
             guarded: Any = planner
             if self._weights_only and _is_stock(planner):
                 guarded = _SafeLeaves(planner)
@@ -231,6 +236,20 @@ class StorageReader(TorchStorageReader):
             return 1, 0
         rank, size = _torch.rank_and_size(self._group)
         return size, rank if told is None else told
+
+
+def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:
+    """Tell of what stock leaves out without a word."""
+    state = getattr(planner, "original_state_dict", None)
+    if isinstance(state, Mapping) and getattr(planner, "flatten_state_dict", False):
+        empty = empty_optimizers(state, metadata.state_dict_metadata)
+        if empty:
+            logger.warning(
+                "%s: %s has no state before its first step, and is left without the one that was saved: %s",
+                where,
+                listed(empty),
+                OPTIMIZER_HINT,
+            )
 
 
 def _is_stock(planner: LoadPlanner) -> bool:

@@ -28,6 +28,7 @@ from ckptfs.commit.protocol import (
     used_overwrites,
 )
 from ckptfs.commit.unlogged import Unlogged
+from ckptfs.dcp.load_planner import Allow
 from ckptfs.errors import ArgumentChoice
 from ckptfs.manager.blanks import Reshard
 from ckptfs.manager.copy_plan import origin_of
@@ -65,7 +66,7 @@ class RestoreRequest:
 
     step_of: the template's; names that it does not know are not candidates. step: exactly this one,
     a failing run's included; None is the newest. reshard: fnmatch patterns of keys -> what makes the
-    new rank's state of all old ranks' states. strict: as for ``ckptfs.load``. part: of a checkpoint
+    new rank's state of all old ranks' states. strict, allow: as for ``ckptfs.load``. part: of a checkpoint
     that several groups wrote, the one to restore; ranks outside its group have others. unlogged: what to
     do where another program saved after the newest commit.
     """
@@ -80,6 +81,7 @@ class RestoreRequest:
     strict: bool = True
     part: str | None = None
     unlogged: Unlogged = Unlogged.ERROR
+    allow: Allow = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.commit.tickets import Ticket
 from ckptfs.commit.unlogged import Unlogged
 from ckptfs.dcp.engine import WriteEngineName
+from ckptfs.dcp.load_planner import Allow
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions
@@ -259,6 +260,7 @@ class CheckpointManager(RunManager):
         reshard: Mapping[str, Reshard] | None = None,
         include_failures: bool = False,
         strict: bool = True,
+        allow: Allow = (),
         part: str | None = None,
         unlogged: Literal["error", "ignore"] = "error",
     ) -> Restored | None:
@@ -272,7 +274,7 @@ class CheckpointManager(RunManager):
         ``Restored.skipped`` what that costs; "error" never goes back unasked. Under another number of
         ranks what each rank kept for itself is StateError, unless per_rank="drop" leaves it out or
         reshard={pattern: function} makes the new state of the old ones. part: this group's, of a
-        checkpoint that several groups wrote.
+        checkpoint that several groups wrote. strict, allow: as for ``ckptfs.load``.
 
         NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
         newest is damaged, and what is missing where. StateError: stock torch saved into the run after the
@@ -290,6 +292,7 @@ class CheckpointManager(RunManager):
             strict,
             part,
             Unlogged(unlogged),
+            allow,
         )
         with (
             self._ground.reading() as seat,

@@ -226,6 +226,7 @@ class _Restore:
             uri,
             found,
             strict=self._request.strict,
+            allow=self._request.allow,
             started=self._started,
         )
         restored = Restored(

@@ -39,7 +39,7 @@ def test_the_error_names_the_optimizer_and_how_to_hand_it_over(saved: str) -> No
     assert "'optimizer' is an optimizer without state" in text
     assert "get_state_dict(model, optimizer)" in text
     assert "CheckpointManager.restore" in text
-    assert "strict=False would leave it empty" in text
+    assert "leave it out" in text
 
 
 def test_the_manager_loads_it(saved: str) -> None:
@@ -67,5 +67,5 @@ def test_torch_asks_for_its_state(tmp_path: Path) -> None:
 def test_other_keys_have_the_plain_hint(tmp_path: Path) -> None:
     """A module that is called "state" is no optimizer."""
     ckptfs.save({"a.state.w": torch.ones(1), "b": torch.ones(1)}, str(tmp_path / "step_1"))
-    with pytest.raises(StateError, match="strict=False skips them"):
+    with pytest.raises(StateError, match='allow="extra" leaves them out'):
         ckptfs.load({"b": torch.zeros(1)}, str(tmp_path / "step_1"))
