@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 GUARANTEES = ROOT / "docs" / "guarantees.md"
 WAITING = "Not held by a test yet"
+THREATS = ROOT / "docs" / "threat-model.md"
+NOT_PROMISED = "What is not promised"
 
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>\S.{7,}) -->")
 # What a fence may be marked with besides python: shown, never executed. Those in braces are the
@@ -146,11 +148,11 @@ def test_make_targets_in_the_docs_exist() -> None:
     assert told <= made
 
 
-def _guarantees() -> list[tuple[str, str, list[str]]]:
-    """Return (heading, text, tests linked to) of each item of docs/guarantees.md."""
+def _guarantees(page: Path = GUARANTEES) -> list[tuple[str, str, list[str]]]:
+    """Return (heading, text, tests linked to) of each item of a page of promises."""
     items = []
     heading, inside = "", 0
-    tokens = _tokens(GUARANTEES)
+    tokens = _tokens(page)
     for before, token in pairwise(tokens):
         inside += {"list_item_open": 1, "list_item_close": -1}.get(token.type, 0)
         if before.type == "heading_open":
@@ -166,6 +168,15 @@ def test_each_guarantee_links_to_its_test() -> None:
     assert len(items) > 20
     assert [text for head, text, tests in items if head != WAITING and not tests] == []
     assert [text for head, text, tests in items if head == WAITING and tests] == []
+
+
+def test_each_sentence_of_the_threat_model_links_to_its_test() -> None:
+    """The same of what is promised against strangers; what is not promised has none."""
+    items = _guarantees(THREATS)
+    promised = [item for item in items if item[0] != NOT_PROMISED]
+    assert len(promised) > 15
+    assert len(items) > len(promised)
+    assert [text for _, text, tests in promised if not tests] == []
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ logger = logging.getLogger(__name__)
 # come between two of these. A cold fold of 10,000 took seconds on NFS and S3, of 20 none.
 SNAPSHOT_EVERY = 90
 FOLD_AT_ONCE = 1000  # entries: a fold copies what is known once, so not for each few
+_DIGITS = 20
 READ_AHEAD = 16  # entries asked for at once, where the log turns out to be longer
 
 R = TypeVar("R")
@@ -114,12 +115,19 @@ def gap_in(names: Iterable[str], end: int) -> Gap | None:
     <number>.<write id>: who wrote number n saw n entries before it.
     """
     parts = [name.partition(".") for name in names]
-    plain = [int(number) for number, dot, _ in parts if not dot and number.isdecimal()]
+    plain = [int(number) for number, dot, _ in parts if not dot and _is_number(number)]
     behind = [number for number in plain if number >= end]
     if behind:
         return Gap(end, max(behind))
-    numbers = sorted(int(number) for number, dot, _ in parts if dot and number.isdecimal())
+    numbers = sorted(int(number) for number, dot, _ in parts if dot and _is_number(number))
     return next((Gap(at, n) for at, n in enumerate(numbers) if n > at), None)
+
+
+def _is_number(name: str) -> bool:
+    """Whether an entry can have it: no log has more than 10^19 of them, and a file that is called so is
+    no reason to believe that entries are missing.
+    """
+    return name.isascii() and name.isdecimal() and len(name) < _DIGITS
 
 
 def check_whole(state: LogState) -> Program[CheckedLog]:

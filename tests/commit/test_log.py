@@ -446,3 +446,10 @@ def test_entries_that_come_between_two_looks_are_no_gap() -> None:
     storage.remove(log_key(4))
     found = drive(check_whole(old), storage)
     assert (found.gap, found.state.next) == (Gap(4, 5), 4)
+
+
+def test_a_file_whose_name_no_entry_can_have_is_no_gap() -> None:
+    """A stray file in the log, of 200 digits too, keeps nobody from the run; one of 8 is a missing entry."""
+    stray = ["notes.txt", "9" * 200, "9" * 200 + ".w", "\u0663\u0663"]
+    assert gap_in(["00000000", *stray], 1) is None
+    assert gap_in(["00000000", "00000003", *stray], 1) == Gap(1, 3)
