@@ -644,7 +644,7 @@ def torchrun(
     args: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
-    timeout_s: float = 120.0,
+    timeout_s: float = START_TIMEOUT_S,
 ) -> list[Result]:
     """Run ``body`` under the real torchrun; one agent per node, each with its own CKPTFS_NODE.
 
@@ -675,6 +675,10 @@ def torchrun(
                     )
             for agent in agents:
                 agent.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"torchrun: not within {timeout_s:g} s\n{_agents_log(Path(scratch))}"
+            ) from None
         finally:
             for agent in agents:
                 _end_agent(agent)
@@ -700,8 +704,12 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
         agent.wait(10)
 
 
+def _agents_log(scratch: Path) -> str:
+    return "".join(p.read_text(errors="replace") for p in sorted(scratch.glob("agent-*")))
+
+
 def _torchrun_result(scratch: Path, number: int) -> Result:
-    log = "".join(p.read_text(errors="replace") for p in sorted(scratch.glob("agent-*")))
+    log = _agents_log(scratch)
     file = scratch / f"result-{number}"
     if not file.exists():
         return Result(number, died=True, log=log)

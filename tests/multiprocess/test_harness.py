@@ -85,7 +85,6 @@ def test_deadline_is_hard() -> None:
         assert time.monotonic() - begun < 5
 
 
-@pytest.mark.timeout(120)
 def test_bodies_run_under_torchrun_with_two_agents() -> None:
     """The same bodies run under the real launcher, two nodes of two ranks."""
     results = torchrun(env_rank, 2, nnodes=2)

@@ -394,6 +394,7 @@ def come_again(rank: Rank) -> Any:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(300)
 def test_torchrun_restarts_the_job_and_it_goes_on_by_itself(tmp_path: Path) -> None:
     """A rank is killed while it writes step 2; the launcher starts all again, they take the run over
     at once, restore step 1, and save on.

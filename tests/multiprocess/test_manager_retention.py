@@ -144,6 +144,7 @@ def test_both_disks_stay_within_keep_latest_over_a_restart(
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(300)
 def test_both_disks_stay_within_keep_latest_under_torchrun(tmp_path: Path) -> None:
     """The same under two torchrun agents that start the job again by themselves."""
     fault = "kill-half:write:*__1_0.distcp:10@1.0"

@@ -361,7 +361,6 @@ def test_without_a_group_over_the_launchers_store() -> None:
             assert value["group"] is False
 
 
-@pytest.mark.timeout(120)
 def test_without_a_group_under_real_torchrun() -> None:
     """The real agent's store carries a control; two agents are two nodes."""
     results = torchrun(without_group, 1, nnodes=2)
