@@ -21,7 +21,8 @@
     |   `-- UnsupportedError                 this storage cannot do that
     |
     |  look at the other ranks
-    |-- CollectiveError (RuntimeError)       some ranks failed; every rank raises this same error
+    |-- CollectiveError (RuntimeError)       some ranks failed; every rank raises this same error,
+    |                                        which is also the type of their failures, if it is one
     |-- DeadlineError (TimeoutError)         ranks were silent for longer than timeout_s
     |-- ControlPlaneLostError (ConnectionError)  the store that the ranks talk through is gone
     |
@@ -43,7 +44,9 @@ Every error pickles to an equal one, and its text never carries credentials.
 from __future__ import annotations
 
 import errno as _errno
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Never
@@ -78,6 +81,9 @@ __all__ = [
 ]
 
 Outcome = Literal["failed", "unknown"]
+
+TEXT_CHARS = 400  # of a CollectiveError: of many ranks each would add a paragraph
+_WORD = re.compile(r"\S+")
 
 
 class CkptfsError(Exception):
@@ -248,7 +254,8 @@ class Failure:
     """How one rank failed, as it travels between ranks: text and names, never a pickle.
 
     type: dotted class path of the original error; message: its text, credentials masked;
-    errno: where it had one; traceback: formatted text.
+    errno: where it had one; traceback: formatted text. summary, uri, hint: what ``message`` is made of,
+    where the error was one of ckptfs.
     """
 
     rank: int
@@ -257,14 +264,43 @@ class Failure:
     message: str
     errno: int | None = None
     traceback: str = ""
+    summary: str = ""
+    uri: str | None = None
+    hint: str | None = None
 
 
 class CollectiveError(CkptfsError, RuntimeError):
     """Some ranks failed, so the collective call failed on every rank with this same error.
 
-    ``failures`` maps rank to Failure; ``all_are(NoSpaceError)`` asks whether every failed rank met
-    that error or a subclass of it.
+    ``failures`` maps rank to Failure. Where all of them are errors of one type, this error is that type
+    too: a save that finds no space on two of four ranks is a CollectiveError and a NoSpaceError.
+    ``all_are(kind)`` asks the same of any type. Its text has at most 400 characters; what does not fit
+    is in ``failures``.
     """
+
+    # Never that of the type that it is too: whether a collective call failed or is in doubt is
+    # said by whoever raises it.
+    default_outcome: Outcome = "failed"
+
+    def __new__(  # noqa: PYI034 - another class than the one that was called
+        cls,
+        message: str,
+        *,
+        failures: Mapping[int, Failure] | None = None,
+        uri: object = None,  # noqa: ARG004 - this signature is the one that is shown
+        rank: int | None = None,  # noqa: ARG004
+        node: str | None = None,  # noqa: ARG004
+        hint: str | None = None,  # noqa: ARG004
+        outcome: Outcome | None = None,  # noqa: ARG004
+    ) -> CollectiveError:
+        """The class that is also the type of all failures, where they have one."""
+        kind = _type_of_all((failures or {}).values())
+        # A class that somebody derived from this one stays what it is.
+        chosen = _also(kind.__name__) if kind is not None and cls == CollectiveError else cls
+        # The builtin that makes the instance: an OSError has a memory layout of its own.
+        maker: type[Exception] = OSError if OSError in chosen.__mro__ else RuntimeError
+        error: CollectiveError = maker.__new__(chosen, message)
+        return error
 
     def __init__(
         self,
@@ -279,15 +315,93 @@ class CollectiveError(CkptfsError, RuntimeError):
     ) -> None:
         super().__init__(message, uri=uri, rank=rank, node=node, hint=hint, outcome=outcome)
         self.failures: dict[int, Failure] = dict(failures or {})
+        if isinstance(self, StorageError):
+            first = next((f.errno for f in self.failures.values() if f.errno is not None), None)
+            self.errno = self.default_errno if first is None else first
+
+    def __str__(self) -> str:
+        # Rank and node are in the message, the node by its host's name.
+        where = f" [uri {self.uri}]" if self.uri is not None else ""
+        hint = f" -- {self.hint}" if self.hint else ""
+        return _fitted(self.message, where, hint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        cls = CollectiveError if type(self).__name__ == CollectiveError.__name__ else type(self)
+        state = dict(self.__dict__)
+        return (_rebuild_collective, (cls, self.message, state, getattr(self, "errno", None)))
 
     def all_are(self, kind: type[CkptfsError]) -> bool:
         """True when every failure is ``kind`` or one of its subclasses."""
-        names = {f"{__name__}.{cls.__name__}" for cls in _family(kind)}
-        return bool(self.failures) and all(f.type in names for f in self.failures.values())
+        kinds = [_declared(failure.type) for failure in self.failures.values()]
+        return bool(kinds) and all(met is not None and issubclass(met, kind) for met in kinds)
 
 
-def _family(kind: type[CkptfsError]) -> list[type[CkptfsError]]:
-    return [kind, *(deep for child in kind.__subclasses__() for deep in _family(child))]
+def _rebuild_collective(
+    cls: type[CollectiveError], message: str, state: Mapping[str, Any], errno: int | None
+) -> CollectiveError:
+    error = cls.__new__(cls, message, failures=state["failures"])
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    if isinstance(error, StorageError):
+        error.errno = errno
+    return error
+
+
+def _type_of_all(failures: Iterable[Failure]) -> type[CkptfsError] | None:
+    """The most special type that all failures have, where a collective error may be that too.
+
+    Not those that say something about the collective call itself, whoever catches them: that its ranks
+    do not hear each other any more, or that a commit is in doubt.
+    """
+    kinds = [_declared(failure.type) for failure in failures]
+    known = [kind for kind in kinds if kind is not None]
+    if not known or len(known) < len(kinds):
+        return None
+    shared: type = next(c for c in known[0].__mro__ if all(c in kind.__mro__ for kind in known))
+    of_the_call = (CollectiveError, DeadlineError, ControlPlaneLostError, CommitInDoubtError)
+    return None if shared is CkptfsError or shared in of_the_call else shared
+
+
+def _declared(type_path: str) -> type[CkptfsError] | None:
+    """The class of this module that a failure's dotted path names."""
+    found = globals().get(type_path.removeprefix(f"{__name__}."))
+    return found if isinstance(found, type) and issubclass(found, CkptfsError) else None
+
+
+@functools.cache
+def _also(name: str) -> type[CollectiveError]:
+    """A class that is both, and is called as the one: logs and metrics have one name for it."""
+    named = {"__module__": __name__, "__doc__": CollectiveError.__doc__}
+    both: type[CollectiveError] = type("CollectiveError", (CollectiveError, globals()[name]), named)
+    return both
+
+
+def _fitted(message: str, where: str, hint: str) -> str:
+    """At most ``TEXT_CHARS``: long paths lose their middle, then the hint goes, then the end is cut."""
+    if len(message + where + hint) <= TEXT_CHARS:
+        return message + where + hint
+    where = _shortened(where, 60)
+    for longest in (TEXT_CHARS, 120, 80, 40):
+        message = _shortened(message, longest)
+        if len(message + where + hint) <= TEXT_CHARS:
+            return message + where + hint
+    if len(message + where) <= TEXT_CHARS:
+        return message + where
+    return f"{message[: TEXT_CHARS - len(where) - 1]}…{where}"
+
+
+def _shortened(text: str, longest: int) -> str:
+    """Each word of it with at most so many characters: the beginning, and of a path the last name."""
+
+    def short(found: re.Match[str]) -> str:
+        word = found[0]
+        if len(word) <= longest:
+            return word
+        last = word.rpartition("/")[2]
+        end = word[-min(longest // 2, len(last) or longest // 2) :]
+        return f"{word[: longest - len(end) - 1]}…{end}"
+
+    return _WORD.sub(short, text)
 
 
 class DeadlineError(CkptfsError, TimeoutError):

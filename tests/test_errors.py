@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import errno
 import pickle
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs import errors
@@ -96,7 +99,9 @@ def test_pickles_to_an_equal_error(kind: type[CkptfsError]) -> None:
         error.errno = errno.EDQUOT
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
-    assert str(back) == str(error) == "it broke [uri s3://bucket/run, rank 3, node n1] -- mend it"
+    # Whom a collective error met is in its message, by the names of hosts.
+    who = "" if kind is CollectiveError else ", rank 3, node n1"
+    assert str(back) == str(error) == f"it broke [uri s3://bucket/run{who}] -- mend it"
     assert vars(back) == vars(error)
     assert back.args == error.args
     assert getattr(back, "errno", None) == getattr(error, "errno", None)
@@ -149,6 +154,91 @@ def test_all_are_follows_the_tree() -> None:
     assert not full.all_are(StateError)
     assert not of("ckptfs.errors.NoSpaceError", "builtins.OSError").all_are(StorageError)
     assert not of().all_are(CkptfsError)
+
+
+# What says something about the collective call, and not about what single ranks met.
+OF_THE_CALL = {
+    "CkptfsError",
+    "CollectiveError",
+    "CommitInDoubtError",
+    "ControlPlaneLostError",
+    "DeadlineError",
+}
+
+
+def _failed(*kinds: str) -> CollectiveError:
+    failures = {
+        n: Failure(n, "n1", f"ckptfs.errors.{kind}", "text", errno.EDQUOT)
+        for n, kind in enumerate(kinds)
+    }
+    return CollectiveError("failed", failures=failures, uri="s3://bucket/run", hint="mend it")
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_a_collective_error_is_also_the_type_of_its_failures(kind: type[CkptfsError]) -> None:
+    """Both for ``except``, one by its name; no type of failure makes it say more of its outcome."""
+    error = _failed(kind.__name__, kind.__name__)
+    assert isinstance(error, CollectiveError)
+    assert type(error).__name__ == "CollectiveError"
+    is_both = isinstance(error, kind) and kind not in {CkptfsError, CollectiveError}
+    assert is_both is (kind.__name__ not in OF_THE_CALL)
+    assert error.outcome == "failed"
+    assert str(error) == "failed [uri s3://bucket/run] -- mend it"
+    assert error.args == ("failed",)
+    if isinstance(error, StorageError):
+        assert error.errno == errno.EDQUOT
+    for back in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(back) is type(error)
+        assert (str(back), vars(back), back.args) == (str(error), vars(error), error.args)
+        assert getattr(back, "errno", None) == getattr(error, "errno", None)
+
+
+@given(st.lists(st.sampled_from([e.__name__ for e in ALL] + ["Unknown"]), max_size=4))
+def test_what_a_collective_error_is_is_what_all_failures_are(kinds: list[str]) -> None:
+    """The class and ``all_are`` give one answer, whatever the ranks met together."""
+    error = _failed(*kinds)
+    for kind in ALL:
+        if kind.__name__ not in OF_THE_CALL:
+            assert isinstance(error, kind) is error.all_are(kind), kind.__name__
+
+
+def test_a_derived_collective_error_stays_its_class() -> None:
+    """Whoever derives one gets it, whatever its failures are; it travels as itself."""
+    error = DerivedCollectiveError("x", failures=_failed("NoSpaceError").failures)
+    assert type(error) is DerivedCollectiveError
+    assert type(pickle.loads(pickle.dumps(error))) is DerivedCollectiveError
+
+
+class DerivedCollectiveError(CollectiveError):
+    """As a plug-in may have it."""
+
+
+@given(
+    message=st.text(max_size=900),
+    uri=st.none() | st.text(st.characters(codec="ascii", categories=["L", "P", "N"]), max_size=700),
+    hint=st.none() | st.text(max_size=500),
+)
+def test_the_text_of_a_collective_error_is_bounded(
+    message: str, uri: str | None, hint: str | None
+) -> None:
+    """At most 400 characters of whatever it is made of, and all of it where that fits."""
+    text = str(CollectiveError(message, uri=uri, hint=hint))
+    assert len(text) <= 400
+    whole = message + (f" [uri {uri}]" if uri is not None else "") + (f" -- {hint}" if hint else "")
+    assert text == whole or len(whole) > 400
+
+
+def test_long_paths_lose_their_middle_before_anything_else_goes() -> None:
+    """The beginning and the file stay, so do the checkpoint and what to do."""
+    path = "/mnt/" + "deep/" * 60 + "__3_0.distcp"
+    error = CollectiveError(
+        f"write failed on 1 of 2 ranks: rank 1 on host-1 (pid 7): NoSpaceError: full at {path}",
+        uri="s3://bucket/run/step_7",
+        hint="free space",
+    )
+    assert str(error).startswith("write failed on 1 of 2 ranks: rank 1 on host-1 (pid 7): ")
+    assert "full at /mnt/deep/" in str(error)
+    assert str(error).endswith("__3_0.distcp [uri s3://bucket/run/step_7] -- free space")
 
 
 def test_outcome_defaults_say_what_is_known() -> None:

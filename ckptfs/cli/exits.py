@@ -69,14 +69,21 @@ _EXITS: tuple[tuple[type[CkptfsError], Exit], ...] = (
 
 def exit_of(error: CkptfsError) -> Exit:
     """The exit code of an error; of a collective one, that of its first failed rank's."""
-    for kind, code in _EXITS:
-        if isinstance(error, kind):
-            return code
     if isinstance(error, CollectiveError):
-        for rank, failure in sorted(error.failures.items()):
-            # A failure travels as the name of its class: one that derives from another has its code too.
-            one = CollectiveError("", failures={rank: failure})
-            for kind, code in _EXITS:
-                if one.all_are(kind):
-                    return code
+        # As errors of one failure each: where all are of one type the error is of that type too.
+        ones = (
+            CollectiveError("", failures={r: error.failures[r]}) for r in sorted(error.failures)
+        )
+        code = next((code for one in ones if (code := _code_of(one)) is not None), None)
+    else:
+        code = _code_of(error)
+    if code is not None:
+        return code
     return Exit.UNKNOWN if error.outcome == "unknown" else Exit.STORAGE
+
+
+def _code_of(error: CkptfsError) -> Exit | None:
+    for kind, code in _EXITS:
+        if isinstance(error, kind) or (isinstance(error, CollectiveError) and error.all_are(kind)):
+            return code
+    return None

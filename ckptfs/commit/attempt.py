@@ -51,7 +51,7 @@ from ckptfs.commit.sealing import (
     seal_everywhere,
     undo_here,
 )
-from ckptfs.commit.seat import Seat, View, step_with_views
+from ckptfs.commit.seat import Seat, View, naming, step_with_views
 from ckptfs.commit.spec import (
     Committed,
     IfExists,
@@ -206,10 +206,11 @@ class Attempt:
             self._plan = self._planned_together()
         self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
         self._began = True
-        control.step("begin", self._begin_plainly, self._refuse_others)
-        if self.seat.spans_nodes:
-            with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
-                control.step("confirm", self._confirm)
+        with naming(self.storage.uri(self.spec.name)):
+            control.step("begin", self._begin_plainly, self._refuse_others)
+            if self.seat.spans_nodes:
+                with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
+                    control.step("confirm", self._confirm)
 
     def _planned_together(self) -> SavePlan:
         return step_with_views(
@@ -441,7 +442,8 @@ class Attempt:
         if self._seal_tried:
             where = self.storage.uri(self.spec.name)
             raise lost_while_sealing(self.spec.name, where, error) from error
-        raise error
+        with naming(self.storage.uri(self.spec.name)):
+            raise error
 
     # -- commit -------------------------------------------------------------------------
 
@@ -460,7 +462,9 @@ class Attempt:
         """
         control = self.seat.control
         kept: dict[str, SmallFile] = {}
-        with fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name):
+        here = self.storage.uri(self.spec.name)
+        fenced = fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name)
+        with naming(here), fenced:
             gathered, theirs = control.step(
                 "write", write, lambda parts: self._apart(self._gather(parts, finish, kept))
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,11 +12,13 @@ from ckptfs.commit.background import Background
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG
 from ckptfs.commit.protocol import unsent
+from ckptfs.errors import CollectiveError
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.domain import Placement
+from ckptfs.uri import Uri
 
-__all__ = ["TOUCH_AFTER_S", "Common", "Seat", "View", "step_with_views"]
+__all__ = ["TOUCH_AFTER_S", "Common", "Seat", "View", "naming", "step_with_views"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -141,3 +143,17 @@ def step_with_views(
         ids = answer.ids
         return control.step(label, lambda: look(ids), decide)
     return answer
+
+
+@contextlib.contextmanager
+def naming(checkpoint: Uri) -> Iterator[None]:
+    """A step's error that passes says which checkpoint it is about: a step knows files only. Those of
+    the run are then named as they lie in it.
+    """
+    try:
+        yield
+    except CollectiveError as error:
+        if error.uri is None:
+            error.uri = str(checkpoint)
+            error.message = error.message.replace(f" at {checkpoint.parent}/", " at ")
+        raise

@@ -116,7 +116,7 @@ def _start(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
 
 
 def _as_one(errors: Sequence[BaseException]) -> BaseException:
-    """The first error; where several threads failed, its text names the others too."""
+    """The first error; where several threads failed, its text counts the others, and the log has them."""
     first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
     others = [e for e in errors if e is not first]
     if not others:
@@ -125,7 +125,8 @@ def _as_one(errors: Sequence[BaseException]) -> BaseException:
     _log.error("%d writer threads failed; also: %s", len(errors), told)
     if isinstance(first, CkptfsError):
         whole = copy.copy(first)
-        whole.message = f"{first.message} (and {len(others)} more writer threads failed: {told})"
+        kinds = ", ".join(dict.fromkeys(type(e).__name__ for e in others))
+        whole.message = f"{first.message} (and {len(others)} more writer threads failed: {kinds})"
         whole.__cause__ = first
         return whole
     return first

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.opening import step_of
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, naming
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.inventory import Inventory, Whole
 from ckptfs.dcp.load_pipeline import (
@@ -147,7 +147,8 @@ def _plan_and_read(
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(seat.storage, found, verify, control.rank, control.size)
-    per_rank = control.step("read", lambda: _read(planned, source, found, f"loading {target}"))
+    with naming(target):
+        per_rank = control.step("read", lambda: _read(planned, source, found, f"loading {target}"))
     return _BeenRead(
         tuple(per_rank),
         planned.missing_keys,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.seat import Seat, naming
 from ckptfs.commit.spec import Committed, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.engine import WriteEngineName, engine_for
 from ckptfs.dcp.exchange import PlanMemory
@@ -107,21 +107,22 @@ def save_at(
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
     domains = {d.id: d.ranks for d in seat.placement.domains}
-    planned = plan_save(
-        state_dict,
-        control,
-        per_rank=spec.per_rank,
-        domains=tuple(domains.values()),
-        memory=options.plans,
-    )
-    watch.planned(planned.size_bytes, len(planned.items))
-    warnings = check_space(seat, planned, options.threads, required=options.require_space)
+    with naming(target):
+        planned = plan_save(
+            state_dict,
+            control,
+            per_rank=spec.per_rank,
+            domains=tuple(domains.values()),
+            memory=options.plans,
+        )
+        watch.planned(planned.size_bytes, len(planned.items))
+        room = check_space(seat, planned, options.threads, required=options.require_space)
     attempt = attempt or Attempt(seat, spec)
 
     def write_mine() -> WrittenPart:
         with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
             watch.enter(Phase.WRITE)
-            with _meter(target, planned, shows=shows) as meter:
+            with room.told(), _meter(target, planned, shows=shows) as meter:
                 part = _write(_metered(planned, meter), seat, attempt, options)
         tell(Written(str(target), spec.step, part.counters))
         watch.durable(part.counters)
@@ -140,7 +141,7 @@ def save_at(
 
     def result_of(committed: Committed) -> SaveResult:
         wall_s = time.perf_counter() - started
-        return committed.result(str(target), spec.step, control.rank, wall_s, warnings)
+        return committed.result(str(target), spec.step, control.rank, wall_s, room.warnings)
 
     try:
         with followed(attempt, watch, result_of):

@@ -42,7 +42,7 @@ from ckptfs.commit.looking import looking_at
 from ckptfs.commit.protocol import catalog
 from ckptfs.dcp.api import load
 from ckptfs.dcp.pending import PendingSave
-from ckptfs.errors import NotFoundError, StateError
+from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import Restored, SaveResult, SaveSkipped
 from ckptfs.manager.directories import DirectoryManager, OpenedDirectory
 from ckptfs.manager.manager import CheckpointManager
@@ -182,6 +182,8 @@ class _Reported(Generic[ManagerT]):
         for step in _from_rank_zero(going):
             try:
                 self.manager.delete(step)
+            except CollectiveError:
+                raise  # a rank's own failure, which may be a NotFoundError too
             except (NotFoundError, StateError) as error:
                 # Gone already, or pinned by its user: no reason to stop training. Alike on all ranks.
                 logger.info("step %d is not deleted: %s", step, error)

@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from ckptfs.dcp.pending import PendingSave
-from ckptfs.errors import NotFoundError, StateError
+from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import SaveSkipped
 from ckptfs.manager.directories import DirectoryManager
 from ckptfs.manager.local_root import LocalRoot, is_lead
@@ -198,6 +198,8 @@ class CkptfsCallback(TrainerCallback):
         if not self._ranks.step("best", lambda: os.path.isdir(root.folder(name)), all):
             try:
                 root.bring(self._ranks, fetch, newest=False)
+            except CollectiveError:
+                raise  # a rank's own failure, which may be a NotFoundError too
             except NotFoundError:
                 logger.warning(
                     "%s, the best so far, is gone: load_best_model_at_end counts anew", name

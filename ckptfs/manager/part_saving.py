@@ -21,7 +21,7 @@ from ckptfs.commit.part_dir import publish_part, writing_part
 from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.tickets import SealedPart, TicketPart
 from ckptfs.dcp.worker import SaveWorker
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import CollectiveError, NotFoundError
 from ckptfs.topology.barriers import meeting_at_barriers
 from ckptfs.topology.control import Control
 
@@ -131,6 +131,8 @@ def reading_part(
         try:
             seat, name = stack.enter_context(reading_seat(target, control, place))
             found = locate_directory(seat, name)
+        except CollectiveError:
+            raise  # what single ranks met is a failure: nobody said that nothing is there
         except NotFoundError:
             if not control.step("otherwise", otherwise, all):
                 raise

@@ -15,7 +15,9 @@ so they travel as class path, message, errno and traceback text, and arrive as a
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -50,7 +52,13 @@ P = TypeVar("P")
 R = TypeVar("R")
 
 _TRACEBACK_CHARS = 8000  # the end of a traceback says what failed; the store is no log
-_SHOWN = 4  # failed ranks spelled out in a message; ``failures`` holds all of them
+# What is spelled out in a message; ``failures`` holds all of it.
+_SHOWN = 4  # kinds of failure
+_SHOWN_RANKS = 8
+_SHOWN_HOSTS = 3
+_NUMBERS = re.compile(r"\d+(\.\d+)?")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +128,11 @@ def failure_of(error: BaseException, world: World) -> Failure:
         message=mask_credentials(str(error)),
         errno=number if isinstance(number, int) else None,
         traceback=mask_credentials(text),
+        summary=mask_credentials(error.message) if isinstance(error, CkptfsError) else "",
+        uri=getattr(error, "uri", None) if isinstance(error, CkptfsError) else None,
+        hint=mask_credentials(error.hint)
+        if isinstance(error, CkptfsError) and error.hint
+        else None,
     )
 
 
@@ -158,11 +171,12 @@ def collective_error(
     label: str, failures: Mapping[int, Failure], worlds: Sequence[World]
 ) -> CollectiveError:
     """The error of a step that failed on these ranks: names ranks, places, nodes and messages."""
-    shown = [
-        f"rank {rank} on {worlds[rank].place}: {f.type.rsplit('.', 1)[-1]}: {f.message}"
-        for rank, f in sorted(failures.items())
-    ]
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, failure in sorted(failures.items()):
+        groups.setdefault((failure.type, _gist(failure)), []).append(rank)
+    shown = [_told_of(ranks, failures, worlds) for ranks in groups.values()]
     more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    hints = {f.hint for f in failures.values()}
     nodes = {f.node for f in failures.values()}
     error = CollectiveError(
         f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
@@ -171,9 +185,51 @@ def collective_error(
         failures=dict(sorted(failures.items())),
         rank=next(iter(failures)) if len(failures) == 1 else None,
         node=next(iter(nodes)) if len(nodes) == 1 else None,
+        hint=next(iter(hints)) if len(hints) == 1 else None,
     )
     _note(error)
+    _log_what_is_left_out(label, error, worlds)
     return error
+
+
+def _gist(failure: Failure) -> str:
+    """Equal for ranks that met the same: what a storage answered is told by the type, and elsewhere
+    ranks differ in their numbers.
+    """
+    kind = getattr(errors, failure.type.removeprefix(f"{errors.__name__}."), None)
+    if isinstance(kind, type) and issubclass(kind, StorageError) and kind is not StorageError:
+        return ""
+    return _NUMBERS.sub("#", failure.summary or failure.message)
+
+
+def _told_of(ranks: Sequence[int], failures: Mapping[int, Failure], worlds: Sequence[World]) -> str:
+    """Ranks that met the same: who and where, and what the first of them met, its file named once."""
+    first = failures[ranks[0]]
+    if len(ranks) == 1:
+        who = f"rank {ranks[0]} on {worlds[ranks[0]].place}"
+    else:
+        hosts = list(dict.fromkeys(worlds[rank].site for rank in ranks))
+        who = f"ranks {_few(ranks, _SHOWN_RANKS)} on {_few(hosts, _SHOWN_HOSTS)}"
+    what = first.summary or first.message
+    where = f" at {first.uri}" if first.summary and first.uri else ""
+    return f"{who}: {first.type.rsplit('.', 1)[-1]}: {what}{where}"
+
+
+def _few(things: Sequence[object], shown: int) -> str:
+    more = f" and {len(things) - shown} more" if len(things) > shown else ""
+    return ", ".join(str(thing) for thing in things[:shown]) + more
+
+
+def _log_what_is_left_out(label: str, error: CollectiveError, worlds: Sequence[World]) -> None:
+    """One record with every failure in full, where the text of the error does not have them all."""
+    text = str(error)
+    left_out = any(
+        f"rank {rank} on" not in text or (f.summary or f.message) not in text
+        for rank, f in error.failures.items()
+    )
+    if left_out:
+        lines = [f"rank {r} on {worlds[r].place}: {f.message}" for r, f in error.failures.items()]
+        logger.warning("%s failed:\n%s", label, "\n".join(lines))
 
 
 def _out_of_step(said: Sequence[Said]) -> CollectiveError:
@@ -283,7 +339,11 @@ def _unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 def _known_class(cls: type[BaseException]) -> type[BaseException]:
     """The nearest class that every rank has: the first of ``ckptfs.errors`` in the ancestry."""
-    return next(c for c in cls.__mro__ if c.__module__ == errors.__name__)
+    # Not by the name of its module: what is also another type is called as the class that it is of.
+    known: type[BaseException] = next(
+        c for c in cls.__mro__ if getattr(errors, c.__name__, None) is c
+    )
+    return known
 
 
 def _describe(error: CkptfsError) -> dict[str, Any]:
@@ -309,11 +369,15 @@ def _is_plain(value: object) -> bool:
 def _rebuild(told: Mapping[str, Any]) -> CkptfsError:
     cls = getattr(errors, str(told["class"]))
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in told["fields"].items()}
-    error: CkptfsError = cls.__new__(cls)
+    error: CkptfsError
+    if issubclass(cls, CollectiveError):
+        failures = {f["rank"]: Failure(**f) for f in told["failures"]}
+        error = cls.__new__(cls, fields["message"], failures=failures)
+        error.__dict__["failures"] = failures
+    else:
+        error = cls.__new__(cls)
     Exception.__init__(error, fields["message"])
     error.__dict__.update(fields)
-    if isinstance(error, CollectiveError):
-        error.failures = {f["rank"]: Failure(**f) for f in told["failures"]}
     if isinstance(error, StorageError):
         error.errno = told["errno"]
     _note(error, "" if told["failures"] else f"coordinator:\n{told['traceback']}")

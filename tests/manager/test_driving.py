@@ -16,6 +16,8 @@ from ckptfs.commit.opening import Place
 from ckptfs.commit.owners import who_am_i
 from ckptfs.commit.part_dir import sealed_parts
 from ckptfs.commit.tickets import SealedPart, Ticket
+from ckptfs.errors import CollectiveError, Failure, NotFoundError
+from ckptfs.manager import part_saving
 from ckptfs.manager.driving import StepDriver
 from ckptfs.manager.part_saving import PartSaver, reading_part
 from ckptfs.topology.world import World
@@ -156,3 +158,26 @@ def _without_critic(driver: StepDriver, saver: PartSaver) -> None:
     with driver.saving(3, ["actor", "critic"]) as saving:
         saver.save(saving.part("actor"), _write("a3"))
         assert [part.part for part in sealed_parts(saving.ticket)] == ["actor"]
+
+
+def test_a_failure_of_one_rank_is_not_taken_for_a_missing_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``otherwise`` is for what is nowhere: a NotFoundError that single ranks met is raised."""
+    with ckptfs.checkpoint_dir(tmp_path / "run/step_1") as path:
+        (Path(path) / "file").write_text("x")
+    missing = Failure(1, "n", "ckptfs.errors.NotFoundError", "gone")
+
+    def met(*_: object) -> None:
+        raise CollectiveError("find failed", failures={1: missing})
+
+    monkeypatch.setattr(part_saving, "locate_directory", met)
+    with (
+        pytest.raises(CollectiveError, match="find failed") as caught,
+        reading_part(tmp_path / "run/step_1", Place(), otherwise=lambda: True),
+    ):
+        raise AssertionError("taken for missing")
+    assert isinstance(caught.value, NotFoundError)
+    monkeypatch.undo()
+    with reading_part(f"{tmp_path}/run/step_2", Place(), otherwise=lambda: True) as (there, _):
+        assert there is None

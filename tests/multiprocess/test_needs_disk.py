@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import pathlib
+import pickle
+import socket
 import subprocess
 import threading
 from collections.abc import Callable
@@ -93,6 +95,27 @@ def on_a_small_disk(rank: Rank) -> dict[str, Any]:
     seen["names"] = sorted(str(c.uri).rsplit("/", 1)[1] for c in ckptfs.list_checkpoints(run))
     seen["left at last"] = left_behind(run)
     return seen
+
+
+def small_disks_of_some(rank: Rank) -> list[Any]:
+    """A disk for each rank, a node each; those of ranks 1 and 3 are too small for the second state."""
+    import torch
+
+    os.environ["CKPTFS_NODE"] = f"n{rank.number}"
+    place = str(rank.args["place"])
+    size = "4m" if rank.number in {1, 3} else "64m"
+    _mount("-t", "tmpfs", "-o", f"size={size}", "tmpfs", place)
+    rank.init_group()
+    run = f"{place}/run"
+    ckptfs.save({"own": torch.ones(1000)}, f"{run}/step_1", per_rank=["own"])
+    try:
+        ckptfs.save({"own": torch.ones(2 * MIB)}, f"{run}/step_2", per_rank=["own"])
+    except ckptfs.NoSpaceError as error:
+        met = pickle.loads(pickle.dumps(error))
+    told = [str(met), met.outcome, met.errno, isinstance(met, ckptfs.CollectiveError)]
+    told.append(sorted(met.failures))
+    ckptfs.save({"own": torch.ones(1000)}, f"{run}/step_2", per_rank=["own"])
+    return told
 
 
 def without_inodes(rank: Rank) -> dict[str, Any]:
@@ -187,6 +210,32 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path: Path) -> None:
     assert seen["read while full"] == 1000.0
     assert seen["names"] == ["step_1", "step_2", "step_3"]
     assert seen["left at last"] == []
+
+
+@needs_root
+def test_disks_that_are_full_on_some_ranks_are_one_error_that_is_both(tmp_path: Path) -> None:
+    """``except NoSpaceError`` catches it on every rank, those with room too. Its text is short: the
+    checkpoint, the ranks, the hosts by their names, the file once, how much is missing.
+    """
+    place = tmp_path / "place"
+    place.mkdir()
+    words = ["unshare", "-m", "--propagation", "private"]
+    with launch(
+        small_disks_of_some, 4, args={"place": str(place)}, prefix=lambda _: words
+    ) as ranks:
+        seen = ranks.values(timeout_s=90)
+    assert all(one == seen[0] for one in seen)
+    text, *told = seen[0]
+    assert told == ["failed", errno.ENOSPC, True, [1, 3]]
+    assert len(text) <= 400
+    host = socket.gethostname()
+    assert f"ranks 1, 3 on n1/{host}, n3/{host}: NoSpaceError: " in text
+    assert "4.2 MB missing (8.4 MB to write, 4." in text
+    assert text.count(".distcp") == text.count("__1_0.distcp") == 1
+    assert f"[uri file://{place}/run/step_2]" in text
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert "mnt:[" not in text
+    assert boot not in text
 
 
 @needs_root

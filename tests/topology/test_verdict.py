@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +14,7 @@ from ckptfs.topology.control import SoloControl
 from ckptfs.topology.verdict import (
     Said,
     Verdict,
+    collective_error,
     decode_said,
     decode_verdict,
     encode_said,
@@ -55,6 +58,49 @@ def test_extra_attributes_survive() -> None:
     late = decode_verdict(encode_verdict(Verdict(error=DeadlineError("late", silent=(2, 5))))).error
     assert isinstance(late, DeadlineError)
     assert late.silent == (2, 5)
+
+
+def _world(rank: int, host: str) -> World:
+    return replace(World.solo(), rank=rank, size=9, hostname=host, node=f"boot-{host}/mnt:[7]")
+
+
+def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixture) -> None:
+    """One sentence: ranks and hosts, what the first met and where, what to do; no ids of nodes. What is
+    left out is in ``failures`` and in one record of the log; the error is both types on every rank.
+    """
+    worlds = [_world(rank, f"host-{rank // 3}") for rank in range(9)]
+    failures = {}
+    for rank in range(1, 9):
+        error = NoSpaceError(
+            f"write failed: {rank} MB missing", uri=f"file:///r/__{rank}_0.distcp", hint="free it"
+        )
+        failures[rank] = failure_of(error, worlds[rank])
+    with caplog.at_level("WARNING"):
+        made = collective_error("write", failures, worlds)
+    got = decode_verdict(encode_verdict(Verdict(error=made))).error
+    assert isinstance(got, CollectiveError)
+    assert isinstance(got, NoSpaceError)
+    assert str(got) == str(made)
+    assert str(got) == (
+        "write failed on 8 of 9 ranks: ranks 1, 2, 3, 4, 5, 6, 7, 8 on host-0, host-1, host-2: "
+        "NoSpaceError: write failed: 1 MB missing at file:///r/__1_0.distcp -- free it"
+    )
+    assert got.failures == failures
+    (record,) = caplog.records
+    assert all(failure.message in record.getMessage() for failure in failures.values())
+
+
+@given(
+    st.dictionaries(
+        st.integers(0, 63),
+        st.builds(Failure, st.just(0), st.just("n"), st.text(), st.text(), summary=st.text()),
+        min_size=1,
+    )
+)
+def test_the_text_of_many_failures_is_short(failures: dict[int, Failure]) -> None:
+    """Whatever 64 ranks met."""
+    worlds = [_world(rank, f"host-{rank}" * 9) for rank in range(64)]
+    assert len(str(collective_error("write", failures, worlds))) <= 400
 
 
 class _OursError(NoSpaceError):
