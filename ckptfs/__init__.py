@@ -30,6 +30,7 @@ from ckptfs._version import __version__
 from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
+    AmbiguousCheckpointError,
     AnswerLostError,
     CkptfsError,
     CollectiveError,
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessError",
     "AlreadyExistsError",
+    "AmbiguousCheckpointError",
     "AnswerLostError",
     "Best",
     "Checkpoint",

@@ -26,7 +26,7 @@ from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fetching import fetched
 from ckptfs.commit.locate import locate_directory, reading_seat
-from ckptfs.commit.looking import looking_at
+from ckptfs.commit.looking import looking_at, refuse_gap
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Caller, Run
@@ -160,12 +160,15 @@ def latest(
     alike; else the one that was written last. StorageError: the place cannot be read (a run that is not
     there is None).
 
-    StateError: stock torch saved a checkpoint into the run after its newest commit, so that the newest
-    commit is not the newest there is. unlogged="ignore" takes that commit all the same.
+    AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest commit, so that
+    the newest commit is not the newest there is. unlogged="ignore" takes that commit all the same.
+    ManifestError: entries of the log are missing and later ones are there, so that what can be read may
+    be an old state.
     """
     wanted, policy = Kind(kind), Unlogged(unlogged)
     with looking_at(run_uri, storage_options) as look:
-        if wanted is Kind.CHECKPOINT and policy is Unlogged.ERROR:
+        refuse_gap(look)
+        if wanted is not Kind.WEIGHTS and policy is Unlogged.ERROR:
             shape = look.storage.capabilities.shape
             drive(check_unlogged(look.views, look.root, shape), look.storage)
         return drive(newest(look.views, look.root, wanted), look.storage)

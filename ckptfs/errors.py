@@ -6,6 +6,7 @@
     |-- UriError (ValueError)                the URI cannot mean anything here
     |   `-- MissingDriverError (ImportError) the scheme is known, its library is not installed
     |-- StateError (ValueError)              the state dict cannot be saved or loaded as asked
+    |   `-- AmbiguousCheckpointError         another program saved there too: say which one you mean
     |
     |  look at the storage
     |-- StorageError (OSError)               any failure of the place itself
@@ -54,6 +55,7 @@ from typing import Any, Literal, Never
 __all__ = [
     "AccessError",
     "AlreadyExistsError",
+    "AmbiguousCheckpointError",
     "AnswerLostError",
     "CkptfsError",
     "CollectiveError",
@@ -146,6 +148,28 @@ class MissingDriverError(UriError, ImportError):
 
 class StateError(CkptfsError, ValueError):
     """The state dict cannot be saved or loaded as asked; no file was made, no tensor changed."""
+
+
+class AmbiguousCheckpointError(StateError):
+    """Another program, such as stock torch, saved into the run: over the checkpoint that was asked for, or
+    after the newest commit. Which one is meant is for the caller to say; nothing was touched.
+
+    ``names`` are those of the other program's checkpoints.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        names: tuple[str, ...] = (),
+        uri: object = None,
+        rank: int | None = None,
+        node: str | None = None,
+        hint: str | None = None,
+        outcome: Outcome | None = None,
+    ) -> None:
+        super().__init__(message, uri=uri, rank=rank, node=node, hint=hint, outcome=outcome)
+        self.names = names
 
 
 class ArgumentChoice(Enum):

@@ -33,6 +33,7 @@ FROZEN = {
     "UriError": ("CkptfsError", "ValueError"),
     "MissingDriverError": ("UriError", "ImportError"),
     "StateError": ("CkptfsError", "ValueError"),
+    "AmbiguousCheckpointError": ("StateError", None),
     "StorageError": ("CkptfsError", "OSError"),
     "NotFoundError": ("StorageError", "FileNotFoundError"),
     "AlreadyExistsError": ("StorageError", "FileExistsError"),

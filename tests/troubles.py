@@ -10,12 +10,14 @@ import errno
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 import ckptfs
 from ckptfs.storage.failures import lost_answer
@@ -63,6 +65,17 @@ def missing_driver(where: Path) -> None:
 def wrong_state(where: Path) -> None:
     step = saved(where)
     ckptfs.load({"model": {"weights": torch.zeros(6)}}, step)
+
+
+def ambiguous(where: Path) -> None:
+    saved(where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process
+        dcp.save(state(), checkpoint_id=str(where / "step_3"), no_dist=True)
+    metadata = where / "step_3/.metadata"
+    later = (where / "step_1/.metadata").stat().st_mtime + 60
+    os.utime(metadata, (later, later))
+    ckptfs.latest(where)
 
 
 def storage(where: Path) -> None:
@@ -204,6 +217,7 @@ TROUBLES: Mapping[str, Callable[[Path], None]] = MappingProxyType(
         "UriError": uri,
         "MissingDriverError": missing_driver,
         "StateError": wrong_state,
+        "AmbiguousCheckpointError": ambiguous,
         "StorageError": storage,
         "NotFoundError": not_found,
         "AlreadyExistsError": already_exists,

@@ -37,7 +37,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import drive
-from ckptfs.commit.pieces import part_name, split_name
+from ckptfs.commit.pieces import part_name, piece, split_name
 from ckptfs.commit.seat import Seat, View, step_with_views
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.unlogged import is_overwritten, unlogged_error
@@ -148,7 +148,8 @@ def locate(seat: Seat, name: str) -> Found:
 
     NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
     or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
-    what single ranks meet is a CollectiveError on all. StateError: another program saved over it.
+    what single ranks meet is a CollectiveError on all. AmbiguousCheckpointError: another program
+    saved over it.
     """
     where = seat.storage.uri(name)
 
@@ -170,7 +171,7 @@ def locate(seat: Seat, name: str) -> Found:
         if whole is None:
             return _Choice(None, views)
         if any(one.is_saved_over for one in seen):
-            raise unlogged_error((name,), whole, where.parent)
+            raise unlogged_error((name,), whole, seat.storage.root)
         seal, holders = part_of(whole, part, where)
         # What is sent to every rank: only this save, the log may be long.
         return _Choice(seal, {}, holders)
@@ -236,8 +237,10 @@ def _is_saved_over(seat: Seat, name: str, view: View) -> bool:
     """
     if not seat.placement.is_owner:
         return False
-    views = dict([view])
-    mine = [seal for seal in list_live(views) if seal.name == name]
+    views, (step, part) = dict([view]), split_name(name)
+    mine = [seal for seal in list_live(views) if seal.name == step]
+    if part is not None:
+        mine = [piece(seal, ref) for seal in mine for ref in seal.parts if ref.name == part]
     return any(drive(is_overwritten(seal, views, seat.caps.shape), seat.storage) for seal in mine)
 
 

@@ -16,14 +16,15 @@ from typing import Any
 from ckptfs.commit.advisory import with_log
 from ckptfs.commit.catalog import find, live_of, read_view
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import MANIFEST, METADATA
+from ckptfs.commit.layout import LOG, MANIFEST, METADATA
+from ckptfs.commit.log import Gap, check_whole
 from ckptfs.commit.ops import drive
 from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri, options_of
 
-__all__ = ["Look", "looking_at", "unprojected"]
+__all__ = ["Look", "gap_of", "looking_at", "refuse_gap", "unprojected"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,25 @@ def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Itera
         yield Look(root, storage, {} if view is None else dict([view]))
     finally:
         plain.close()
+
+
+def gap_of(look: Look) -> Gap | None:
+    """An entry of the log that is missing while later ones are there; one listing. What lies behind it is
+    read by nobody, so that what was found may be old.
+    """
+    gaps = (drive(check_whole(state), look.storage).gap for state in look.views.values())
+    return next((gap for gap in gaps if gap is not None), None)
+
+
+def refuse_gap(look: Look) -> None:
+    """ManifestError where the log has a gap. Read-only."""
+    gap = gap_of(look)
+    if gap is not None:
+        raise ManifestError(
+            f"the run log has a gap: entry {gap.missing} is missing, {gap.there} is there",
+            uri=look.root / LOG,
+            hint="entries are never removed: restore it; until then nobody sees what was said after it",
+        )
 
 
 def unprojected(

@@ -11,8 +11,9 @@ tells no time, nothing is known to be later.
 
 from __future__ import annotations
 
+import math
 import pickletools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ckptfs.commit.beside import names_beside
 from ckptfs.commit.catalog import read_view
@@ -20,8 +21,9 @@ from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.foreign import is_known, names_save, was_to_replace
 from ckptfs.commit.layout import MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
+from ckptfs.commit.pieces import piece, split_name
 from ckptfs.commit.protocol import Views, catalog
-from ckptfs.errors import ArgumentChoice, NotFoundError, StateError
+from ckptfs.errors import AmbiguousCheckpointError, ArgumentChoice, NotFoundError
 from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
 
@@ -30,9 +32,14 @@ __all__ = [
     "check_unlogged",
     "data_paths",
     "is_overwritten",
+    "missing_data",
     "newer_unlogged",
+    "unlogged_at",
     "unlogged_error",
 ]
+
+
+_SMALL_BYTES = 1 << 20  # read as soon as anything else could be asked about it
 
 
 class Unlogged(ArgumentChoice):
@@ -43,26 +50,39 @@ class Unlogged(ArgumentChoice):
 
 
 def check_unlogged(views: Views, root: Uri, shape: Shape) -> Program[None]:
-    """StateError where another program's checkpoints came after the newest commit."""
+    """AmbiguousCheckpointError where another program's checkpoints came after the newest commit."""
     names = yield from newer_unlogged(views, shape)
     if names:
         raise unlogged_error(names, _newest(views), root)
 
 
-def unlogged_error(names: tuple[str, ...], newest: Seal | None, root: Uri) -> StateError:
-    """What to say, and what can be done. newest: the commit that would be taken else."""
-    last = "the newest commit" if newest is None else newest.name
-    if newest is not None and newest.name in names:
-        return StateError(
-            f"{newest.name} was saved over, and not by ckptfs",
-            uri=root / newest.name,
+def unlogged_error(
+    names: tuple[str, ...], newest: Seal | None, root: Uri
+) -> AmbiguousCheckpointError:
+    """What to say, and what can be done. newest: the commit that would be taken else, None where the log
+    has none for the step that was asked for.
+    """
+    over = [name for name in names if newest is not None and split_name(name)[0] == newest.name]
+    if over:
+        return AmbiguousCheckpointError(
+            f"{over[0]} was saved over, and not by ckptfs",
+            names=names,
+            uri=root / over[0],
             hint="its .metadata is another program's: stock torch loads that one; move it away to load "
             'ours, or pass unlogged="ignore" where the newest is taken',
         )
+    if newest is None:
+        return AmbiguousCheckpointError(
+            f"{names[0]} is another program's, and the log knows no checkpoint of that step",
+            names=names,
+            uri=root / names[0],
+            hint="load it by its name: ckptfs.load takes what stock torch saved",
+        )
     those = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    came = "was" if len(names) == 1 else "were"
-    return StateError(
+    came, last = "was" if len(names) == 1 else "were", newest.name
+    return AmbiguousCheckpointError(
         f"{those} {came} saved after {last}, and not by ckptfs",
+        names=names,
         uri=root / names[-1],
         hint='load what you mean by its name, pass unlogged="ignore" to go on with '
         f"{last}, or move the others away",
@@ -90,18 +110,27 @@ def _look(views: Views, shape: Shape) -> Program[tuple[str, ...]]:
     if newest is None:
         return ()
     keys = AttemptKeys(shape, newest.name, newest.save_id)
-    manifest = yield from _first([f"{data}/{MANIFEST}" for data in keys.homes()])
-    if manifest is None or manifest.modified_s is None:
+    mine = yield from _first([f"{data}/{_last_piece(newest)}" for data in keys.homes()])
+    if mine is None or mine.modified_s is None:
         return ()
     yield Refresh("")
     entries: list[Entry] = yield List("")
     found: tuple[str, ...] = ()
     for name in names_beside(entries, views):
-        if (yield from _came_later(name, views, manifest.modified_s)):
+        if (yield from _came_later(name, views, mine.modified_s)):
             found += (name,)
-    if (yield from is_overwritten(newest, views, shape)):
+    if (yield from is_overwritten(newest, views, shape, mine)):
         found += (newest.name,)
     return found
+
+
+def _has_metadata(seal: Seal) -> bool:
+    return seal.artifact is Kind.CHECKPOINT and not seal.parts
+
+
+def _last_piece(seal: Seal) -> str:
+    """A small file that was written just before the commit, so that its time is that of the commit."""
+    return METADATA if _has_metadata(seal) else MANIFEST
 
 
 def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
@@ -120,33 +149,105 @@ def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
         return False
     if any(is_known(name, data, view) for view in views.values()):
         return False
-    for path in sorted(set(data_paths(data))):
+    # Not whole: whoever writes it is not done, or died.
+    return not (yield from missing_data(name, data))
+
+
+def missing_data(name: str, metadata: bytes) -> Program[tuple[str, ...]]:
+    """Of the data files that a ``.metadata`` names, those that are not there; one listing a directory."""
+    folders: dict[str, list[str]] = {}
+    missing = []
+    for path in sorted(set(data_paths(metadata))):
         if path.startswith("/") or ".." in path.split("/"):
-            return False
-        if (yield from _first([f"{name}/{path}"])) is None:
-            return False  # not whole: whoever writes it is not done, or died
-    return True
+            missing.append(path)
+        else:
+            folder, _, file = path.rpartition("/")
+            folders.setdefault(folder, []).append(file)
+    for folder, files in folders.items():
+        key = f"{name}/{folder}" if folder else name
+        try:
+            entries: list[Entry] = yield List(key)
+        except NotFoundError:
+            entries = []
+        there = {entry.name for entry in entries if not entry.is_dir}
+        missing += [f"{folder}/{file}" if folder else file for file in files if file not in there]
+    return tuple(missing)
 
 
-def is_overwritten(seal: Seal, views: Views, shape: Shape) -> Program[bool]:
-    """Whether another ``.metadata`` stands where the projection put this save's. Its size tells first,
-    because a large one takes long to read: data paths of ours are longer than those of stock.
+def is_overwritten(
+    seal: Seal, views: Views, shape: Shape, known: Stat | None = None
+) -> Program[bool]:
+    """Whether another ``.metadata`` stands where the projection put this save's, or one of its parts'.
+
+    known: of the ``.metadata`` beside the data, of a save without parts, where it was looked at.
     """
-    if seal.artifact is not Kind.CHECKPOINT or seal.parts:
+    if seal.artifact is not Kind.CHECKPOINT:
         return False
-    keys = AttemptKeys(shape, seal.name, seal.save_id)
+    for one in [piece(seal, ref) for ref in seal.parts] or [seal]:
+        keys = AttemptKeys(shape, one.name, one.save_id)
+        mine = None if seal.parts else known
+        if mine is None:
+            mine = yield from _first([f"{data}/{METADATA}" for data in keys.homes()])
+        if mine is not None and (yield from _is_overwritten(keys, mine, views)):
+            return True
+    return False
+
+
+def unlogged_at(
+    views: Views, seals: Sequence[Seal], is_meant: Callable[[str], bool], shape: Shape
+) -> Program[tuple[str, ...]]:
+    """Of one step: the names of its saves that another program saved over; where the log has none, of the
+    whole checkpoints of another program that ``is_meant`` takes for it.
+    """
+    found: tuple[str, ...] = ()
+    for seal in seals:
+        if (yield from is_overwritten(seal, views, shape)):
+            found += (seal.name,)
+    if seals:
+        return found
+    yield Refresh("")
+    try:
+        entries: list[Entry] = yield List("")
+    except NotFoundError:
+        return ()
+    for name in names_beside(entries, views):
+        if is_meant(name) and (yield from _came_later(name, views, -math.inf)):
+            found += (name,)
+    return found
+
+
+def _is_overwritten(keys: AttemptKeys, mine: Stat, views: Views) -> Program[bool]:
+    """mine: of the ``.metadata`` beside the data. What was projected from it has its size."""
     shown = yield from _first([f"{keys.name}/{METADATA}"])
-    mine = yield from _first([f"{data}/{METADATA}" for data in keys.homes()])
-    if shown is None or mine is None or shown.size_bytes == mine.size_bytes:
+    if shown is None or (
+        shown.size_bytes == mine.size_bytes and (yield from _is_ours(keys, shown, mine))
+    ):
         return False
     try:
         data: bytes = yield Read(f"{keys.name}/{METADATA}")
     except NotFoundError:
         return False
-    if any(is_known(keys.name, data, view) for view in views.values()):
+    # Of a part other domains' logs may not know the id.
+    if keys.save_id.encode() in data or any(is_known(keys.name, data, v) for v in views.values()):
         return False
     # It was told to replace that one, and its writer died before it did: the next owner does.
-    return not (yield from was_to_replace(seal.name, seal.save_id, data))
+    return not (yield from was_to_replace(keys.name, keys.save_id, data))
+
+
+def _is_ours(keys: AttemptKeys, shown: Stat, mine: Stat) -> Program[bool]:
+    """Without a read: the store says that the bytes are the same; or it is large, and was written before
+    the manifest, which a projection puts there after it, where another program would have come later.
+    """
+    if shown.etag is not None and shown.etag == mine.etag:
+        return True
+    if shown.size_bytes <= _SMALL_BYTES:
+        return False
+    manifest = yield from _first([f"{keys.name}/{MANIFEST}"])
+    if manifest is None or manifest.modified_s is None or shown.modified_s is None:
+        return False
+    if keys.shape is Shape.FILESYSTEM:
+        return shown.modified_s <= manifest.modified_s
+    return shown.modified_s < manifest.modified_s  # in seconds: one may hold both programs' writes
 
 
 def _first(keys: list[str]) -> Program[Stat | None]:

@@ -32,6 +32,7 @@ from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import Committed, SaveSpec
 from ckptfs.commit.tickets import Ticket
+from ckptfs.commit.unlogged import Unlogged
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Restored, SaveBegan, SaveResult, SaveSkipped
@@ -259,6 +260,7 @@ class DirectoryManager(RunManager):
         into: str | os.PathLike[str] | None = None,
         fallback: Literal["error", "older"] = "error",
         only: Wanted | None = None,
+        unlogged: Literal["error", "ignore"] = "error",
     ) -> Iterator[OpenedDirectory | None]:
         """Collective to enter, read-only. The newest committed directory as a local path, or that of
         ``step``; decided once for all ranks. None only where nothing was ever saved.
@@ -267,12 +269,17 @@ class DirectoryManager(RunManager):
         the checkpoint. Elsewhere, and with into=, it is downloaded, see ``ckptfs.checkpoint_dir``.
         only: which files this node needs, of their paths and its ranks, where it is downloaded.
         fallback: "older" passes over damaged ones, and says so in ``skipped``; "error" never goes back
-        unasked. NotFoundError, IncompleteCheckpointError, IntegrityError as for ``restore``.
+        unasked. AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest
+        commit; unlogged="ignore" goes back to that. NotFoundError, IncompleteCheckpointError, IntegrityError as for ``restore``.
         """
         self._settle(1)
         template = self._settings.names.of(Kind.DIRECTORY)
         request = RestoreRequest(
-            template.step_of, step, Kind.DIRECTORY, fallback=Fallback(fallback)
+            template.step_of,
+            step,
+            Kind.DIRECTORY,
+            fallback=Fallback(fallback),
+            unlogged=Unlogged(unlogged),
         )
         kept = None if into is None else os.fspath(into)
         with self._ground.reading() as seat:
@@ -303,6 +310,7 @@ def _choose(seat: Seat, request: RestoreRequest) -> tuple[Candidate, Found, tupl
         places.refuse_unfit(0)
         places.check_nothing()
         return None
+    places.refuse_unlogged()
     skipped: list[str] = []
     for candidate in surveyed.choice.candidates:
         held: list[Checked] = []

@@ -18,7 +18,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import number_order
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.unlogged import Unlogged, newer_unlogged, unlogged_error
+from ckptfs.commit.unlogged import Unlogged, newer_unlogged, unlogged_at, unlogged_error
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError, StorageError
 from ckptfs.manager.candidates import (
     FAILURES,
@@ -125,21 +125,29 @@ class Places:
         each domain.
         """
         seat, request = self.seats[source], self._request
-        is_asked = source == 0 and request.step is None and request.kind is Kind.CHECKPOINT
+        is_asked = source == 0 and request.kind is not Kind.WEIGHTS
         if not is_asked or request.unlogged is Unlogged.IGNORE or not seat.placement.is_owner:
             return sight
         if sight.domain is None or sight.state is None:
             return sight
-        names = newer_unlogged({sight.domain: sight.state}, seat.caps.shape)
+        views, shape = {sight.domain: sight.state}, seat.caps.shape
+        if request.step is None:
+            names = newer_unlogged(views, shape)
+        else:
+            seals = [candidate.seal for candidate in choose(views, request).candidates]
+            names = unlogged_at(
+                views, seals, lambda name: request.step_of(name) == request.step, shape
+            )
         return replace(sight, unlogged=drive(names, seat.storage))
 
     def refuse_unlogged(self) -> None:
-        """StateError where stock torch, say, saved into the run after its newest commit: to go back to
-        that would lose what came later.
+        """AmbiguousCheckpointError where stock torch, say, saved into the run after its newest commit, or
+        over the step that was asked for: to go back to ours would lose what came later.
         """
         mine = self.survey(0)
         if mine.unlogged:
-            raise unlogged_error(mine.unlogged, mine.choice.candidates[0].seal, self.uri(0))
+            ours = mine.choice.candidates[0].seal if mine.choice.candidates else None
+            raise unlogged_error(mine.unlogged, ours, self.uri(0))
 
     def allow_unreached(self, why: str) -> None:
         """IncompleteCheckpointError where the run cannot be read and nobody allowed older copies."""
@@ -204,6 +212,8 @@ class Places:
 
     def check_nothing(self) -> None:
         """StateError, NotFoundError or IncompleteCheckpointError unless nothing was ever committed."""
+        if self._request.step is not None:
+            self.refuse_unlogged()
         for source, seat in enumerate(self.seats):
             self.refuse_unfit(source)
             self._refuse_leftovers(source, seat)

@@ -29,7 +29,7 @@ from ckptfs.commit.entries import Pin, Seal, Stamp
 from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.layout import LOG
 from ckptfs.commit.log import Refused, append
-from ckptfs.commit.looking import Look, looking_at
+from ckptfs.commit.looking import Look, looking_at, refuse_gap
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import catalog
@@ -42,7 +42,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.tools.lines import Checkpoint, State
 from ckptfs.tools.listing import list_run
 from ckptfs.tools.looking import OneOf, Wanted, look_at
-from ckptfs.tools.whole_log import refuse_gap, refuse_lost_domain, refuse_newer
+from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri, options_of
 

@@ -38,7 +38,7 @@ from ckptfs.commit.claim import ORPHAN_S, Takeover, claim
 from ckptfs.commit.entries import FenceMode
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, TMP, staging_key
 from ckptfs.commit.log import catch_up
-from ckptfs.commit.looking import Look, looking_at
+from ckptfs.commit.looking import Look, looking_at, refuse_gap
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
 from ckptfs.commit.protocol import commits
@@ -59,7 +59,7 @@ from ckptfs.tools.debris import Debris, Fate, Found, Survey
 from ckptfs.tools.holding import Hold, Holding, holding_of
 from ckptfs.tools.looking import OneOf, Runs, look_at
 from ckptfs.tools.surveying import survey_debris
-from ckptfs.tools.whole_log import refuse_gap, refuse_lost_domain, refuse_newer
+from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri, options_of
 

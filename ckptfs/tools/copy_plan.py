@@ -28,8 +28,14 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import piece, split_name
 from ckptfs.commit.protocol import Views, catalog, history, latest, name_taken
 from ckptfs.commit.resuming import origin_of
+from ckptfs.commit.unlogged import check_unlogged
 from ckptfs.dcp.copy_source import Original, stock_manifest
-from ckptfs.errors import CkptfsError, CommitConflictError, NotFoundError
+from ckptfs.errors import (
+    AmbiguousCheckpointError,
+    CkptfsError,
+    CommitConflictError,
+    NotFoundError,
+)
 from ckptfs.storage.base import Storage
 from ckptfs.tools.copy_place import loose_at, told_if_held
 from ckptfs.uri import Uri
@@ -206,6 +212,7 @@ def plan_run(here: Lookout, wanted: Wanted) -> Plan:
 def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
     sealed = [Original(live.seal.name, live.seal) for live in catalog(here.source)]
     if wanted.latest:
+        _refuse_unlogged(here)
         live = latest(here.source, Kind.CHECKPOINT) or latest(here.source)
         if live is not None:
             return [Original(live.seal.name, live.seal)]
@@ -226,6 +233,16 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
         what = "no checkpoint" if wanted.step is None else f"no checkpoint of step {wanted.step}"
         raise NotFoundError(f"{what} is there", uri=here.root, hint="see ckptfs ls of the run")
     return found
+
+
+def _refuse_unlogged(here: Lookout) -> None:
+    """AmbiguousCheckpointError where another program saved after the newest commit."""
+    shape = here.storage.capabilities.shape
+    try:
+        drive(check_unlogged(here.source, here.root, shape), here.storage)
+    except AmbiguousCheckpointError as error:
+        error.hint = "copy the one that you mean by its name"
+        raise
 
 
 def _warnings(here: Lookout, items: Sequence[Item]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptfs.commit.beside import Beside
-from ckptfs.commit.catalog import find
+from ckptfs.commit.catalog import Origin, find
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.foreign import names_save
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA
@@ -13,10 +13,11 @@ from ckptfs.commit.looking import Look
 from ckptfs.commit.manifest import Manifest
 from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.pieces import piece
+from ckptfs.commit.unlogged import is_overwritten, missing_data
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
 from ckptfs.tools.lines import Checkpoint, State, time_text
 
-__all__ = ["from_beside", "from_seal"]
+__all__ = ["as_foreign", "as_overwritten", "from_beside", "from_seal"]
 
 _UNPROJECTED = "stock torch does not see it; the next owner of the run puts that right"
 
@@ -40,6 +41,36 @@ def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
         created_at=None if beside.modified_s is None else time_text(beside.modified_s),
     )
     return _told(line, manifest)
+
+
+def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
+    """What another program saved beside the log, for what it is: whole, or not."""
+    if line.origin is not Origin.STOCK:
+        return line
+    try:
+        metadata = look.storage.read(f"{line.name}/{METADATA}")
+        missing = drive(missing_data(line.name, metadata), look.storage)
+    except NotFoundError:
+        return line  # it goes while we look
+    if not missing:
+        return replace(
+            line, state=State.FOREIGN, note="ckptfs did not write it; load it by its name"
+        )
+    lost = f"{missing[0]} is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
+    return replace(
+        line,
+        state=State.DAMAGED,
+        note=f"not whole, and not written by ckptfs: {lost} that its {METADATA} names",
+    )
+
+
+def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
+    """The newest commit, where another program saved over it: ``latest`` and ``load`` refuse it."""
+    shape = look.storage.capabilities.shape
+    if not drive(is_overwritten(seal, look.views, shape), look.storage):
+        return line
+    note = f"another program saved over it: its {METADATA} is not ours"
+    return replace(line, note=f"{line.note}; {note}" if line.note else note)
 
 
 def _told(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:

@@ -48,6 +48,7 @@ class State(StrEnum):
     IN_DOUBT = "in doubt"
     SAVING = "on its way"
     ABANDONED = "abandoned"
+    FOREIGN = "foreign"
     DAMAGED = "damaged"
     REPLACED = "replaced"
     OVERWRITTEN = "overwritten"

@@ -6,7 +6,8 @@ details       sizes, ranks and times of those that are wanted: one small read ea
 committed     as the log says; also ``not projected``, where stock torch does not see it yet
 in doubt      a domain that decides is out of reach from here
 on its way    an attempt without a seal; ``abandoned`` where its writer can not finish it any more
-damaged       its manifest is missing or another one. Files are not looked at: that is ``verify``
+foreign       beside the log of a run: another program, such as stock torch, saved it, and it is whole
+damaged       its manifest is missing or another one; a foreign one is not whole. Files of ours are not looked at: that is ``verify``
 deleted       by the log, with bytes still there; ``aborted``, ``replaced``, ``overwritten``: history
 """
 
@@ -21,8 +22,7 @@ from ckptfs.commit.beside import Beside, look_beside, names_beside, oldest_first
 from ckptfs.commit.catalog import Origin
 from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG
-from ckptfs.commit.log import check_whole
-from ckptfs.commit.looking import Look
+from ckptfs.commit.looking import Look, gap_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import (
     Live,
@@ -39,7 +39,7 @@ from ckptfs.commit.recovery import AttemptRecord, read_record
 from ckptfs.errors import AccessError, NotFoundError, UnsupportedError
 from ckptfs.storage.base import Entry
 from ckptfs.tools.debris import DAY_S, Fate, attempt_fate, is_sending
-from ckptfs.tools.details import from_beside, from_seal
+from ckptfs.tools.details import as_foreign, as_overwritten, from_beside, from_seal
 from ckptfs.tools.holding import holding_of
 from ckptfs.tools.lines import (
     HISTORY,
@@ -81,10 +81,16 @@ def list_run(
     loose: list[Checkpoint] = []
     if limit is None or len(shown) < limit or sort is not Sort.COMMIT or kinds:
         loose = _beside(look, names)
-    lines = [
-        *loose,
-        *side_by_side(lambda one: one.detailed(look, everything=everything), shown),
-    ]
+    lives = catalog(look.views)
+    newest = lives[-1].seal if lives else None
+
+    def detailed(one: _Candidate) -> Checkpoint:
+        line = one.detailed(look, everything=everything)
+        return (
+            line if one.seal is None or one.seal != newest else as_overwritten(line, newest, look)
+        )
+
+    lines = [*loose, *side_by_side(detailed, shown)]
     lines = in_order([line for line in lines if not kinds or line.kind in kinds], sort)
     if limit is not None:
         lines = lines[max(0, len(lines) - limit) :]
@@ -122,10 +128,12 @@ def _beside(look: Look, names: Collection[str]) -> list[Checkpoint]:
         return drive(look_beside(name, look.views, look.root), look.storage)
 
     found = side_by_side(looked_at, names_beside(entries, look.views))
-    return [
+    lines = [
         from_beside(Checkpoint(look.root / one.name, one.name, State.COMMITTED, None), one)
         for one in oldest_first(one for one in found if one is not None)
     ]
+    # Where no log is, a checkpoint of another program is what there is.
+    return side_by_side(lambda line: as_foreign(line, look), lines) if look.views else lines
 
 
 def _logged(look: Look, attempts: Sequence[AttemptRecord]) -> list[_Candidate]:
@@ -269,11 +277,7 @@ def _notes(look: Look) -> tuple[str, ...]:
 
 def gap(look: Look) -> str:
     """What is wrong where entries of the log are missing and later ones are there; "" where none is."""
-    for state in look.views.values():
-        found = drive(check_whole(state), look.storage).gap
-        if found is not None:
-            return (
-                f"entry {found.missing} of the log is missing, and what comes after it is not read: "
-                "ckptfs log"
-            )
-    return ""
+    found = gap_of(look)
+    if found is None:
+        return ""
+    return f"entry {found.missing} of the log is missing, and what comes after it is not read: ckptfs log"

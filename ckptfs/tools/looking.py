@@ -20,14 +20,14 @@ from ckptfs.commit.beside import newest as newest_of
 from ckptfs.commit.catalog import Origin, find, list_live
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, number_order
-from ckptfs.commit.looking import Look, looking_at
+from ckptfs.commit.looking import Look, looking_at, refuse_gap
 from ckptfs.commit.ops import drive
 from ckptfs.commit.unlogged import check_unlogged
-from ckptfs.errors import CkptfsError, ManifestError, NotFoundError, StorageError
+from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.tools.holding import Holding, holding_of
 from ckptfs.tools.lines import Checkpoint, Run, Sort, State, began_at, side_by_side
-from ckptfs.tools.listing import gap, list_run
+from ckptfs.tools.listing import list_run
 from ckptfs.uri import Uri
 
 __all__ = ["File", "Newest", "OneOf", "RunFound", "Runs", "Wanted", "look_at", "newest"]
@@ -126,10 +126,8 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
     found may be an old one.
     """
     with looking_at(run_uri, storage_options) as look:
-        told = gap(look)
-        if told:
-            raise ManifestError(told, uri=look.root, hint="the newest may be among these")
-        if kind is Kind.CHECKPOINT:
+        refuse_gap(look)
+        if kind is not Kind.WEIGHTS:
             shape = look.storage.capabilities.shape
             drive(check_unlogged(look.views, look.root, shape), look.storage)
         found = drive(newest_of(look.views, look.root, kind), look.storage)
@@ -208,7 +206,13 @@ def _one_of(
         return OneOf(target, run.holding, lines, files)
 
 
-_RANK = {State.COMMITTED: 0, State.UNPROJECTED: 0, State.IN_DOUBT: 1, State.DAMAGED: 2}
+_RANK = {
+    State.COMMITTED: 0,
+    State.UNPROJECTED: 0,
+    State.FOREIGN: 0,
+    State.IN_DOUBT: 1,
+    State.DAMAGED: 2,
+}
 
 
 def _files(look: Look, line: Checkpoint) -> Iterator[File]:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from ckptfs.commit.catalog import Found, find, unlogged
 from ckptfs.commit.digests import FileDigests, decode_digests
+from ckptfs.commit.foreign import is_known
 from ckptfs.commit.layout import LOG, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.ops import drive, read_limited
@@ -45,6 +46,10 @@ _UNBOUND = (
     "file that was replaced together with its sidecar looks whole"
 )
 _ENTRY = "copy the entry back from another place; else copy what is whole to a new run"
+_SAVED_OVER = (
+    "stock torch loads that one; move it away with its files to load ours, and the next save or "
+    "prepare_run shows ours again"
+)
 _REWRITE = "our readers do not need it; stock ones see what is there: copy {} over it"
 T = TypeVar("T")
 R = TypeVar("R")
@@ -70,7 +75,7 @@ def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_o
     _look_at_files(storage, seen, at_once)
     _look_at_sidecars(storage, seen, at_once)
     _look_at_small(storage, seen, manifest)
-    _look_at_projection(storage, seen, manifest)
+    _look_at_projection(storage, seen, manifest, views)
     return seen
 
 
@@ -115,6 +120,8 @@ def _open_unlogged(storage: Storage, target: Target, views: Views, seen: Looked)
         return None
     manifest = found.manifest
     if manifest is None:
+        if views:
+            seen.notes.append("another program saved it beside the log; load it by its name")
         return found
     inner = storage.uri(f"{target.name}/{manifest.save_id}/{MANIFEST}")
     try:
@@ -264,7 +271,7 @@ def _look_at_small(storage: Storage, seen: Looked, manifest: Manifest) -> None:
 # -- projection ----------------------------------------------------------------------
 
 
-def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest, views: Views) -> None:
     """What a person and stock readers see of a save that the log knows."""
     home = "" if seen.found is None else seen.found.home
     seal, wanted = seen.target.seal, {METADATA: _digests_of(manifest, METADATA)}
@@ -293,7 +300,23 @@ def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest) -> N
         # It may have been completed between the two looks.
         if why and (why := _difference(storage, key, digests)):
             source = storage.uri(f"{seen.target.name}/{manifest.save_id}/{name}")
-            seen.add(Damage.PROJECTION, storage.uri(key), why, _REWRITE.format(source), path=name)
+            todo = _REWRITE.format(source)
+            if (
+                seal is not None
+                and name == METADATA
+                and _is_foreign(storage, seen.target.name, views)
+            ):
+                why, todo = "another program saved over it: this is not ours", _SAVED_OVER
+            seen.add(Damage.PROJECTION, storage.uri(key), why, todo, path=name)
+
+
+def _is_foreign(storage: Storage, name: str, views: Views) -> bool:
+    """Whether another program's ``.metadata`` stands there."""
+    try:
+        data = storage.read(f"{name}/{METADATA}")
+    except NotFoundError:
+        return False
+    return not any(is_known(name, data, view) for view in views.values())
 
 
 def _difference(storage: Storage, key: str, digests: set[str]) -> str:

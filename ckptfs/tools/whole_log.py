@@ -8,26 +8,11 @@ is not known. So nothing is deleted, pinned or called dead by such a log.
 from __future__ import annotations
 
 from ckptfs.commit.layout import DOMAIN, LOG
-from ckptfs.commit.log import check_whole
-from ckptfs.commit.looking import Look
-from ckptfs.commit.ops import drive
+from ckptfs.commit.looking import Look, refuse_gap
 from ckptfs.errors import ManifestError
 from ckptfs.tools.measured import listed
 
 __all__ = ["refuse_gap", "refuse_lost_domain", "refuse_newer"]
-
-
-def refuse_gap(look: Look) -> None:
-    """ManifestError where an entry is missing and later ones are there. Read-only."""
-    for state in look.views.values():
-        gap = drive(check_whole(state), look.storage).gap
-        if gap is not None:
-            raise ManifestError(
-                f"the run log has a gap: entry {gap.missing} is missing, {gap.there} is there",
-                uri=look.root / LOG,
-                hint="entries are never removed: restore it; until then nobody sees what was said "
-                "after it",
-            )
 
 
 def refuse_newer(look: Look) -> None:

@@ -20,7 +20,7 @@ from ckptfs.cli.main import COMMANDS
 from ckptfs.commit.entries import GENESIS, Kind, Seal
 from ckptfs.commit.log import append
 from ckptfs.commit.ops import drive
-from ckptfs.errors import IncompleteCheckpointError
+from ckptfs.errors import IncompleteCheckpointError, ManifestError
 from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import DAMAGES, state_now
@@ -291,7 +291,7 @@ def test_latest_for_alerts(cli: Cli, golden: Golden, healthy: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "code", "word"),
     [
-        ("missing entry", 1, "entry 2 of the log is missing"),
+        ("missing entry", 1, "the run log has a gap: entry 2 is missing"),
         ("missing domain", 0, ".ckptfs/domain is missing"),
         ("future entry", 0, "newer version"),
     ],
@@ -311,7 +311,7 @@ def test_latest_says_what_is_odd(
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_latest_does_not_answer_with_a_stale_checkpoint(cli: Cli, local: Place, count: int) -> None:
     """However many entries are missing before the last one: ``latest`` exits with 1 and prints no
-    checkpoint, ``ls`` and ``rm`` say what is missing, and a restore refuses.
+    checkpoint, in Python it raises, ``ls`` and ``rm`` say what is missing, and a restore refuses.
     """
     for step in (1, 2, 3, 4, 5):
         ckptfs.save(state_of(step), f"{local.uri}/step_{step}")
@@ -322,7 +322,10 @@ def test_latest_does_not_answer_with_a_stale_checkpoint(cli: Cli, local: Place, 
         (log / f"{number:08d}").unlink()
     ran = cli("latest", local.uri)
     assert (ran.exit, ran.out) == (1, "")
-    assert f"entry {lost[0]} of the log is missing" in ran.err
+    assert f"the run log has a gap: entry {lost[0]} is missing" in ran.err
+    for kind in ("checkpoint", "directory"):
+        with pytest.raises(ManifestError, match=f"entry {lost[0]} is missing"):
+            ckptfs.latest(local.uri, kind)
     assert f"entry {lost[0]} of the log is missing" in cli("ls", local.uri).out
     assert cli("rm", f"{local.uri}/step_1", "--yes").exit == 1
     with (

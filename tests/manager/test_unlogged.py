@@ -5,17 +5,30 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
+from ckptfs.commit import unlogged
 from ckptfs.commit.entries import Kind
-from ckptfs.commit.unlogged import data_paths
-from ckptfs.tools.looking import newest
+from ckptfs.commit.looking import looking_at
+from ckptfs.commit.ops import Program, drive
+from ckptfs.commit.unlogged import _look, data_paths, newer_unlogged
+from ckptfs.errors import NotFoundError
+from ckptfs.storage.base import Shape
+from ckptfs.tools.copying import copy_to
+from ckptfs.tools.findings import Damage
+from ckptfs.tools.lines import Run, State
+from ckptfs.tools.looking import look_at, newest
+from ckptfs.tools.verifying import verify
+
+T = TypeVar("T")
 
 
 def stock(path: Path, value: float, later_s: float = 60.0) -> None:
@@ -59,10 +72,11 @@ def test_what_stock_saved_later_is_named(run: Path, reader: str) -> None:
     stock(run / "step_4", 4.0)
     before = sorted(str(path) for path in run.rglob("*"))
     with pytest.raises(
-        ckptfs.StateError, match="step_3 and step_4 were saved after step_2"
+        ckptfs.AmbiguousCheckpointError, match="step_3 and step_4 were saved after step_2"
     ) as caught:
         READERS[reader](run)
     assert 'unlogged="ignore"' in str(caught.value)
+    assert caught.value.names == ("step_3", "step_4")
     assert sorted(str(path) for path in run.rglob("*")) == before
 
 
@@ -117,8 +131,182 @@ def test_stock_over_our_newest_is_named(run: Path) -> None:
         ckptfs.load({"w": torch.zeros(4)}, run / "step_2")
 
 
+@pytest.mark.parametrize("is_large", [False, True], ids=["small", "large"])
+def test_a_metadata_of_the_size_of_ours_is_not_taken_for_it(
+    run: Path, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it is too large to be read each time: it was written later than our manifest."""
+    if is_large:
+        monkeypatch.setattr(unlogged, "_SMALL_BYTES", 16)
+    size = (run / "step_2/.metadata").stat().st_size
+    assert ckptfs.latest(run) is not None
+    stock(run / "step_2", 3.0)
+    shown = run / "step_2/.metadata"
+    data = shown.read_bytes()
+    assert len(data) < size
+    shown.write_bytes(data + bytes(size - len(data)))  # a pickle ends where it says
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over") as caught:
+        ckptfs.latest(run)
+    assert caught.value.names == ("step_2",)
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over"):
+        ckptfs.load({"w": torch.zeros(4)}, run / "step_2")
+
+
 def test_the_data_files_of_a_metadata_are_found_without_unpickling_it(tmp_path: Path) -> None:
     """Of stock's and of ours; and none of what is no pickle."""
     stock(tmp_path / "stock", 1.0)
     assert set(data_paths((tmp_path / "stock/.metadata").read_bytes())) == {"__0_0.distcp"}
     assert list(data_paths(b"no pickle at all")) == []
+
+
+def test_a_step_that_stock_saved_over_is_not_restored_by_its_number(run: Path) -> None:
+    """restore(step=) names the other program's; "ignore" takes ours; other steps do not mind."""
+    ckptfs.save({"w": torch.full((4,), 1.0)}, run / "step_4")
+    stock(run / "step_2", 3.0)
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over") as caught:
+        restored(run, step=2)
+    assert caught.value.names == ("step_2",)
+    assert restored(run, step=2, unlogged="ignore") == 2.0
+    assert restored(run, step=4) == 1.0
+    assert restored(run) == 1.0
+
+
+def test_a_step_that_only_stock_saved_is_named(run: Path) -> None:
+    """It is there and not in the log: not "no such step"; half of one is none. Older ones count too."""
+    stock(run / "step_3", 3.0, later_s=-60.0)
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_3 is another program's"):
+        restored(run, step=3)
+    for path in (run / "step_3").glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(ckptfs.StateError, match="no log knows what lies in this run: step_3"):
+        restored(run, step=3)
+
+
+def test_a_directory_manager_does_not_pass_over_what_stock_saved(tmp_path: Path) -> None:
+    """reading() and latest(kind="directory") as for checkpoints of tensors."""
+    run = tmp_path / "run"
+    with ckptfs.DirectoryManager(run) as manager:
+        with manager.writing(2) as path:
+            (Path(path or "") / "file").write_text("ours")
+        stock(run / "step_3", 3.0)
+        with (
+            pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_3 was saved after step_2"),
+            manager.reading(),
+        ):
+            raise AssertionError("an older one was read")
+        with manager.reading(unlogged="ignore") as opened:
+            assert opened is not None
+            assert (Path(opened.path) / "file").read_text() == "ours"
+        with manager.reading(2) as opened:
+            assert opened is not None
+    with pytest.raises(ckptfs.AmbiguousCheckpointError):
+        ckptfs.latest(run, "directory")
+
+
+def test_a_part_that_stock_saved_over_is_named(tmp_path: Path) -> None:
+    """Whoever loads the part, or takes the newest; the other part loads."""
+    run = tmp_path / "run"
+    with ckptfs.CheckpointManager(run) as manager:
+        ticket = manager.begin(2, parts=["actor", "critic"])
+        sealed = [
+            ckptfs.save({"w": torch.full((4,), 2.0)}, ticket.part(part))
+            for part in ("actor", "critic")
+        ]
+        ticket.commit(sealed)
+    assert ckptfs.latest(run) is not None
+    stock(run / "step_2/actor", 3.0)
+    state = {"w": torch.zeros(4)}
+    ckptfs.load(state, run / "step_2/critic")
+    for refused in (
+        lambda: ckptfs.load(state, run / "step_2/actor"),
+        lambda: ckptfs.latest(run),
+        lambda: restored(run, part="actor"),
+    ):
+        with pytest.raises(ckptfs.AmbiguousCheckpointError, match="was saved over"):
+            refused()
+
+
+def test_a_copy_of_the_latest_does_not_pass_over_what_stock_saved(
+    run: Path, tmp_path: Path
+) -> None:
+    """cp --latest says so; by its name either is copied."""
+    stock(run / "step_3", 3.0)
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_3 was saved after") as e:
+        copy_to(run, tmp_path / "there", latest=True)
+    assert "by its name" in str(e.value)
+    assert not (tmp_path / "there").exists()
+    copy_to(run / "step_3", tmp_path / "there/step_3")
+    copy_to(run, tmp_path / "all")
+    assert len(ckptfs.list_checkpoints(tmp_path / "all")) == 2
+
+
+def test_ls_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
+    """Foreign, and whole apart from not whole; and that the newest commit was saved over."""
+    stock(run / "step_3", 3.0)
+    stock(run / "step_4", 4.0)
+    for path in (run / "step_4").glob("*.distcp"):
+        path.unlink()
+    stock(run / "step_2", 5.0)
+    listed = look_at(run)
+    assert isinstance(listed, Run)
+    lines = {line.name: line for line in listed.checkpoints}
+    assert lines["step_3"].state is State.FOREIGN
+    assert lines["step_4"].state is State.DAMAGED
+    assert "not whole" in lines["step_4"].note
+    assert "__0_0.distcp is missing" in lines["step_4"].note
+    assert lines["step_2"].state is State.COMMITTED
+    assert "another program saved over it" in lines["step_2"].note
+
+
+def test_verify_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
+    """What is whole is told apart from what is not; what it saved over is never to be written over."""
+    stock(run / "step_3", 3.0)
+    stock(run / "step_4", 4.0)
+    for path in (run / "step_4").glob("*.distcp"):
+        path.unlink()
+    stock(run / "step_2", 5.0)
+    found = {one.name: one for one in verify([run]).checkpoints}
+    assert found["step_3"].findings == ()
+    assert any("another program" in note for note in found["step_3"].notes)
+    assert {f.damage for f in found["step_4"].findings} == {Damage.MISSING}
+    (over,) = found["step_2"].findings
+    assert over.damage is Damage.PROJECTION
+    assert "another program saved over it" in over.what
+    assert "copy" not in over.todo
+
+
+def counting(program: Program[T], seen: Counter[str]) -> Program[T]:
+    """The same program; ``seen`` counts its operations."""
+    try:
+        op = program.send(None)
+        while True:
+            seen[type(op).__name__] += 1
+            try:
+                got = yield op
+            except NotFoundError as error:
+                op = program.throw(error)
+            else:
+                op = program.send(got)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_the_look_costs_what_the_page_on_scale_says(tmp_path: Path, steps: int) -> None:
+    """On a filesystem three stats, a listing and a read, however many checkpoints the log knows; a later
+    one of stock torch a stat, two reads and a listing more.
+    """
+    run = tmp_path / "run"
+    for step in range(steps):
+        ckptfs.save({"w": torch.ones(4)}, run / f"step_{step}")
+    with looking_at(run, {}) as look:
+        seen: Counter[str] = Counter()
+        assert (
+            drive(counting(newer_unlogged(look.views, Shape.FILESYSTEM), seen), look.storage) == ()
+        )
+        assert seen == {"StatOf": 3, "List": 1, "Refresh": 1, "Read": 1}
+        stock(run / "step_9", 9.0)
+        more: Counter[str] = Counter()
+        keys = counting(_look(look.views, Shape.FILESYSTEM), more)
+        assert drive(keys, look.storage) == ("step_9",)
+        assert more - seen == {"StatOf": 1, "List": 1, "Refresh": 1, "Read": 2}
