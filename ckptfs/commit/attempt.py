@@ -574,7 +574,7 @@ class Attempt:
             # Deleting takes requests there, and what the caller waits for is done.
             clearing = clear(self._means, self._known, holder, self.seat.spared)
             turns = take_turns(clearing, self.seat.turn)
-            chore = partial(drive, turns, self.storage, stopped=background.stopped)
+            chore = partial(self.seat.drive_aside, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return None
 

@@ -289,6 +289,7 @@ class _Claimant:
         if self._owner and self._fenced is not None:
             program = release_fence(generation, self._ids, self._known, self._stamp)
             self._seat.known.learn(drive(program, self._seat.storage).state)
+            self._seat.touch_log_later()
             self._fenced = None
 
     def _let_go(self, generation: Generation) -> None:
@@ -298,6 +299,7 @@ class _Claimant:
         program = release_fence(generation, self._ids, self._known, self._stamp)
         try:
             drive(program, self._seat.storage, deadline_s=GIVE_BACK_S)
+            self._seat.touch_log_later()
         except (StorageError, CkptfsError) as error:
             logger.warning("a fence was not released, the next owner will wait: %s", error)
 
@@ -346,7 +348,10 @@ class _Claimant:
                     stamp=self._stamp,
                     spared=self._spared,
                 )
-                seat.known.learn(drive(program, seat.storage))
+                try:
+                    seat.known.learn(drive(program, seat.storage))
+                finally:
+                    seat.touch_log_later()  # the fence's own touch may have come before all this
 
         seat.control.step("settle", carry_out)
         self._read_token(generation)

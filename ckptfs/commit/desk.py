@@ -311,14 +311,17 @@ class Desk:
             # Deleting takes requests there, and what the caller waits for is done.
             clearing = clear(self._means, self._known, holder, seat.spared)
             turns = take_turns(clearing, seat.turn)
-            chore = partial(drive, turns, seat.storage, stopped=background.stopped)
+            chore = partial(seat.drive_aside, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)
         return state
 
     def _give_up(self) -> None:
         storage, caps = self._run.seat.storage, self._means.caps
-        if not drive(undo(self._keys, self._run.generation, self._means), storage):
-            return
+        try:
+            if not drive(undo(self._keys, self._run.generation, self._means), storage):
+                return
+        finally:
+            self._run.seat.touch_log_later()
         state = drive(catch_up(self._known), storage)
         for part in promised_here(state).get(self.save_id, []):
             name = part_name(part.name, part.part)

@@ -205,6 +205,8 @@ class Ownership:
             drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, the next owner will wait: %s", error)
+        else:
+            self.seat.touch_log_later(last=True)
 
 
 class _Owned:

@@ -220,6 +220,7 @@ def _undo_everywhere(
             def record() -> None:
                 if seat.placement.is_owner and sealed_here:
                     drive(record_abort(seal.save_id, means), seat.storage)
+                    seat.touch_log_later()
 
             seat.control.step("record", record)
     except CkptfsError as error:
@@ -231,4 +232,7 @@ def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> 
     if not seat.placement.is_owner:
         return False
     # What cannot be undone soon is left to recovery: the caller waits for its error.
-    return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)
+    try:
+        return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)
+    finally:
+        seat.touch_log_later()

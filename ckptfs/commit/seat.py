@@ -11,6 +11,7 @@ from typing import TypeVar
 from ckptfs.commit.background import Background
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG
+from ckptfs.commit.ops import Program, drive
 from ckptfs.commit.protocol import unsent
 from ckptfs.errors import CollectiveError
 from ckptfs.storage.base import Capabilities, Storage
@@ -92,16 +93,24 @@ class Seat:
         """Whether some domain is seen from several nodes; equal on all ranks."""
         return any(len(domain.nodes) > 1 for domain in self.placement.domains)
 
-    def touch_log_later(self) -> None:
+    def touch_log_later(self, *, last: bool = False) -> None:
         """Move the log's timestamp a little after an append, from a thread of its own.
 
         Of two entries within one tick of the server's clock, an NFSv3 reader that saw the first may
-        never see the second: its cached directory looks unchanged.
+        never see the second: its cached directory looks unchanged. last: of this process at the run,
+        which may end now: its end waits for it.
         """
         timer = threading.Timer(TOUCH_AFTER_S, self._touch_log)
-        timer.daemon = True
+        timer.daemon = not last
         with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread starts
             timer.start()
+
+    def drive_aside(self, program: Program[T], background: Background) -> T:
+        """Run a program of a chore, which appends to the log when nobody waits any more."""
+        try:
+            return drive(program, self.storage, stopped=background.stopped)
+        finally:
+            self.touch_log_later()
 
     def _touch_log(self) -> None:
         try:

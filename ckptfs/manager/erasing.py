@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from ckptfs.commit.background import Background
 from ckptfs.commit.entries import Seal, Stamp
 from ckptfs.commit.fold import LogState
-from ckptfs.commit.ops import drive
 from ckptfs.commit.retire import Erasure, erase
 from ckptfs.commit.run import Run
 from ckptfs.commit.saving import Means
@@ -128,7 +127,7 @@ class Eraser:
         program = erase(seal.save_id, means_of(seat), holder, known_of(seat), again=again)
         try:
             turns = take_turns(program, seat.turn)
-            what, state = drive(turns, seat.storage, stopped=self._background.stopped)
+            what, state = seat.drive_aside(turns, self._background)
         except (CkptfsError, OSError) as error:
             with self._lock:
                 doomed.busy = False
