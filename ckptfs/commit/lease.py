@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ckptfs.commit.entries import Generation
 from ckptfs.commit.layout import CONTROL, LEASE
 from ckptfs.commit.ops import read_limited
-from ckptfs.errors import NotFoundError
+from ckptfs.errors import AnswerLostError, NotFoundError, StaleError, TransientError
 from ckptfs.storage.base import Storage
 
 __all__ = ["Keeper", "LeaseTimes", "moves"]
@@ -78,14 +78,29 @@ def moves(
     clock: Callable[[], float] = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Watch the lease: True as soon as it changes, False once it stood still for times.still_s."""
-    seen = _read(storage)
+    """Watch the lease: True as soon as it changes, False once it stood still for times.still_s.
+
+    A look that fails for the moment says nothing. The error is raised where the last one of all does:
+    an owner whose lease cannot be read may live.
+    """
+    seen: bytes | None = None
     until = clock() + times.still_s
-    while clock() < until:
+    while True:
+        last = clock() >= until
+        try:
+            now = _read(storage)
+        except (AnswerLostError, StaleError, TransientError) as error:
+            if last:
+                raise
+            logger.debug("the lease cannot be read now: %s", error)
+        else:
+            if seen is not None and now != seen:
+                return True
+            if last and seen is not None:
+                return False
+            if seen is None:
+                seen, until = now, clock() + times.still_s
         wait(min(0.5, times.rewrite_s / 4))
-        if _read(storage) != seen:
-            return True
-    return False
 
 
 def _read(storage: Storage) -> bytes:

@@ -162,9 +162,10 @@ def catch_up(state: LogState | None = None) -> Program[LogState]:
     """
     if state is None:
         state = yield from _from_snapshot()
-    yield Refresh(LOG)
     ahead, bodies = 1, list[Body]()
     while True:
+        # Each time: the first one missing may be the end, and a client may have cached its absence.
+        yield Refresh(LOG)
         entries = yield from _read_entries(state.next + len(bodies), ahead)
         if any(entry.partial for entry in entries):
             # A snapshot by this version would lose what it does not understand.
@@ -290,7 +291,14 @@ def _create(number: int, entry: Entry) -> Program[bool]:
         except AlreadyExistsError:
             # Read it even after the first try: a server restart or a client's own retry turns our
             # success into "exists", and taking that for a conflict would lose an acknowledged save.
-            return (yield from _settle(number)).write_id == entry.write_id
+            try:
+                return (yield from _settle(number)).write_id == entry.write_id
+            except ManifestError as error:
+                raise CommitInDoubtError(
+                    f"log entry {key} is there and cannot be read: {error.message}",
+                    uri=error.uri,
+                    hint="nothing was deleted; it was damaged, or placed by hand",
+                ) from error
         except (AnswerLostError, TransientError, StaleError) as error:
             lost = lost or isinstance(error, AnswerLostError)
             yield Pause(attempt, f"creating {key}: {error}")

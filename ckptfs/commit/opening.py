@@ -81,12 +81,12 @@ def open_seat(
     def open_here() -> None:
         opened.append(open_storage(run_uri, place.storage_options))
 
-    control.step("open", open_here)
-    storage = opened[0]
     try:
-        yield sit_down(control, storage, place, write=write, common=common)
+        control.step("open", open_here)
+        yield sit_down(control, opened[0], place, write=write, common=common)
     finally:
-        storage.close()
+        for storage in opened:  # here, where another rank could not open its own, too
+            storage.close()
 
 
 def _refuse_private_memory(control: Control, uri: Uri) -> None:

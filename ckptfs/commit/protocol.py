@@ -40,6 +40,7 @@ __all__ = [
     "doomed",
     "hidden",
     "history",
+    "in_order",
     "living",
     "name_taken",
     "next_seq",
@@ -121,14 +122,37 @@ def _standing_of_part(part: Part, views: Views) -> Standing:
     return Standing.PENDING if part.home in views else Standing.IN_DOUBT
 
 
-def order_key(seal: Seal, views: Views) -> Key:
-    """Where a committed save stands among all: by (generation, seq), unfenced ones by position.
+def in_order(seals: Iterable[Seal], views: Views) -> list[Live]:
+    """Saves in commit order: by (generation, seq), and unfenced ones, which share a seq, by their position
+    in the log of the lowest domain that they list.
 
-    The position is the one in the lowest listed domain id that was reached.
+    Of saves that share a seq the position counts where all of them have that lowest domain in common and
+    it is reached; positions of different logs say nothing of each other. Else they go by their ids, which
+    begin with the time of the save. So everybody who reaches that domain sees one order, and so does
+    everybody who does not.
     """
-    home = min((d for d in seal.domains if d in views), default=None)
-    at = views[home].save(seal.save_id).sealed_at if home is not None else None
-    return (seal.base, seal.seq, not seal.fenced, -1 if at is None else at, seal.save_id)
+    seals = list(seals)
+    lowest: dict[tuple[Generation, int], set[str | None]] = {}
+    for seal in seals:
+        if not seal.fenced:
+            lowest.setdefault((seal.base, seal.seq), set()).add(min(seal.domains, default=None))
+    lives = []
+    for seal in seals:
+        home = min(seal.domains, default=None)
+        others = set() if seal.fenced else lowest[seal.base, seal.seq] - {home}
+        at = None
+        if home is not None and home in views and not others:
+            at = views[home].save(seal.save_id).sealed_at
+        key = (seal.base, seal.seq, not seal.fenced, -1 if at is None else at, seal.save_id)
+        lives.append(Live(seal, key))
+    return sorted(lives, key=lambda live: live.key)
+
+
+def order_key(seal: Seal, views: Views) -> Key:
+    """The place of one save among all that still say something; walks them where it is a plain one."""
+    beside = [] if seal.fenced else [live.seal for live in commits(views)]
+    every = in_order({one.save_id: one for one in (*beside, seal)}.values(), views)
+    return next(live.key for live in every if live.seal.save_id == seal.save_id)
 
 
 def living(views: Views) -> list[str]:
@@ -178,13 +202,13 @@ def history(views: Views) -> list[Live]:
 
 
 def _committed_of(ids: Iterable[str], views: Views) -> list[Live]:
-    lives = [
-        Live(seal, order_key(seal, views))
+    found = (
+        seal
         for save_id in ids
         if (seal := seal_of(save_id, views)) is not None
         and standing(save_id, views) in (Standing.COMMITTED, Standing.DELETED)
-    ]
-    return sorted(lives, key=lambda live: live.key)
+    )
+    return in_order(found, views)
 
 
 def committed(views: Views) -> list[Live]:

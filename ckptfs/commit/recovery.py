@@ -84,9 +84,9 @@ def report(
 
     state: what was folded here before.
     """
-    # What this process folds it must not act on before a power cut cannot take it back.
-    yield Sync(LOG)
     state = yield from catch_up(state)
+    # What was folded is not acted on before a power cut cannot take it back.
+    yield Sync(LOG)
     yield from take_trash(generation, caps, state)
     return Report(domain, state, (yield from attempts_here(caps)))
 

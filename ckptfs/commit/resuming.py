@@ -28,7 +28,7 @@ from ckptfs.commit.foreign import names_save
 from ckptfs.commit.layout import MANIFEST, PARTIAL_PREFIX, AttemptKeys, staging_key
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import Manifest, decode_manifest, digest_of
-from ckptfs.commit.ops import Create, List, Program, Read, Remove, StatOf, drive
+from ckptfs.commit.ops import Create, List, Pause, Program, Read, Remove, StatOf, drive
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import origins_of
 from ckptfs.commit.project import discard_source
@@ -38,7 +38,9 @@ from ckptfs.errors import (
     AnswerLostError,
     CkptfsError,
     NotFoundError,
+    StaleError,
     StateError,
+    TransientError,
 )
 from ckptfs.storage.base import Entry, Shape
 
@@ -157,9 +159,28 @@ def _once(key: str, data: bytes, exclusive: bool) -> Program[bytes]:  # noqa: FB
             yield Create(key, data, staging_key(next(fresh_ids())))
             return data
     except (AlreadyExistsError, AnswerLostError):
-        there: bytes = yield Read(key)
-        return there
+        return (yield from _until_there(key, data))
     return data
+
+
+def _until_there(key: str, data: bytes) -> Program[bytes]:
+    """The file, once it is there: the create whose answer was lost may not have been done, and is repeated."""
+    attempt = 0
+    while True:
+        try:
+            there: bytes = yield Read(key)
+        except NotFoundError:
+            pass
+        except (AnswerLostError, StaleError, TransientError) as error:
+            logger.debug("reading %s: %s", key, error)
+        else:
+            return there
+        yield Pause(attempt, f"making {key}")
+        attempt += 1
+        try:
+            yield Create(key, data, staging_key(next(fresh_ids())))
+        except (AlreadyExistsError, AnswerLostError, TransientError) as error:
+            logger.debug("making %s: %s", key, error)
 
 
 def _tidy(attempt: str, listed: Collection[str], below: str = "") -> Program[None]:

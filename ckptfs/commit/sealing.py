@@ -34,6 +34,7 @@ from ckptfs.errors import (
     DeadlineError,
     Failure,
     FencedError,
+    ManifestError,
     NotFoundError,
     StaleError,
     StorageError,
@@ -125,10 +126,11 @@ def _append(
         outcome = drive(seal_here(decide, means, state), seat.storage)
     except CommitInDoubtError as error:
         return _Answer(means.domain, _What.IN_DOUBT, str(error))
-    except StorageError as error:
+    except (StorageError, ManifestError) as error:
+        # A damaged entry below ours: nothing was appended behind it.
         kind = f"{type(error).__module__}.{type(error).__qualname__}"
         rank, node = seat.control.rank, seat.control.world.node
-        failure = Failure(rank, node, kind, str(error), error.errno)
+        failure = Failure(rank, node, kind, str(error), getattr(error, "errno", None))
         return _Answer(means.domain, _What.FAILED, str(error), failure)
     after.append(outcome.state)
     if isinstance(outcome, Appended):

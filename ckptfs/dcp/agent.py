@@ -105,6 +105,17 @@ class Desk:
         for future in (self.order, self.part, self.files):
             _fail(future, StateError(f"the save was given up: {why}", rank=self.rank))
 
+    def hand_over(self, future: Future[T], value: T) -> None:
+        """From a hook to the agent. StateError: the save was given up meanwhile."""
+        _fulfil(future, value)
+        error = future.exception()
+        if error is not None:
+            raise error
+
+    def fail(self, future: Future[Any], error: BaseException) -> None:
+        """A hook failed: its agent hears of it at once, unless it was told something before."""
+        _fail(future, error)
+
     def is_given_up(self) -> bool:
         """Whether torch has given this save up; its agent is told then. The thread that called its hooks
         calls for another save now, or has ended: it is not between two of them.

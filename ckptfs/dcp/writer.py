@@ -228,10 +228,10 @@ class StorageWriter(TorchStorageWriter):
             plan = self._with_copies(plan)
             try:
                 part = self._write(plan, planner, attempt, begun.domain)
-                desk.part.set_result(part)
+                desk.hand_over(desk.part, part)
             except BaseException as error:
                 # The agents hear of it at once, and clean up while torch tells the other ranks.
-                desk.part.set_exception(error)
+                desk.fail(desk.part, error)
                 raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(_results(plan, part, attempt.storage.root))
@@ -297,9 +297,9 @@ class StorageWriter(TorchStorageWriter):
         with crossing(self._rank):
             try:
                 save_id = desk.wait(desk.begun, "the attempt's begin").attempt.save_id
-                desk.files.set_result(self._describe(metadata, results, save_id))
+                desk.hand_over(desk.files, self._describe(metadata, results, save_id))
             except BaseException as error:
-                desk.files.set_exception(error)
+                desk.fail(desk.files, error)
                 raise
             desk.wait(desk.done, "the commit")
 

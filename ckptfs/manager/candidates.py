@@ -21,8 +21,8 @@ from ckptfs.commit.protocol import (
     catalog_of,
     commits,
     hidden,
+    in_order,
     living,
-    order_key,
     seal_of,
     standing,
     used_overwrites,
@@ -154,9 +154,9 @@ def _seals(views: Views) -> list[Seal]:
     """Live saves, and those in doubt that no later commit replaced, in commit order."""
     lives = commits(views)
     used = used_overwrites(views, lives)
-    found = {live.seal.save_id: (live.key, live.seal) for live in catalog_of(lives, views)}
-    newest = {live.seal.name: live.key for live in lives}
-    for save_id in set(living(views)) - set(found):
+    catalogued = {live.seal.save_id for live in catalog_of(lives, views)}
+    doubtful: dict[str, Seal] = {}
+    for save_id in set(living(views)) - catalogued:
         if standing(save_id, views) is not Standing.IN_DOUBT:
             continue
         seal, part = seal_of(save_id, views), part_in(save_id, views)
@@ -164,11 +164,19 @@ def _seals(views: Views) -> list[Seal]:
             seal = replace(promise(part), name=part.name, seq=_seq_before(part, views))
         if seal is None:
             continue
-        key = order_key(seal, views)
-        replaced = seal.name in newest and newest[seal.name] > key
-        if not replaced and not hidden(seal, views, used):
-            found[save_id] = (key, seal)
-    return [seal for _, seal in sorted(found.values(), key=lambda one: one[0])]
+        doubtful[save_id] = seal
+    every = in_order([*(live.seal for live in lives), *doubtful.values()], views)
+    newest = {live.seal.name: live.key for live in every if live.seal.save_id not in doubtful}
+    return [
+        seal
+        for seal, key in ((live.seal, live.key) for live in every)
+        if seal.save_id in catalogued
+        or (
+            seal.save_id in doubtful
+            and not newest.get(seal.name, key) > key
+            and not hidden(seal, views, used)
+        )
+    ]
 
 
 def _seq_before(part: Part, views: Views) -> int:

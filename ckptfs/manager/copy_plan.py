@@ -128,12 +128,13 @@ def plan_copies(
     given_up: save_ids that cannot be copied. tried: ids of copies that this process began. before: how
     far the copy came when it was last planned for; without it both logs are walked from their beginning.
     """
-    lives = [live.seal for live in catalog(primary)]
+    catalogued = catalog(primary)
+    lives = [live.seal for live in catalogued]
     came = reached(primary, copy, before)
     pending = [
-        seal
-        for seal in lives
-        if can_be_copied(seal) and (came.key is None or order_key(seal, primary) > came.key)
+        live.seal
+        for live in catalogued
+        if can_be_copied(live.seal) and (came.key is None or live.key > came.key)
     ]
     wanted = [seal for seal in pending if seal.save_id not in given_up]
     match policy.every:
