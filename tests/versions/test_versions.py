@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptfs.storage.base import Storage
+from ckptfs.storage.registry import open_storage
 from tests.versions.hosts import MissingError, Refused, tree_of_old
 from tests.versions.rig import (
     LOG,
@@ -23,7 +27,9 @@ from tests.versions.rig import (
     do,
     overtake,
     points,
+    prepared,
     same_sight,
+    until_reached,
 )
 
 Writer = tuple[str, dict[str, Any]]
@@ -206,6 +212,89 @@ def test_overtaken_in_the_middle_by_the_other_version(
     nth = 2 if scenario == "managed" else 1  # a manager's first entry is its own fence
     seal = Point(nth, "before", "create", LOG)
     overtake(SCENARIOS[scenario], pair, place, seal, str(tmp_path / "gate"))
+
+
+@pytest.mark.parametrize("scenario", ["save", "managed"])
+def test_fenced_before_the_newcomer_has_recovered(
+    scenario: str, pair: Pair, place: Place, tmp_path: Path
+) -> None:
+    """The other version's fence alone keeps a seal out: nothing has aborted the save yet."""
+    if place.name != "file":
+        pytest.skip("the newcomer is held at the making of its trash, which a bucket has not")
+    run = prepared(SCENARIOS[scenario], pair.other, place)
+    name, told = SCENARIOS[scenario].victim
+    gates = [str(tmp_path / who) for who in ("victim", "newcomer")]
+    nth = 2 if scenario == "managed" else 1  # a manager's first entry is its own fence
+    victim = pair.one.start(
+        name, run=run, options=place.options, faults=f"hold={gates[0]}:{LOG}:{nth}", **told
+    )
+    until_reached(gates[0])
+    newcomer = pair.other.start(
+        "force",
+        run=run,
+        options=place.options,
+        faults=f"hold={gates[1]}:make_dir:*/trash/*:1",
+        name="step_90",
+        label="ninety",
+    )
+    until_reached(gates[1])
+    before = same_sight(pair, place, run)["labels"]
+    Path(gates[0]).touch()
+    error = victim.end.error
+    assert error is not None
+    assert error.types[0] == "FencedError", error
+    assert same_sight(pair, place, run)["labels"] == before
+    Path(gates[1]).touch()
+    newcomer.end.get()
+    assert same_sight(pair, place, run)["labels"] == {**before, "step_90": "ninety"}
+
+
+@pytest.mark.parametrize("writer", ["manager", "parts", "replace", "clear", "pinned"])
+def test_both_write_the_same_words(writer: str, pair: Pair, place: Place) -> None:
+    """Entries, manifests and records have the same version and fields, whichever version wrote them."""
+    step, _ = WRITERS[writer]
+    words = []
+    for host in (pair.one, pair.other):
+        run = place.fresh()
+        do(host, place, run, ("save", {"name": "step_1", "label": "one"})).get()
+        do(host, place, run, step).get()
+        words.append(written_words(run, place))
+    assert words[0] == words[1]
+    assert {kind for kind in words[0] if kind.startswith("entry")} >= {"entry seal", "entry fence"}
+    for kind, fields in words[0].items():
+        if kind.startswith("entry"):
+            assert "v=1" in fields
+        if kind == "manifest":
+            assert "format_version=1" in fields
+
+
+def written_words(run: str, place: Place) -> dict[str, list[str]]:
+    """Of everything of JSON in a run, by kind: the names of its fields, and the versions that it tells."""
+    found: dict[str, set[str]] = {}
+    with contextlib.closing(open_storage(run, place.options)) as storage:
+        for key in json_files(storage, ""):
+            record = json.loads(storage.read(key))
+            name = key.rpartition("/")[2]
+            kind = {"ckptfs.json": "manifest", "attempt.json": "record"}.get(name, "entry")
+            if kind == "entry":
+                kind = f"entry {record['kind']}"
+            fields = found.setdefault(kind, set())
+            fields |= set(record)
+            fields |= {f"{k}={record[k]}" for k in VERSIONS if k in record}
+    return {kind: sorted(fields) for kind, fields in sorted(found.items())}
+
+
+VERSIONS = ("v", "format_version", "min_reader_version")
+
+
+def json_files(storage: Storage, folder: str) -> Iterator[str]:
+    """The log's entries, manifests and records of attempts."""
+    for entry in storage.list(folder):
+        key = f"{folder}/{entry.name}".lstrip("/")
+        if entry.is_dir:
+            yield from json_files(storage, key)
+        elif entry.name in ("ckptfs.json", "attempt.json") or folder == ".ckptfs/log":
+            yield key
 
 
 @pytest.mark.campaign
