@@ -66,6 +66,7 @@ def by_save(run: Path, writer: ckptfs.StorageWriter) -> None:
 def by_manager(run: Path, writer: ckptfs.StorageWriter) -> None:
     """Through a manager."""
     with ckptfs.CheckpointManager(run, takeover="never") as manager:
+        assert manager.restore({"w": torch.zeros(8)}) is not None
         manager.save(1, NEW)
 
 

@@ -60,7 +60,7 @@ def by_url(uri: Path) -> None:
 
 def by_manager(uri: Path) -> None:
     """A manager, which replaces what it finds."""
-    with ckptfs.CheckpointManager(uri.parent) as manager:
+    with ckptfs.CheckpointManager(uri.parent, begin_again=True) as manager:
         manager.save(100, NEW)
 
 
