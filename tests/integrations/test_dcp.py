@@ -265,6 +265,53 @@ def held_run(rank: Rank, uri: str) -> Any:
     return [there, fenced, [c.step for c in ckptfs.list_checkpoints(folder)]]
 
 
+class Talks:
+    """An object that loads by a collective of its own kind: two in another order would wait for ever."""
+
+    def __init__(self, reduces: bool) -> None:
+        self.reduces = reduces
+        self.loaded = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: torch's save, unlike its load, calls objects in each rank's own order."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """A word with all others."""
+        assert state == {}
+        self._talk()
+        self.loaded = True
+
+    def _talk(self) -> None:
+        import torch.distributed as dist
+
+        mine = torch.ones(2)
+        if self.reduces:
+            dist.all_reduce(mine)
+        else:
+            dist.all_gather([torch.zeros(2) for _ in range(dist.get_world_size())], mine)
+
+
+def in_one_order(rank: Rank, uri: str) -> Any:
+    """Ranks that have their objects in another order, each of which talks to all."""
+
+    def state() -> dict[str, Any]:
+        parts = [("a", Talks(reduces=True)), ("b", Talks(reduces=False)), ("n", {"step": 1})]
+        return dict(parts if rank.number == 0 else parts[::-1])
+
+    dcp.save(state(), storage_writer=ckptfs.StorageWriter(uri))
+    ckptfs.save(state(), f"{uri}_own")
+    found = []
+    for place in (uri, f"{uri}_own"):
+        loaded = state()
+        dcp.load(loaded, storage_reader=ckptfs.StorageReader(place))
+        found += [loaded["a"].loaded, loaded["b"].loaded]
+        loaded = state()
+        ckptfs.load(loaded, place)
+        found += [loaded["a"].loaded, loaded["b"].loaded]
+    return found
+
+
 SCENARIOS: list[Callable[[Rank, str], Any]] = [
     checkpoint_id_alone,
     save_planners,
@@ -276,6 +323,7 @@ SCENARIOS: list[Callable[[Rank, str], Any]] = [
     stagers,
     async_fails,
     held_run,
+    in_one_order,
 ]
 
 
@@ -420,6 +468,12 @@ def test_a_background_failure_reaches_every_rank(outcomes: Any) -> None:
         assert after == [True, True]
 
 
+def test_objects_that_talk_are_called_in_one_order(outcomes: Any) -> None:
+    """Whatever order each rank has them in, by every way in and out."""
+    for outcome in outcomes:
+        assert outcome["in_one_order"] == [True] * 8
+
+
 def test_a_held_run_fences_the_writer(outcomes: Any) -> None:
     """checkpoint_id cannot lead it out of its run, and after a takeover it commits nothing."""
     for outcome in outcomes:
@@ -543,3 +597,91 @@ def test_places_that_are_none_are_told(store: Store, tmp_path: Path) -> None:
         dcp.load(state, storage_reader=ckptfs.StorageReader(store / "step_9"), no_dist=True)
     with pytest.raises(CheckpointException, match="no backend knows nosuch"):
         dcp.save(state, storage_writer=ckptfs.StorageWriter("nosuch://a/b/c"), no_dist=True)
+
+
+# -- one process ---------------------------------------------------------------------------------
+
+
+class Watched(dict[str, Any]):
+    """A state dict that tells which keys were put into it."""
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        self.puts: list[str] = []
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.puts.append(key)
+        super().__setitem__(key, value)
+
+
+class Nothing:
+    """An object with an empty state, as a disabled GradScaler has."""
+
+    def __init__(self) -> None:
+        self.loads: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """{}."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Remember it."""
+        self.loads.append(state)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("own", [True, False])
+def test_objects_with_an_empty_state_are_loaded_in_place(tmp_path: Path, own: bool) -> None:
+    """They are given {}, and stay in the state dict; plain values are put there anew. An empty state
+    dict saves and loads too.
+    """
+    uri = tmp_path / "step_1"
+
+    def save(state: dict[str, Any], place: Path) -> None:
+        if own:
+            ckptfs.save(state, place)
+        else:
+            dcp.save(state, storage_writer=ckptfs.StorageWriter(place))
+
+    def load(state: dict[str, Any], place: Path) -> None:
+        if own:
+            ckptfs.load(state, place)
+        else:
+            dcp.load(state, storage_reader=ckptfs.StorageReader(place))
+
+    save({"object": Nothing(), "plain": {"t": torch.ones(2), "n": [1, 2]}}, uri)
+    state = Watched(object=Nothing(), plain={"t": torch.zeros(2), "n": []})
+    kept = state["object"]
+    load(state, uri)
+    assert state["object"] is kept
+    assert kept.loads == [{}]
+    assert "object" not in state.puts
+    assert (state["plain"]["t"].tolist(), state["plain"]["n"]) == ([1.0, 1.0], [1, 2])
+    save({}, tmp_path / "step_2")
+    load({}, tmp_path / "step_2")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_nested_states_are_filled_in_place(tmp_path: Path) -> None:
+    """What get_state_dict returned is the same object after a load, with the saved values: a learning
+    rate too, which is no tensor.
+    """
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def pair(lr: float) -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+        model = torch.nn.Linear(3, 3)
+        return model, torch.optim.Adam(model.parameters(), lr=lr)
+
+    old, old_optimizer = pair(0.1)
+    weights, moments = get_state_dict(old, old_optimizer)
+    saved = {"model": weights, "optimizer": moments}
+    dcp.save(saved, storage_writer=ckptfs.StorageWriter(tmp_path / "step_1"))
+    model, optimizer = pair(0.2)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, storage_reader=ckptfs.StorageReader(tmp_path / "step_1"))
+    assert state["model"] is weights
+    assert state["optimizer"] is moments
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(model.weight, old.weight)
