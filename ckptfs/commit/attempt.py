@@ -35,6 +35,7 @@ from ckptfs.commit.foreign import foreign_at
 from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
 from ckptfs.commit.log import Refused, catch_up_again
 from ckptfs.commit.manifest import (
+    Manifest,
     digest_of,
     encode_manifest,
 )
@@ -46,6 +47,7 @@ from ckptfs.commit.reclaim import lies_nowhere, record_removal
 from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import (
+    NameTaken,
     fenced_rather_than_missing,
     lost_while_sealing,
     seal_everywhere,
@@ -102,10 +104,20 @@ class _Removed:
     pinned: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How the attempt began in one domain. others: of the same name. is_taken: nothing was made, because
+    something lies under the name.
+    """
+
+    others: tuple[str, ...] = ()
+    is_taken: bool = False
+
+
 class Attempt:
     """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
 
-    def __init__(self, seat: Seat, spec: SaveSpec) -> None:
+    def __init__(self, seat: Seat, spec: SaveSpec, caller: Caller | None = None) -> None:
         if spec.name in (CONTROL, SHARED):
             raise UriError(
                 f"{spec.name} is the run's own",
@@ -127,6 +139,9 @@ class Attempt:
         self._committed: Committed | None = None
         self._began = False
         self._claimed: Run | None = None  # for this save alone
+        call = 'save(if_exists="replace")' if spec.if_exists is IfExists.REPLACE else "a save"
+        self._caller = caller or Caller(call)
+        self._manifest: Manifest | None = None  # the coordinator's
 
     # -- what the writer of files needs -------------------------------------------------
 
@@ -204,13 +219,24 @@ class Attempt:
             if not self._free_name():
                 raise
             self._plan = self._planned_together()
-        self._keys = AttemptKeys(self._means.caps.shape, self.spec.name, self._plan.save_id)
-        self._began = True
+        if self._plan.replaces and self._claims_when_taken:
+            self._claim()
+            self._plan = self._planned_together()
+        self._set_keys()
         with naming(self.storage.uri(self.spec.name)):
-            control.step("begin", self._begin_plainly, self._refuse_others)
+            if control.step("begin", self._begin_plainly, self._refuse_others):
+                self._claim()
+                self._plan = self._planned_together()
+                self._set_keys()
+                control.step("begin", self._begin_plainly, self._refuse_others)
             if self.seat.spans_nodes:
                 with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
                     control.step("confirm", self._confirm)
+
+    def _set_keys(self) -> None:
+        shape, save_id = self._means.caps.shape, self._planned.save_id
+        self._keys = AttemptKeys(shape, self.spec.name, save_id)
+        self._began = True
 
     def _planned_together(self) -> SavePlan:
         return step_with_views(
@@ -229,9 +255,7 @@ class Attempt:
             return False
         if self.spec.run is None:
             keep = () if self.spec.save_id is None else (self.spec.save_id,)
-            self._claimed = claim(self.seat, keep=keep, caller=Caller("a save"))
-            self.seat = self._claimed.seat
-            self.spec = replace(self.spec, run=self._claimed.generation)
+            self._claim(keep)
         # Again, now that nobody else moves anything: what was on its way then may have come.
         removed = self._removed_by_hand()
         done = self.seat.control.step("record removals", lambda: self._record(removed), all)
@@ -330,6 +354,17 @@ class Attempt:
             self.seat.touch_log_later()
         return True
 
+    def _claim(self, keep: tuple[str, ...] = ()) -> None:
+        """Collective. Claim the run for this save, until it ends. RunBusyError: an owner lives."""
+        self._claimed = claim(self.seat, keep=keep, caller=self._caller)
+        self.seat = self._claimed.seat
+        self.spec = replace(self.spec, run=self._claimed.generation)
+
+    @property
+    def _claims_when_taken(self) -> bool:
+        """Whether it may replace, and holds no run yet: a name that nobody knows is saved without one."""
+        return self.spec.if_exists is IfExists.REPLACE and self.spec.run is None
+
     def _let_go(self) -> None:
         """Release what was claimed for this save alone; harmless twice."""
         run, self._claimed = self._claimed, None
@@ -368,26 +403,29 @@ class Attempt:
     def _decide(self, answers: Sequence[View | None]) -> SavePlan:
         return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
 
-    def _begin_plainly(self) -> tuple[str, ...] | SymlinkError | CommitConflictError:
+    def _begin_plainly(self) -> _Begun | SymlinkError | CommitConflictError:
         try:
-            self._look_for_foreign()
-            return self._begin()
+            if self._look_for_foreign() and self._claims_when_taken:
+                self._began = False  # nothing is made before the run is claimed
+                return _Begun(is_taken=True)
+            return _Begun(self._begin())
         except (SymlinkError, CommitConflictError) as error:
             self._began = False  # nothing was made: nothing is to be aborted
             return error  # a value, so that it is raised as its type
 
-    def _look_for_foreign(self) -> None:
-        """Another program's checkpoint of that name: replaced when that was asked for, else refused.
+    def _look_for_foreign(self) -> bool:
+        """Another program's checkpoint of that name: replaced when that was asked for, else refused. Whether
+        one is there, or a copy of one of ours.
 
         Only the one that stands there now: what comes while this save is written is left alone.
         """
         if not self._owner or self._state is None or self.spec.artifact is Kind.DIRECTORY:
-            return
+            return False
         found = drive(foreign_at(self.spec.name, self._state), self.storage)
         self._foreign = None if found is None else found.digest
         # A copy of a checkpoint of ours, whole or interrupted, is no other program's.
         if found is None or found.is_copy:
-            return
+            return found is not None
         if self.spec.if_exists is IfExists.ERROR or self.spec.spares_foreign:
             ways = 'move it away, or save over it with ckptfs.save(..., if_exists="replace")'
             raise CommitConflictError(
@@ -395,6 +433,7 @@ class Attempt:
                 uri=self.storage.uri(self.spec.name),
                 hint=f"choose another name, {ways}",
             )
+        return True
 
     def _begin(self) -> tuple[str, ...]:
         if not self._owner:
@@ -407,18 +446,21 @@ class Attempt:
         return ()
 
     def _refuse_others(
-        self, answers: Sequence[tuple[str, ...] | SymlinkError | CommitConflictError]
-    ) -> None:
+        self, answers: Sequence[_Begun | SymlinkError | CommitConflictError]
+    ) -> bool:
+        """Whether something lies under the name that the log does not know, and the run is to be claimed."""
         for answer in answers:
             if isinstance(answer, SymlinkError | CommitConflictError):
                 raise answer
-        others = [save_id for answer in answers if isinstance(answer, tuple) for save_id in answer]
+        begun = [answer for answer in answers if isinstance(answer, _Begun)]
+        others = [save_id for one in begun for save_id in one.others]
         if others:
             raise CommitConflictError(
                 f"another save of {self.spec.name} is on its way, or died: {others[0]}",
                 uri=self.storage.uri(self.spec.name),
                 hint="files with plain names never overwrite; prepare_run() settles what died",
             )
+        return any(one.is_taken for one in begun)
 
     def _confirm(self) -> None:
         """One process per node reads the record by its path: a client may have cached that the
@@ -473,7 +515,14 @@ class Attempt:
             control.step("prepare", lambda: self._prepare(files))
         seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
         self._seal_tried = True
-        self._state = self._append_seal(seal)
+        try:
+            self._state = self._append_seal(seal)
+        except NameTaken:
+            # Surely not sealed. The bytes stay as they are, and only what names the generation is new.
+            self._seal_tried = False
+            seal = self._described_anew(gathered.origins)
+            self._seal_tried = True
+            self._state = self._append_seal(seal)
         commit_s = time.perf_counter() - started
         self._committed = Committed(seal.save_id, gathered.counters, commit_s)
         warnings = self._finish(seal)
@@ -485,8 +534,26 @@ class Attempt:
         commit_s = time.perf_counter() - started
         return Committed(seal.save_id, gathered.counters, commit_s, warnings)
 
+    def _described_anew(self, origins: tuple[str, ...]) -> Seal:
+        """Collective. Claim the run, and give what was written a manifest of its generation."""
+        self.spec = replace(self.spec, save_id=self.save_id)
+        self._claim((self.save_id,))
+        self._plan = self._planned_together()
+        base = self._planned.base
+
+        def describe(_: Sequence[None]) -> bytes:
+            assert self._manifest is not None  # noqa: S101 - the coordinator made it
+            return encode_manifest(replace(self._manifest, base=base))
+
+        control = self.seat.control
+        with fenced_rather_than_missing(self.seat, base, self.spec.name):
+            encoded = control.step("describe", lambda: None, describe)
+            control.step("prepare", lambda: self._prepare({MANIFEST: encoded}))
+        return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
+
     def _append_seal(self, seal: Seal) -> LogState | None:
-        replaces = self.spec.if_exists is IfExists.REPLACE
+        # Without the run it replaces nothing: the name may have been taken while it was written.
+        replaces = self.spec.if_exists is IfExists.REPLACE and self.spec.run is not None
         return seal_everywhere(
             self.seat,
             self._named,
@@ -494,6 +561,7 @@ class Attempt:
             self._means,
             self._state,
             decide=lambda seen: may_seal(seen, seal, replace=replaces),
+            may_try_again=self._claims_when_taken,
         )
 
     def _gather(
@@ -506,6 +574,7 @@ class Attempt:
         manifest = manifest_of(
             self._planned, self.spec, self.seat, [f for part in parts for f in part.files], files
         )
+        self._manifest = manifest
         encoded = encode_manifest(manifest)
         files[MANIFEST] = encoded
         counters = tuple(part.counters for part in parts)

@@ -40,7 +40,7 @@ class SavePlan:
     """The same on every rank: the save's id, the generation it carries, its place in the order.
 
     previous: of a save that holds the run, the last committed one of its kind. metrics: the
-    coordinator's.
+    coordinator's. replaces: the name is taken.
     """
 
     save_id: str
@@ -48,6 +48,7 @@ class SavePlan:
     seq: int
     domains: tuple[str, ...]
     previous: Seal | None = None
+    replaces: bool = False
     metrics: tuple[tuple[str, float], ...] = ()
 
 
@@ -78,7 +79,8 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
     save_id = fresh if spec.save_id is None else spec.save_id
     domains = tuple(d.id for d in seat.placement.domains)
-    return SavePlan(save_id, base, seq, domains, _previous(spec, views))
+    replaces = taken is not None
+    return SavePlan(save_id, base, seq, domains, _previous(spec, views), replaces)
 
 
 def _previous(spec: SaveSpec, views: Views) -> Seal | None:

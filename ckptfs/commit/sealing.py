@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfs.commit.decisions import Refusal
@@ -41,7 +41,13 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri
 
-__all__ = ["fenced_rather_than_missing", "lost_while_sealing", "seal_everywhere", "undo_here"]
+__all__ = [
+    "NameTaken",
+    "fenced_rather_than_missing",
+    "lost_while_sealing",
+    "seal_everywhere",
+    "undo_here",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +68,11 @@ class _Answer:
     what: _What
     message: str = ""
     failure: Failure | None = None
+    is_sealed: bool = False  # in some domain, whatever came of it in others
+
+
+class NameTaken(CommitConflictError):  # noqa: N818 - an answer, which no caller of a save ever sees
+    """Another save took the name while this one was written; nothing of this one is sealed or undone."""
 
 
 def seal_everywhere(
@@ -72,10 +83,12 @@ def seal_everywhere(
     state: LogState | None,
     *,
     decide: Callable[[LogState], Body | Refused[Refusal]],
+    may_try_again: bool = False,
 ) -> LogState | None:
     """Collective. Committed when it returns; the owner's log with the seal, None elsewhere.
 
-    decide: what an owner appends, or why not, by its log.
+    decide: what an owner appends, or why not, by its log. may_try_again: where the name was taken and no
+    domain has the seal nothing is undone; that is NameTaken.
     FencedError, CommitConflictError, CollectiveError: surely not committed. CommitInDoubtError: an
     answer or a rank was lost; the next begin or prepare_run settles it.
     """
@@ -99,6 +112,8 @@ def seal_everywhere(
             uri=where,
             hint="nothing was deleted; the next save or prepare_run settles it",
         )
+    if may_try_again and verdict.what is _What.CONFLICT and not verdict.is_sealed:
+        raise NameTaken(verdict.message, uri=where)
     sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
     _undo_everywhere(seat, keys, seal, means, sealed_here=sealed_here)
     raise _failure(verdict, seal, where)
@@ -143,7 +158,8 @@ def _append(
 def _judge(answers: Sequence[_Answer | None]) -> _Answer:
     """What the domains came to together: the first in the order of ``_What``."""
     order = list(_What)
-    return min((a for a in answers if a is not None), key=lambda a: order.index(a.what))
+    first = min((a for a in answers if a is not None), key=lambda a: order.index(a.what))
+    return replace(first, is_sealed=any(a and a.what is _What.SEALED for a in answers))
 
 
 def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:

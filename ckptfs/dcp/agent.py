@@ -34,12 +34,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
 from ckptfs.commit.run import Caller
-from ckptfs.commit.seat import Common, Seat
-from ckptfs.commit.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
-from ckptfs.errors import CommitConflictError, DeadlineError, StateError
+from ckptfs.commit.seat import Common
+from ckptfs.commit.spec import Committed, SaveSpec, SmallFile, WrittenPart
+from ckptfs.errors import DeadlineError, StateError
 from ckptfs.topology.client import StoreClient, wait_for
 from ckptfs.topology.control import Control, SoloControl
 from ckptfs.topology.store import StoreControl
@@ -265,8 +264,9 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
         open_seat(target.parent, control, task.place, write=True, common=task.common)
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
-    attempt = _begin(seat, spec, stack, Caller("a StorageWriter", desk.is_given_up))
+    attempt = Attempt(seat, spec, Caller("a StorageWriter", desk.is_given_up))
     try:
+        attempt.begin()
         desk.begun.set_result(Begun(attempt, seat.placement.mine.id))
         return attempt.commit(
             lambda: desk.wait(desk.part, "write_data"),
@@ -275,27 +275,6 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
     except BaseException:
         attempt.abandon()
         raise
-
-
-def _begin(seat: Seat, spec: SaveSpec, stack: contextlib.ExitStack, caller: Caller) -> Attempt:
-    """An attempt at this save that has begun. To replace a checkpoint it claims the run until the stack
-    closes; a name that is new claims nothing, and disturbs no other save of the run.
-    """
-    if spec.if_exists is IfExists.REPLACE and spec.run is None:
-        try:
-            return _begun(Attempt(seat, replace(spec, if_exists=IfExists.ERROR)))
-        except CommitConflictError:
-            spec = replace(spec, run=stack.enter_context(claim(seat, caller=caller)).generation)
-    return _begun(Attempt(seat, spec))
-
-
-def _begun(attempt: Attempt) -> Attempt:
-    try:
-        attempt.begin()
-    except BaseException:
-        attempt.abandon()
-        raise
-    return attempt
 
 
 def _hello_key(task: Task, rank: int) -> str:

@@ -108,7 +108,8 @@ def save(
     name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
     if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
     one until the new one is committed. run: a held Run fences the save; without it the save is
-    exclusive by name only, and "replace" claims the run for the call. per_rank: fnmatch patterns of
+    exclusive by name only, and "replace" claims the run for the call where something has the name, so that
+    it is RunBusyError while an owner lives; a name that nobody knows claims nothing. per_rank: fnmatch patterns of
     flattened keys whose values differ by rank and are kept for each; unasked a difference is
     StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
     a warning. threads: data files written at once by each rank; None: one, but up to four on a
@@ -143,7 +144,7 @@ def save(
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with (
         _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
-        claimed(seat, run, IfExists(if_exists)) as holder,
+        claimed(seat, run, IfExists(if_exists), Unchanged(unchanged)) as holder,
     ):
         spec = SaveSpec(
             target.name,
@@ -259,9 +260,13 @@ def _seat_for(
 
 
 @contextlib.contextmanager
-def claimed(seat: Seat, run: Run | None, if_exists: IfExists) -> Iterator[Run | None]:
-    """The held run; a run claimed for this call where replacing needs one; else None."""
-    if run is not None or if_exists is IfExists.ERROR:
+def claimed(
+    seat: Seat, run: Run | None, if_exists: IfExists, unchanged: Unchanged
+) -> Iterator[Run | None]:
+    """The held run; one claimed for this call where an older save is to be referred to; else None: a save
+    that replaces claims the run itself, where something has the name.
+    """
+    if run is not None or if_exists is IfExists.ERROR or unchanged is Unchanged.WRITE:
         yield run
         return
     with claim(seat, caller=Caller('save(if_exists="replace")')) as holder:

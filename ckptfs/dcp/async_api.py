@@ -116,7 +116,7 @@ def async_save(
             world, process_group, timeout_s, name=aside.opening(ranks), closes_at_exit=False
         )
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-        opening = partial(_alone, opener, aside, uri, place, exists)
+        opening = partial(_alone, opener, aside, uri, place, (exists, how))
 
     options = WriteOptions(
         threads,
@@ -333,13 +333,17 @@ def _in_run(run: Run, aside: Aside, uri: Any) -> Iterator[tuple[Seat, Uri, Run |
 
 @contextlib.contextmanager
 def _alone(
-    opener: Callable[[], Control], aside: Aside, uri: Any, place: Place, exists: IfExists
+    opener: Callable[[], Control],
+    aside: Aside,
+    uri: Any,
+    place: Place,
+    how: tuple[IfExists, Unchanged],
 ) -> Iterator[tuple[Seat, Uri, Run | None]]:
     with aside.worker.keeping(opener()) as control:
         target = agree_uri(control, uri)
         with (
             open_seat(target.parent, control, place, write=True) as seat,
-            claimed(seat, None, exists) as holder,
+            claimed(seat, None, *how) as holder,
         ):
             yield seat, target, holder
 

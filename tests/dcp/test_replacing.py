@@ -1,0 +1,153 @@
+"""``if_exists="replace"`` claims the run where something has the name, and only there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import ckptfs
+from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.entries import Fence, decode_entry
+from ckptfs.tools.verifying import verify
+
+OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
+
+
+def fences(run: Path) -> int:
+    """How often the run was claimed."""
+    entries = (path.read_bytes() for path in (run / ".ckptfs" / "log").iterdir())
+    return sum(isinstance(decode_entry(data, "").body, Fence) for data in entries)
+
+
+def loaded(uri: Any) -> torch.Tensor:
+    """What a checkpoint holds."""
+    state = {"w": torch.zeros(8)}
+    ckptfs.load(state, uri)
+    return state["w"]
+
+
+def by_save(uri: Path) -> None:
+    """The plain call."""
+    ckptfs.save(NEW, uri, if_exists="replace")
+
+
+def by_async_save(uri: Path) -> None:
+    """On a thread."""
+    ckptfs.async_save(NEW, uri, if_exists="replace").result()
+
+
+def by_writer(uri: Path) -> None:
+    """torch's own save."""
+    writer = ckptfs.StorageWriter(uri, if_exists="replace")
+    dcp.save(NEW, storage_writer=writer, no_dist=True)
+
+
+WAYS = pytest.mark.parametrize(
+    "save", [by_save, by_async_save, by_writer], ids=["save", "async_save", "writer"]
+)
+
+
+@WAYS
+def test_a_name_that_nobody_knows_claims_nothing(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Beside an owner that lives, and without a fence of its own: neighbours do not wait for each other."""
+    run = tmp_path / "run"
+    with ckptfs.prepare_run(run):
+        save(run / "step_1")
+    assert torch.equal(loaded(run / "step_1"), NEW["w"])
+    assert fences(run) == 1
+    save(run / "step_2")
+    assert fences(run) == 1
+
+
+@WAYS
+def test_a_name_that_the_log_knows_claims_the_run(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """For the call: it is free afterwards, and the old one stays where somebody holds the run."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_1")
+    with (
+        ckptfs.prepare_run(run),
+        pytest.raises((ckptfs.RunBusyError, CheckpointException), match="is held by this process"),
+    ):
+        save(run / "step_1")
+    assert torch.equal(loaded(run / "step_1"), OLD["w"])
+    save(run / "step_1")
+    assert torch.equal(loaded(run / "step_1"), NEW["w"])
+    assert fences(run) == 2
+    with ckptfs.prepare_run(run):
+        pass
+
+
+def test_a_checkpoint_of_stock_torch_claims_the_run(tmp_path: Path) -> None:
+    """The log does not know the name, the storage does."""
+    run = tmp_path / "run"
+    dcp.save(OLD, checkpoint_id=run / "step_1", no_dist=True)
+    with ckptfs.prepare_run(run), pytest.raises(ckptfs.RunBusyError):
+        by_save(run / "step_1")
+    by_save(run / "step_1")
+    assert torch.equal(loaded(run / "step_1"), NEW["w"])
+    assert fences(run) == 2
+
+
+@WAYS
+def test_a_name_that_is_taken_meanwhile_is_replaced_and_nothing_is_written_twice(
+    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its begin and its seal another save commits the name: the run is claimed then, and what was
+    written is sealed.
+    """
+    run = tmp_path / "run"
+    prepare, writes = Attempt._prepare, []
+
+    def overtaken(self: Attempt, files: Any) -> None:
+        prepare(self, files)
+        writes.append(sorted(files))
+        if len(writes) == 1:
+            writes.append([])
+            monkeypatch.setattr(Attempt, "_prepare", prepare)
+            ckptfs.save(OLD, run / "step_1")
+            monkeypatch.setattr(Attempt, "_prepare", overtaken)
+
+    monkeypatch.setattr(Attempt, "_prepare", overtaken)
+    save(run / "step_1")
+    first, _, second = writes
+    assert len(first) > 1
+    assert second == [
+        "ckptfs.json"
+    ]  # the manifest alone, of the generation that it is sealed under
+    assert torch.equal(loaded(run / "step_1"), NEW["w"])
+    assert fences(run) == 1
+    assert verify([str(run / "step_1")]).all_findings == ()
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=run / "step_1", no_dist=True)
+    assert torch.equal(state["w"], NEW["w"])
+
+
+def test_a_name_that_is_taken_meanwhile_in_a_held_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner lives: RunBusyError, and what was written goes."""
+    run = tmp_path / "run"
+    prepare = Attempt._prepare
+    held = ckptfs.prepare_run(run)
+
+    def overtaken(self: Attempt, files: Any) -> None:
+        prepare(self, files)
+        monkeypatch.setattr(Attempt, "_prepare", prepare)
+        ckptfs.save(OLD, run / "step_1", run=held)
+
+    monkeypatch.setattr(Attempt, "_prepare", overtaken)
+    with held, pytest.raises(ckptfs.RunBusyError):
+        by_save(run / "step_1")
+    assert torch.equal(loaded(run / "step_1"), OLD["w"])
+    assert os.listdir(run / ".ckptfs" / "attempts") == []
