@@ -135,7 +135,9 @@ def _hash_bomb() -> bytes:
 
 def _equal_hashes(count: int) -> bytes:
     """Ints whose hashes are equal, as keys of a dict: quadratic."""
-    return pickle.dumps({n * (2**61 - 1): None for n in range(1, count)}, protocol=4)
+    # Opcode by opcode: making the dict would take the time that reading it takes.
+    numbers = (pickle.dumps(n * (2**61 - 1), protocol=2)[2:-1] for n in range(1, count))
+    return b"\x80\x02}(" + b"".join(number + b"N" for number in numbers) + b"u" + STOP
 
 
 _BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
