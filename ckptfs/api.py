@@ -109,6 +109,8 @@ def load_object(
     """
     import torch
 
+    from ckptfs.dcp.pickle_scan import check_archive
+
     target = Uri.parse(uri)
     options = {**options_of(uri), **(storage_options or {})}
     storage = open_storage(target.parent, options)
@@ -121,6 +123,8 @@ def load_object(
     finally:
         storage.close()
     try:
+        if not trusted:
+            check_archive(data)
         return torch.load(data, map_location=map_location, weights_only=not trusted)
     except Exception as error:
         raise IntegrityError(

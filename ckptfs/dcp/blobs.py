@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckptfs.dcp.datafile import DataFile
+from ckptfs.dcp.pickle_scan import check_archive
 from ckptfs.errors import CkptfsError
 
 __all__ = ["Blob", "ItemStream", "load_tensor"]
@@ -53,6 +54,7 @@ class Blob:
 def load_tensor(file: DataFile, stream: Any, key: str) -> torch.Tensor:
     """The tensor that ``torch.save`` wrote into this stream; IntegrityError for anything else."""
     try:
+        check_archive(stream)
         loaded = torch.load(stream, map_location="cpu", weights_only=True)
     except CkptfsError:
         raise

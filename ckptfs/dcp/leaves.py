@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptfs import _torch
 from ckptfs._torch import is_sharded_tensor, is_wrapper_subclass
+from ckptfs.dcp.pickle_scan import check_archive
 from ckptfs.dcp.resolve import host_tensor, memory_of
 
 __all__ = [
@@ -174,6 +175,10 @@ def load_leaf(blob: io.BytesIO, *, weights_only: bool = True) -> Any:
     blob.seek(0)
     if not weights_only:
         return torch.load(blob, map_location="cpu", weights_only=False)
+    try:
+        check_archive(blob)
+    except ValueError as error:
+        raise pickle.UnpicklingError(str(error)) from error
     is_archive = blob.read(len(_ZIP)) == _ZIP
     blob.seek(0)
     if not is_archive:  # as torch wrote before 1.6; DCP never did

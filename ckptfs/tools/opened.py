@@ -22,6 +22,7 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.entries import Kind
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.opened import read_metadata, source_of
+from ckptfs.dcp.pickle_scan import check_archive
 from ckptfs.dcp.safetensors_format import SUFFIX
 from ckptfs.dcp.safetensors_layout import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
@@ -129,10 +130,13 @@ def _load(file: File) -> Any:
             if path is None:
                 data = bytearray(reader.size_bytes)
                 reader.read_into(0, memoryview(data))
+                check_archive(io.BytesIO(data))
                 return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         # An archive is mapped: pages come as they are looked at, and go again when memory is short. What
         # an old torch wrote is none: it is read as far as it says.
         mapped = magic == _ARCHIVE
+        with open(path, "rb") as opened:
+            check_archive(opened)
         return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except (CkptfsError, MemoryError):
         raise

@@ -1,0 +1,289 @@
+"""What ``torch.save`` wrote is looked at before torch unpickles it, so that it cannot hang or crash the process.
+
+    check_archive(stream)      ValueError for what no honest file holds; the stream is at its start again
+
+``weights_only`` keeps a pickle from running code, and nothing else: it hashes whatever is a key, in C and
+without a bound. A key of nested tuples overflows the stack or takes 2^44 steps, integers can be made to have one
+hash, an archive may unpack to a thousand times its size, and a bytearray may be asked for by its length alone.
+
+The opcodes are followed with values that are never more than atoms and small tuples of atoms.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import struct
+import zipfile
+from typing import Any, Final
+
+__all__ = ["check_archive"]
+
+_ZIP = b"PK\x03\x04"
+_HEADER = 30  # bytes of a record before its name
+_LEGACY_PICKLES = 5  # magic number, protocol, system, the object, keys of its storages
+_MOST_PARTS = 300  # of a key, however they are nested
+_COLLISIONS = 64  # keys with one hash: of honest ones there are none
+_SHARED_LEAST, _SHARED_TIMES = 1_000_000, 100
+
+
+class _Opaque:
+    """A value that is not followed."""
+
+
+class _Name(str):
+    """A global, by its dotted name."""
+
+    __slots__ = ()
+
+
+class _Cell:
+    """A list, a dict or a set: how many values it holds, those of its elements included."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: int = 1) -> None:
+        self.parts = parts
+
+
+class _Large(_Cell):
+    """A tuple of too much to be a key."""
+
+    __slots__ = ()
+
+
+_OPAQUE: Final = _Opaque()
+_MARK: Final = object()
+_ATOMS = (str, int, float, bool, bytes, type(None))
+
+
+def check_archive(stream: Any) -> None:
+    """Look at what ``torch.save`` wrote. ValueError: torch would hang, crash or fill the memory.
+
+    stream: binary, seekable; from its start to its end. It stands at its start again.
+    """
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    try:
+        is_archive = stream.read(len(_ZIP)) == _ZIP
+        stream.seek(0)
+        if is_archive:
+            _check_zip(stream, size)
+        else:
+            _check_legacy(stream, size)
+    except ValueError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        NotImplementedError,
+        OverflowError,
+        EOFError,
+        struct.error,
+    ) as error:
+        raise ValueError(f"it is no archive and no pickle: {error}") from error
+    except (IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it is no whole pickle: {error}") from error
+    finally:
+        stream.seek(0)
+
+
+def _check_zip(stream: Any, size: int) -> None:
+    with zipfile.ZipFile(stream) as archive:
+        records = archive.infolist()
+        if sum(record.file_size for record in records) > size:
+            raise ValueError("its records hold more bytes than the file")
+        for record in records:
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("its records are compressed, as torch.save never does")
+        for record in records:
+            if record.filename.endswith(".pkl"):
+                _check_pickle(io.BytesIO(_bytes_of(stream, record)), size)
+
+
+def _bytes_of(stream: Any, record: zipfile.ZipInfo) -> bytes:
+    """As it lies there: our archives have no CRC, and zipfile would ask for it."""
+    stream.seek(record.header_offset)
+    head = stream.read(_HEADER)
+    if len(head) < _HEADER:
+        raise ValueError("a record without a header")
+    skipped = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    stream.seek(record.header_offset + _HEADER + skipped)
+    found: bytes = stream.read(record.file_size)
+    return found
+
+
+def _check_legacy(stream: Any, size: int) -> None:
+    for _ in range(_LEGACY_PICKLES):
+        if stream.tell() >= size:
+            return
+        _check_pickle(stream, size)
+
+
+def _check_pickle(stream: Any, size: int) -> None:
+    """Follow one pickle."""
+    _Followed(size).run(stream)
+
+
+class _Followed:
+    """The state of one pickle that is followed. size: of the file, bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.most = max(_SHARED_LEAST, _SHARED_TIMES * size)
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+        self.alike: dict[int, set[str]] = {}
+
+    def run(self, stream: Any) -> None:
+        """All opcodes up to STOP."""
+        for opcode, argument, _ in pickletools.genops(stream):
+            self.step(opcode.name, argument)
+
+    def step(self, name: str, argument: Any) -> None:  # noqa: PLR0915 - one line for each opcode
+        """One opcode."""
+        stack = self.stack
+        match name:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "MARK":
+                stack.append(_MARK)
+            case "MEMOIZE":
+                self.memo[len(self.memo)] = stack[-1]
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = stack[-1]
+            case "GET" | "BINGET" | "LONG_BINGET":
+                stack.append(self.memo[argument])
+            case "NONE" | "NEWTRUE" | "NEWFALSE":
+                stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
+            case "EMPTY_TUPLE":
+                stack.append(())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.tuple_of(self.popped(int(name[-1])))
+            case "TUPLE":
+                self.tuple_of(self.marked())
+            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_SET":
+                stack.append(_Cell())
+            case "LIST":
+                self.fill(_Cell(), self.marked())
+            case "DICT":
+                self.fill_dict(_Cell(), self.marked())
+            case "APPEND":
+                item = stack.pop()
+                self.fill(stack.pop(), [item])
+            case "APPENDS":
+                items = self.marked()
+                self.fill(stack.pop(), items)
+            case "ADDITEMS" | "FROZENSET":
+                items = self.marked()
+                self.keys(items)
+                self.fill(stack.pop() if name == "ADDITEMS" else _Cell(), items)
+            case "SETITEM":
+                items = self.popped(2)
+                self.fill_dict(stack.pop(), items)
+            case "SETITEMS":
+                items = self.marked()
+                self.fill_dict(stack.pop(), items)
+            case "GLOBAL" | "INST":
+                if name == "INST":
+                    self.marked()
+                stack.append(_Name(argument.replace(" ", ".")))
+            case "STACK_GLOBAL":
+                module, attribute = self.popped(2)
+                stack.append(_Name(f"{module}.{attribute}"))
+            case "REDUCE" | "NEWOBJ":
+                function, arguments = self.popped(2)
+                self.called(function, arguments)
+            case "NEWOBJ_EX":
+                self.popped(3)
+                stack.append(_OPAQUE)
+            case "OBJ":
+                self.marked()
+                stack.append(_OPAQUE)
+            case "BUILD":
+                stack.pop()
+            case "BINPERSID" | "PERSID":
+                if name == "BINPERSID":
+                    stack.pop()
+                stack.append(_OPAQUE)
+            case "POP":
+                stack.pop()
+            case "POP_MARK":
+                self.marked()
+            case "DUP":
+                stack.append(stack[-1])
+            case _:
+                stack.append(argument if isinstance(argument, _ATOMS) else _OPAQUE)
+
+    def popped(self, count: int) -> list[Any]:
+        """The topmost values, in their order."""
+        if len(self.stack) < count:
+            raise ValueError("it takes more from the stack than there is")
+        found = self.stack[-count:]
+        del self.stack[-count:]
+        return found
+
+    def marked(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        found: list[Any] = []
+        while (value := self.stack.pop()) is not _MARK:
+            found.append(value)
+        return found[::-1]
+
+    def tuple_of(self, items: list[Any]) -> None:
+        """A tuple of these."""
+        made = tuple(items)
+        parts = 1 + sum(map(_parts_of, items))
+        self.bounded(parts)
+        self.stack.append(made if parts <= _MOST_PARTS else _Large(parts))
+
+    def bounded(self, parts: int) -> None:
+        """ValueError where what is shared would be walked for ever."""
+        if parts > self.most:
+            raise ValueError("it refers to the same values again and again")
+
+    def fill(self, target: Any, items: list[Any]) -> None:
+        """These come into a container."""
+        if isinstance(target, _Cell):
+            target.parts += sum(map(_parts_of, items))
+            self.bounded(target.parts)
+        self.stack.append(target)
+
+    def fill_dict(self, target: Any, items: list[Any]) -> None:
+        """These come into a dict, keys and values in turn."""
+        self.keys(items[::2])
+        self.fill(target, items)
+
+    def keys(self, keys: list[Any]) -> None:
+        """ValueError where hashing one of them takes long, or finding it among the others."""
+        for key in keys:
+            if type(key) is str:
+                continue
+            if isinstance(key, _Large):
+                raise ValueError(  # noqa: TRY004
+                    "a key that is nested too deep, or too long"
+                )
+            if isinstance(key, (tuple, *_ATOMS)):
+                alike = self.alike.setdefault(hash(key), set())
+                alike.add(repr(key))
+                if len(alike) > _COLLISIONS:
+                    raise ValueError("keys that were made to collide")
+
+    def called(self, function: Any, arguments: Any) -> None:
+        """A call. ValueError where it would make something of a size that stands there alone."""
+        if isinstance(function, _Name) and isinstance(arguments, tuple):
+            last = function.rpartition(".")[2]
+            asked = [a for a in arguments if type(a) is int]
+            if last == "_reconstruct":
+                asked = [
+                    a for one in arguments if type(one) is tuple for a in one if type(a) is int
+                ]
+            if last in ("bytearray", "bytes", "_reconstruct") and any(a > self.size for a in asked):
+                raise ValueError(f"{last} of more bytes than the file has")
+        self.stack.append(arguments if isinstance(arguments, (_Large, tuple)) else _OPAQUE)
+
+
+def _parts_of(value: Any) -> int:
+    """How many values it holds, itself included."""
+    if isinstance(value, _Cell):
+        return value.parts
+    return 1 + sum(map(_parts_of, value)) if type(value) is tuple else 1

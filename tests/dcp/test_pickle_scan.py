@@ -1,0 +1,100 @@
+"""What torch.save writes passes; what would hang, crash or fill the process is refused before torch sees it."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import zipfile
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptfs.dcp.leaves import load_leaf
+from ckptfs.dcp.pickle_scan import check_archive
+
+SHARED = [1.5] * 100
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"state": {0: {"step": 3}, 1: {"step": 4}}, "groups": [{"lr": 0.1, "params": [0, 1]}]},
+        collections.OrderedDict(a=torch.arange(5), b=(1, "x", None, 2.5, b"y")),
+        {(1, 2): "tuple", ("a", (3, 4)): "nested", -1: "a", -2: "b", 2.5: "c", None: "d"},
+        {n: n for n in range(5000)},
+        [SHARED] * 1000,
+        torch.Size([2, 3]),
+        {torch.Size([n, 2]): n for n in range(100)},
+    ],
+    ids=["optimizer", "ordered", "keys", "many keys", "shared", "size", "keys of sizes"],
+)
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_what_torch_saves_passes(value: Any, is_archive: bool) -> None:
+    """Archives, and files as torch wrote them before 1.6."""
+    stream = io.BytesIO()
+    torch.save(value, stream, _use_new_zipfile_serialization=is_archive)
+    check_archive(stream)
+    assert stream.tell() == 0
+
+
+def archive(data: bytes, how: int = zipfile.ZIP_STORED) -> io.BytesIO:
+    """A torch.save archive around a pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", how) as made:
+        made.writestr("archive/data.pkl", data)
+        made.writestr("archive/byteorder", "little")
+        made.writestr("archive/version", "3\n")
+    return buffer
+
+
+def doubled(times: int) -> bytes:
+    """A tuple of the same two tuples, each of the same two ..."""
+    steps = (b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(times))
+    return b"\x80\x02})q\x00" + b"".join(steps) + b"Ns."
+
+
+def lists(times: int) -> bytes:
+    """A list of the same two lists, each of the same two ..."""
+    steps = (b"](h%ch%ceq%c" % (n, n, n + 1) for n in range(times))
+    return b"\x80\x02]q\x00" + b"".join(steps) + b"."
+
+
+COLLIDING = b"".join(pickle.dumps(n * (2**61 - 1), protocol=2)[2:-1] + b"N" for n in range(1, 1000))
+HOSTILE = {
+    "tuples in tuples as a key": archive(doubled(44)),
+    "many tuples as a key": archive(b"\x80\x02})" + b"\x85" * 100_000 + b"Ns."),
+    "keys with one hash": archive(b"\x80\x02}(" + COLLIDING + b"u."),
+    "lists that double": archive(lists(44)),
+    "a bytearray of 3 GiB": archive(b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."),
+    "compressed zeros": archive(bytes(1 << 20), zipfile.ZIP_DEFLATED),
+    "keys with one hash, no archive": io.BytesIO(b"\x80\x02}(" + COLLIDING + b"u."),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_would_hang_or_kill_is_refused(name: str) -> None:
+    """Before torch unpickles it, with the error of what would run code."""
+    with pytest.raises(pickle.UnpicklingError):
+        load_leaf(HOSTILE[name])
+    with pytest.raises(ValueError, match=r"."):
+        check_archive(HOSTILE[name])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_damaged_archives_are_one_kind_of_error(data: st.DataObject) -> None:
+    """Any byte changed, or cut anywhere: ValueError, or it passes."""
+    stream = io.BytesIO()
+    torch.save({"a": [1, 2, {"b": (3, "c")}], "t": torch.arange(3)}, stream)
+    raw = bytearray(stream.getvalue())
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] = data.draw(st.integers(0, 255))
+    for damaged in (bytes(raw), bytes(raw[:at]), data.draw(st.binary(max_size=60))):
+        try:
+            check_archive(io.BytesIO(damaged))
+        except ValueError:
+            continue
