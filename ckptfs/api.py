@@ -27,6 +27,7 @@ from ckptfs.commit.entries import Kind
 from ckptfs.commit.fetching import fetched
 from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at, refuse_gap
+from ckptfs.commit.misplaced import check_run_uri, refuse_no_run
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Caller, Run
@@ -142,9 +143,12 @@ def list_checkpoints(
     Checkpoints that lie there without a log (copied, or written by stock torch) come first, in the
     order that ``latest`` goes by. On
     node-local storage this node's log answers; a save whose outcome it does not record is left out.
-    An empty or missing run gives an empty list. StorageError: the place cannot be read.
+    An empty or missing run gives an empty list. StateError: it is a checkpoint or a file. StorageError: the
+    place cannot be read, or there is no such bucket.
     """
     with looking_at(run_uri, storage_options) as look:
+        if not look.views:
+            drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
         loose = drive(list_unlogged(look.views, look.root), look.storage)
         return [*loose, *logged(look.views, look.root)]
 
@@ -162,7 +166,7 @@ def latest(
     failing run are left out. Where no log tells, of those that have a manifest or `.metadata`: the one
     with the largest step, which stock torch tells by the number that ends the name, where all are named
     alike; else the one that was written last. StorageError: the place cannot be read (a run that is not
-    there is None).
+    there is None, a bucket that is not there is NotFoundError). StateError: it is a checkpoint or a file.
 
     AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest commit, so that
     the newest commit is not the newest there is. unlogged="ignore" takes that commit all the same.
@@ -175,6 +179,8 @@ def latest(
         if wanted is not Kind.WEIGHTS and policy is Unlogged.ERROR:
             shape = look.storage.capabilities.shape
             drive(check_unlogged(look.views, look.root, shape), look.storage)
+        if not look.views:
+            drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
         return drive(newest(look.views, look.root, wanted), look.storage)
 
 
@@ -241,6 +247,7 @@ def prepare_run(
     with contextlib.ExitStack() as stack:
         control = stack.enter_context(control_for(process_group, timeout_s))
         root = agree_uri(control, run_uri)
+        check_run_uri(control, root, place.storage_options)
         seat = stack.enter_context(open_seat(root, control, place, write=True))
         run = claim(seat, modes, takeovers, caller=Caller("prepare_run()"))
         run.closing.push(stack.pop_all())

@@ -215,9 +215,13 @@ def _rebuild_os(
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """No such file, directory, object or bucket."""
+    """No such file, directory, object or bucket.
+
+    of_bucket: it is the bucket that is not there, so that nothing in it is merely absent.
+    """
 
     default_errno = _errno.ENOENT
+    of_bucket: bool = False
 
 
 class AlreadyExistsError(StorageError, FileExistsError):

@@ -108,6 +108,11 @@ class SaveResult:
     wall_s: float
     warnings: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """One line; ``repr`` has every counter."""
+        warned = f", {len(self.warnings)} warnings" if self.warnings else ""
+        return f"saved {_told(self)}{warned}"
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -125,6 +130,27 @@ class LoadResult:
     verified: bool
     missing_keys: tuple[str, ...] = ()
     unexpected_keys: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """One line; ``repr`` has every counter."""
+        told = f"loaded {_told(self)}" + ("" if self.verified else ", not verified")
+        for what, keys in (("missing", self.missing_keys), ("unexpected", self.unexpected_keys)):
+            if keys:
+                told += f", {len(keys)} {what} keys"
+        return told
+
+
+def _told(result: SaveResult | LoadResult) -> str:
+    """What, how much, how long: of all ranks."""
+    size = float(result.total.size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":  # noqa: PLR2004 - as the units are
+            break
+        size /= 1024
+    shown = f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    step = "" if result.step is None else f" (step {result.step})"
+    ranks = f" by {len(result.per_rank)} ranks" if len(result.per_rank) > 1 else ""
+    return f"{result.uri}{step}: {shown}{ranks} in {result.wall_s:.2f} s"
 
 
 # -- what a manager tells its listeners, in the order in which it happens on this rank ------------

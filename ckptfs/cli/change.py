@@ -14,7 +14,7 @@ from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.text import place_text, size_text
 from ckptfs.errors import CkptfsError
-from ckptfs.tools.changing import Pinned, doomed_at, remove, set_pin
+from ckptfs.tools.changing import Pinned, committed_in, doomed_at, remove, set_pin
 from ckptfs.uri import Uri, mask_credentials
 
 if TYPE_CHECKING:
@@ -29,13 +29,23 @@ __all__ = ["pin", "rm", "unpin"]
 @click.option(
     "--partial", is_flag=True, help="Also one that lies on other nodes' disks too: what is here."
 )
+@click.option("--all", "all_of", is_flag=True, help="URI is a run: all of its checkpoints.")
 @storage_options()
-def rm(uris: Sequence[str], storage_options: dict[str, Any], *, yes: bool, partial: bool) -> Answer:
+def rm(
+    uris: Sequence[str],
+    storage_options: dict[str, Any],
+    *,
+    yes: bool,
+    partial: bool,
+    all_of: bool,
+) -> Answer:
     """Delete checkpoints: first in the log, then their bytes. Files of others stay.
 
     Ends with 2 for one that is pinned, or not all reached from here, with 3 for one that no log knows, and with 6 while a job holds
     the run: retention is that job's own.
     """
+    if all_of:
+        uris = [one for run in uris for one in committed_in(run, storage_options)]
     for uri in uris:
         # Before anything is deleted: a wrong name among several stops all of it.
         lines = doomed_at(uri, storage_options, partial=partial)

@@ -35,6 +35,7 @@ from ckptfs.commit.catalog import (
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.misplaced import is_run, run_error
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import drive
 from ckptfs.commit.pieces import part_name, piece, split_name
@@ -149,7 +150,7 @@ def locate(seat: Seat, name: str) -> Found:
     NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
     or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
     what single ranks meet is a CollectiveError on all. AmbiguousCheckpointError: another program
-    saved over it.
+    saved over it. StateError: it is a run.
     """
     where = seat.storage.uri(name)
 
@@ -219,6 +220,8 @@ def locate(seat: Seat, name: str) -> Found:
                 _check_copy(seat, found, found.manifest)
             return found
         if choice.seal is None and len(misses) == seat.control.size:
+            if seat.control.step("is it a run", lambda: _is_run(seat, name), any):
+                raise run_error(where)
             raise NotFoundError(
                 misses[0][1], uri=where, hint="see list_checkpoints() of its parent"
             )
@@ -229,6 +232,15 @@ def locate(seat: Seat, name: str) -> Found:
         uri=where,
         hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
     )
+
+
+def _is_run(seat: Seat, name: str) -> bool:
+    if not seat.placement.is_node_lead:
+        return False
+    try:
+        return drive(is_run(name), seat.storage)
+    except StorageError:
+        return False  # it is no checkpoint, whatever else it is
 
 
 def _is_saved_over(seat: Seat, name: str, view: View) -> bool:

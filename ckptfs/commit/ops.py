@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptfs.commit.layout import limit_of
-from ckptfs.errors import CommitInDoubtError, FencedError, StorageError
+from ckptfs.errors import CommitInDoubtError, FencedError, NotFoundError, StorageError
 from ckptfs.storage.base import Storage
 
 __all__ = [
@@ -313,4 +313,6 @@ def _drive(
             else:
                 answer = perform(op, storage)
         except (StorageError, CommitInDoubtError) as error:
+            if isinstance(error, NotFoundError) and error.of_bucket:
+                raise  # to the program it would look like a run that nobody wrote yet
             failure = error

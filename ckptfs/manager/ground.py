@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptfs.commit.claim import Mode, Takeover, claim
+from ckptfs.commit.misplaced import check_run_uri
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, sit_down
 from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.seat import Seat
@@ -98,6 +99,8 @@ class Ground:
     def claim(self, *, defer_deletes: bool = False) -> Run:
         """Collective, once: claim the run. RunBusyError: a living owner holds it."""
         self.check_open()
+        options = self.where.place.storage_options
+        check_run_uri(self.control, self.root, options, self._storage)
         with contextlib.ExitStack() as stack:
             seat = stack.enter_context(self._sit(write=True))
             run = claim(

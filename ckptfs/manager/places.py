@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import number_order
+from ckptfs.commit.misplaced import refuse_no_run
 from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.unlogged import Unlogged, newer_unlogged, unlogged_at, unlogged_error
@@ -235,14 +236,23 @@ class Places:
         if surveyed.unreached is not None:
             return
 
-        def local() -> tuple[str, ...]:
+        def local() -> tuple[str, ...] | StateError:
             if not _looks(seat):
                 return ()
             step_of, known = self._request.step_of, surveyed.choice.names
+            if not surveyed.has_log:
+                try:
+                    drive(refuse_no_run(self.uri(source), seat.caps.shape), seat.storage)
+                except StateError as error:
+                    return error  # a value, so that it is raised as its type
             return drive(leftovers(step_of, known, has_log=surveyed.has_log), seat.storage)
 
-        def decide(answers: Sequence[tuple[str, ...]]) -> None:
-            names = sorted({name for answer in answers for name in answer}, key=number_order)
+        def decide(answers: Sequence[tuple[str, ...] | StateError]) -> None:
+            for answer in answers:
+                if isinstance(answer, StateError):
+                    raise answer
+            found = {name for one in answers if isinstance(one, tuple) for name in one}
+            names = sorted(found, key=number_order)
             if names:
                 raise StateError(
                     f"no log knows what lies in this run: {listed(names)}",

@@ -46,7 +46,7 @@ from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri, options_of
 
-__all__ = ["Pinned", "Removed", "doomed_at", "remove", "set_pin"]
+__all__ = ["Pinned", "Removed", "committed_in", "doomed_at", "remove", "set_pin"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,21 @@ class Pinned:
     pinned: bool
     changed: bool
     elsewhere: tuple[str, ...] = ()
+
+
+def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """The URIs of the committed checkpoints of a run, oldest commit first. Read-only.
+
+    NotFoundError: the log knows none, or there is no run.
+    """
+    root = Uri.parse(run_uri)
+    with looking_at(run_uri, storage_options) as look:
+        names = [one.seal.name for one in catalog(look.views)]
+    if not names:
+        raise NotFoundError(
+            "no run with checkpoints is there", uri=root, hint="ckptfs ls tells what is"
+        )
+    return tuple((root / name).full for name in names)
 
 
 def doomed_at(
@@ -97,7 +112,7 @@ def _doomed(
     refuse_newer(look)
     mine = [save for save in _saves_of(look, target.name) if not save.gone]
     if not mine:
-        raise _not_ours(look, target, options)
+        raise _not_ours(look, target, options, "rm")
     if any(save.pinned and not save.deleted for save in mine):
         raise StateError(f"{target.name} is pinned", uri=target, hint="ckptfs unpin it first")
     lost = _elsewhere(look, mine)
@@ -171,7 +186,7 @@ def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None
         live = [one.seal for one in catalog(look.views) if one.seal.name == target.name]
         if not live:
             # Before anything is written, a probe included.
-            raise _not_ours(look, target, storage_options)
+            raise _not_ours(look, target, storage_options, "pin" if pinned else "unpin")
         seal, here = live[-1], set(look.views)
     with contextlib.closing(_open(target, uri, storage_options)) as storage:
         seat = sit_down(SoloControl(), storage, Place(), write=True)
@@ -208,11 +223,13 @@ def _touch_log(storage: Storage) -> None:
             storage.touch(LOG)
 
 
-def _not_ours(look: Look, target: Uri, options: Mapping[str, Any] | None) -> CkptfsError:
+def _not_ours(
+    look: Look, target: Uri, options: Mapping[str, Any] | None, command: str
+) -> CkptfsError:
     """Why nothing is done about a name. What the log, or a checkpoint around it, knows of is nobody's to
     remove by hand.
     """
-    inside = _inside(target, options)
+    inside = _inside(target, options) or _is_run(target, options, command)
     if inside is not None:
         return inside
     lines = list_run(look, everything=True, names=[target.name]).checkpoints
@@ -254,6 +271,23 @@ def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None
                 hint=f"its URI is {_shown(whole)}",
             )
     return None
+
+
+def _is_run(target: Uri, options: Mapping[str, Any] | None, command: str) -> StateError | None:
+    """Refuses a run: what it holds goes checkpoint by checkpoint, and by its log."""
+    with looking_at(target, options) as look:
+        if not look.views:
+            return None
+        names = [one.seal.name for one in catalog(look.views)]
+    shown = _shown(target)
+    count = "1 checkpoint" if len(names) == 1 else f"{len(names) or 'no'} checkpoints"
+    if not names:
+        hint = f"ckptfs gc {shown} tells what dead jobs left in it"
+    elif command == "rm":
+        hint = f"ckptfs rm {shown}/{names[-1]} removes one of them, ckptfs rm --all {shown} all"
+    else:
+        hint = f"ckptfs {command} {shown}/{names[-1]} takes one of them"
+    return StateError(f"a run with {count}, not a checkpoint", uri=target, hint=hint)
 
 
 def _gone(target: Uri) -> NotFoundError:

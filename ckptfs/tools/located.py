@@ -17,8 +17,10 @@ from ckptfs.commit.catalog import Found, live_of
 from ckptfs.commit.entries import Seal
 from ckptfs.commit.locate import locate_directory, reading_seat
 from ckptfs.commit.looking import looking_at
+from ckptfs.commit.misplaced import is_run, run_error
 from ckptfs.commit.opening import Place
-from ckptfs.errors import NotFoundError, StorageError
+from ckptfs.commit.ops import drive
+from ckptfs.errors import NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import SoloControl
@@ -60,7 +62,16 @@ def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
     target = Uri.parse(uri)
     place = Place({**options_of(uri), **(storage_options or {})})
     with reading_seat(target, SoloControl(World.solo()), place) as (seat, name):
-        found = locate_directory(seat, name)
+        try:
+            found = locate_directory(seat, name)
+        except StateError:
+            if drive(is_run(name), seat.storage):
+                shown = target.local_path if target.is_local else str(target)
+                raise run_error(
+                    target,
+                    f"ckptfs ls {shown} lists its checkpoints, ckptfs latest {shown} names the newest",
+                ) from None
+            raise
         yield Located(target, seat.storage, name, found, seat.placement.mine.id)
 
 

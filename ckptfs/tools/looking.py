@@ -21,6 +21,7 @@ from ckptfs.commit.catalog import Origin, find, list_live
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, number_order
 from ckptfs.commit.looking import Look, looking_at, refuse_gap
+from ckptfs.commit.misplaced import refuse_no_run
 from ckptfs.commit.ops import drive
 from ckptfs.commit.unlogged import check_unlogged
 from ckptfs.errors import CkptfsError, NotFoundError, StorageError
@@ -137,6 +138,7 @@ def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None =
             lines = [one for one in run.checkpoints if one.save_id == found.save_id]
             return Newest(lines[0] if lines else None, run.notes)
         if not look.views:
+            drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
             _refuse_absent(look, _entries(look.storage, ""))
         return Newest(None)
 
@@ -178,7 +180,9 @@ def _list(look: Look, wanted: Wanted, names: Collection[str] = ()) -> Run:
 def _entries(storage: Storage, key: str) -> list[Entry] | None:
     try:
         return storage.list(key)
-    except NotFoundError:
+    except NotFoundError as error:
+        if error.of_bucket:
+            raise
         return None
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptfs.errors import CollectiveError, Failure, StateError
+from ckptfs.errors import CollectiveError, Failure, NotFoundError, StateError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.topology.control import Control
 from ckptfs.topology.probe import Answer, Probe
@@ -126,18 +126,28 @@ def probe_domains(
     is_lead = leads[control.world.node] == control.rank
     probe = Probe(storage, write=write, tokens=write and scope == "auto" and len(leads) > 1)
 
-    def look() -> Answer | None:
+    def look() -> Answer | NotFoundError | None:
         if not is_lead:
             return None
         shape = storage.capabilities.shape
         one = scope == "shared" or (scope == "auto" and shape is Shape.OBJECT)
         if one and control.rank != 0:
             return Answer(shape, None)
-        return probe.look(shape)
+        try:
+            return probe.look(shape)
+        except NotFoundError as error:
+            if error.of_bucket:
+                return error  # a value, so that it is raised as its type
+            raise
 
-    ruling = control.step(
-        "domain.probe", look, lambda answers: _rule(worlds, answers, scope, tokens=probe.tokens)
-    )
+    def rule(answers: Sequence[Answer | NotFoundError | None]) -> _Ruling:
+        for answer in answers:
+            if isinstance(answer, NotFoundError):
+                raise answer
+        found = [a for a in answers if not isinstance(a, NotFoundError)]
+        return _rule(worlds, found, scope, tokens=probe.tokens)
+
+    ruling = control.step("domain.probe", look, rule)
     try:
         for attempt in range(_ROUNDS):
             if ruling.final:

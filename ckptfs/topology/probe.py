@@ -114,7 +114,9 @@ class Probe:
         self._storage.refresh(_HOME)
         try:
             return self._storage.read_small(_ID, SMALL_BYTES).decode("ascii").strip()
-        except NotFoundError:
+        except NotFoundError as error:
+            if error.of_bucket:
+                raise
             return ""
         except UnicodeDecodeError:
             raise StateError("the domain id is not text", uri=self._storage.uri(_ID)) from None

@@ -162,11 +162,13 @@ def refused(asked: Asked, refusal: Refusal) -> CkptfsError:
 
 def no_container(asked: Asked, container: str) -> NotFoundError:
     """Not the common sentence: the authority of an abfss:// URI is the account."""
-    return NotFoundError(
+    missing = NotFoundError(
         f"{asked.action} failed: there is no container {container!r} at {asked.endpoint}",
         uri=asked.uri,
         hint=AZURE.hints[Reason.NO_BUCKET],
     )
+    missing.of_bucket = True
+    return missing
 
 
 def expired(asked: Asked, sas: str, now_s: float | None = None) -> CkptfsError | None:

@@ -304,7 +304,10 @@ def _error(asked: Asked, reason: Reason, said: Said | None, cause: str = "") -> 
             AnswerLostError,
             f"{asked.action} may have happened: {sentence.format(**words)}",
         )
-    return kind(text, uri=asked.uri, hint=hint.format(**words) if hint else None)
+    made = kind(text, uri=asked.uri, hint=hint.format(**words) if hint else None)
+    if isinstance(made, NotFoundError):
+        made.of_bucket = reason is Reason.NO_BUCKET
+    return made
 
 
 def _region(said: Said | None) -> str:
