@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ckptfs.commit.entries import Kind
 from ckptfs.commit.opening import control_for
 from ckptfs.dcp.objectfile import copy_file, freeze, read_object
 from ckptfs.errors import StateError
@@ -89,7 +90,14 @@ class _Saving:
         target: Uri = self._on_zero(lambda: Uri.parse(path))
         return target
 
-    def _save(self, path: Any, state: dict[str, Any], meta: Any, step: int | None) -> None:
+    def _save(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        meta: Any,
+        step: int | None,
+        kind: Kind = Kind.CHECKPOINT,
+    ) -> None:
         target = self._agreed(path)
 
         def pickled() -> bytes:
@@ -101,7 +109,7 @@ class _Saving:
                 )
             return freeze(meta).data()
 
-        self._shelves.save(target, state, self._on_zero(pickled), step=step)
+        self._shelves.save(target, state, self._on_zero(pickled), step=step, kind=kind)
         forget_listing(str(path))  # ModelCheckpoint asks fsspec which names are free
 
     def _save_full(self, path: Any, checkpoint: Mapping[str, Any]) -> None:
@@ -173,10 +181,12 @@ class _TrainerSaving(_Saving):
         if self._is_full:
             self._save_full(filepath, checkpoint)
             return
+        # save_checkpoint(weights_only=True) leaves this key out: nothing can go on from an export.
+        kind = Kind.CHECKPOINT if "optimizer_states" in checkpoint else Kind.WEIGHTS
         state = {self._model_key: checkpoint.pop("state_dict")}
         for number, optimizer_state in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer_state
-        self._save(filepath, state, checkpoint, checkpoint.get("global_step"))
+        self._save(filepath, state, checkpoint, checkpoint.get("global_step"), kind)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
         """Collective. Ours, a directory that stock wrote, or a single file. NotFoundError, ..."""

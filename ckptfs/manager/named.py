@@ -23,13 +23,16 @@ from functools import partial
 from typing import Any
 
 from ckptfs.commit.claim import Takeover
+from ckptfs.commit.entries import Kind
 from ckptfs.commit.opening import Place
 from ckptfs.commit.protocol import catalog
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import IfExists, SaveSpec
 from ckptfs.dcp.api import save
 from ckptfs.dcp.async_api import async_save
 from ckptfs.dcp.pending import PendingSave
+from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.errors import AlreadyExistsError, CkptfsError, DeadlineError, NotFoundError, StateError
 from ckptfs.events import SaveResult
 from ckptfs.manager.flight import Flight
@@ -81,9 +84,12 @@ class NamedCheckpoints:
         *,
         step: int | None = None,
         beside: Mapping[str, bytes] | None = None,
+        kind: Kind = Kind.CHECKPOINT,
     ) -> None:
         """Collective. Save ``state`` as ``name``, over what has that name: the old one stays until the
         new one is committed. Raises first what an earlier save failed of, and saves nothing then.
+
+        kind: weights are nothing to go on from; they are committed when this returns, in async mode too.
         """
         self.wait()
         run, retirer = self._claimed()
@@ -92,6 +98,12 @@ class NamedCheckpoints:
         self._committed = False
         target = self._ground.root / name
         lay = partial(_lay_beside, run.seat, name, dict(beside or {}))
+        if kind is not Kind.CHECKPOINT:
+            spec = SaveSpec(name, step, IfExists.REPLACE, artifact=kind, run=run.generation)
+            save_at(state, run.seat, target, spec, WriteOptions(), started=time.perf_counter())
+            lay()
+            self._committed = True
+            return
         if self._is_async:
             pending = async_save(state, target, step=step, if_exists="replace", run=run)
             self._flight.add(_Followed(pending, lay))

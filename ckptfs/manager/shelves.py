@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ckptfs.commit.entries import Kind
 from ckptfs.dcp.api import load
 from ckptfs.errors import NotFoundError, StateError
 from ckptfs.manager.named import NamedCheckpoints
@@ -62,11 +63,20 @@ class Shelves:
                     shelf.hold(held.name)
         return self._shelves[run]
 
-    def save(self, target: Uri, state: Mapping[str, Any], meta: bytes, *, step: int | None) -> None:
-        """Collective. meta: equal on all ranks."""
+    def save(
+        self,
+        target: Uri,
+        state: Mapping[str, Any],
+        meta: bytes,
+        *,
+        step: int | None,
+        kind: Kind = Kind.CHECKPOINT,
+    ) -> None:
+        """Collective. meta: equal on all ranks. kind: as for ``NamedCheckpoints.save``."""
         whole = {**state, META: meta}
         beside = {self._meta_file: meta}
-        self._shelf(target.parent).save(target.name, whole, step=step, beside=beside)
+        shelf = self._shelf(target.parent)
+        shelf.save(target.name, whole, step=step, beside=beside, kind=kind)
 
     def load(
         self,
@@ -92,7 +102,7 @@ class Shelves:
             raise StateError(
                 f"the checkpoint lacks {len(missing)} keys, {missing[0]} is the first",
                 uri=target,
-                hint="strict=False leaves them as they are",
+                hint=self._hint(missing, optimizers),
             )
         set_model_state_dict(module, state[key], options=StateDictOptions(strict=strict))
         for name, optimizer in optimizers.items():
@@ -101,6 +111,16 @@ class Shelves:
         if target.parent in self._shelves:
             self._shelves[target.parent].hold(target.name)
         return None if META in loaded.missing_keys else state[META]
+
+    def _hint(self, missing: list[str], optimizers: Mapping[str, Optimizer]) -> str:
+        if not any(key.split(".")[0] in optimizers for key in missing):
+            return "strict=False leaves them as they are"
+        # Going on with a fresh optimizer is not resuming, and looks like it.
+        return (
+            "it has no optimizer: weights, such as an export. Resume from a whole checkpoint, which "
+            "ckptfs.latest() of its run names, or load these weights into the model and begin anew; "
+            "strict=False would leave the optimizer as it is"
+        )
 
     def is_file(self, target: Uri) -> bool:
         """Local. Whether it is a single file; False also where nothing is: loading tells."""

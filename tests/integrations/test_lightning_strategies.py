@@ -22,7 +22,7 @@ import lightning as L  # noqa: N812 - as everybody writes it
 import torch
 from lightning.fabric.strategies import FSDPStrategy as StockFabricFSDP
 from lightning.fabric.strategies import ModelParallelStrategy as StockFabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy as StockFSDP
 from lightning.pytorch.strategies import ModelParallelStrategy as StockTrainer
 
@@ -414,6 +414,23 @@ def try_fsdp(run: str) -> Tried:
     last = last_checkpoint(f"{run}/t1")
     tried["trainer"] = torch.equal(fitted(ours(), f"{run}/t1", 3, last), reference)
     tried["trainer stock"] = torch.equal(fitted(stock(), f"{run}/t2", 3, last), reference)
+
+    class Export(Callback):
+        """Publishes the weights after each epoch, when its checkpoint is there."""
+
+        def on_train_epoch_end(self, trainer: Any, _: Any) -> None:
+            trainer.save_checkpoint(
+                f"{run}/t3/export-{trainer.current_epoch}.ckpt", weights_only=True
+            )
+
+    trainer = trainer_of(ours(mode="async"), 2, ModelCheckpoint(f"{run}/t3", save_last=True))
+    trainer.callbacks.append(Export())  # behind the one that saves
+    trainer.fit(Plain(), loader())
+    found = ckptfs.list_checkpoints(f"{run}/t3")
+    tried["exports"] = {c.uri.name: c.kind.value for c in found if "export" in c.uri.name}
+    tried["last beside exports"] = last_checkpoint(f"{run}/t3")
+    exported = f"{run}/t3/export-1.ckpt"
+    tried["resumed from an export"] = raised(lambda: fitted(ours(), f"{run}/t4", 3, exported))
     return tried
 
 
@@ -496,3 +513,13 @@ def test_fsdp_too(ranks: list[Tried]) -> None:
         assert (told["resumed at"], told["stock reads ours at"]) == (3, 3)
         assert (told["trainer"], told["trainer stock"]) == (True, True)
         assert told["kept"] == ["epoch=1-step=8.ckpt", "last.ckpt"]
+
+
+def test_an_export_is_no_checkpoint_to_go_on_from(ranks: list[Tried]) -> None:
+    """save_checkpoint(weights_only=True) is listed as weights, last_checkpoint passes it by, and to resume from it
+    is an error that does not advise strict=False alone.
+    """
+    for rank in ranks:
+        assert rank["fsdp"]["exports"] == {"export-0.ckpt": "weights", "export-1.ckpt": "weights"}
+        assert "export" not in rank["fsdp"]["last beside exports"]
+        assert "ckptfs.latest() of its run" in str(rank["fsdp"]["resumed from an export"])

@@ -6,11 +6,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ckptfs
+from ckptfs.commit.entries import Kind
+from ckptfs.errors import StateError
 from ckptfs.manager.named import NamedCheckpoints
+from ckptfs.manager.shelves import Shelves
 from ckptfs.testing import victim
+from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch
 
 
@@ -78,3 +83,36 @@ def test_removed_on_every_node_after_the_commit_and_never_before(tmp_path: Path)
             left = sorted(path.name for path in (tmp_path / node / mode).iterdir())
             assert left == [".ckptfs", "c", "e", "stranger"]
             assert (tmp_path / node / mode / "c" / "meta").read_bytes() == b"c"
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_are_nothing_to_go_on_from(tmp_path: Path, mode: str) -> None:
+    """An export is listed as weights, and what resumes from the latest passes it by."""
+    run = tmp_path / "run"
+    shelf = NamedCheckpoints(run, mode=mode)
+    shelf.save("epoch=1.ckpt", {"w": torch.ones(4)}, step=10)
+    shelf.save("export.ckpt", {"w": torch.ones(4)}, step=20, kind=Kind.WEIGHTS)
+    shelf.close()
+    found = {c.uri.name: c.kind for c in ckptfs.list_checkpoints(run)}
+    assert found == {"epoch=1.ckpt": Kind.CHECKPOINT, "export.ckpt": Kind.WEIGHTS}
+    latest = ckptfs.latest(run)
+    assert latest is not None
+    assert latest.uri.name == "epoch=1.ckpt"
+    assert ckptfs.load({"w": torch.zeros(4)}, run / "export.ckpt").step == 20
+
+
+def test_a_missing_optimizer_is_not_told_to_be_skipped(tmp_path: Path) -> None:
+    """The hint of a load into an optimizer from weights names the ways to resume, not strict=False alone."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    target = Uri.parse(tmp_path / "run" / "export.ckpt")
+    shelves = Shelves(mode="sync", meta_file="meta.pt")
+    shelves.save(target, {"model": model.state_dict()}, b"", step=1, kind=Kind.WEIGHTS)
+    with pytest.raises(StateError, match="lacks") as caught:
+        shelves.load(target, "model", model, {"optimizer_0": optimizer})
+    told = str(caught.value)
+    assert "weights" in told
+    assert "ckptfs.latest" in told
+    shelves.close()
