@@ -31,6 +31,7 @@ from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.parts import save_part
 from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions, plans_of, save_at
+from ckptfs.dcp.share import as_state_dict
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
 from ckptfs.topology.control import Control
@@ -104,7 +105,8 @@ def save(
     """Collective. Save a state dict to ``uri``; committed and durable when it returns.
 
     state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
-    objects with state_dict() at the top level, called in sorted order of their keys. uri: run and
+    objects with state_dict() at the top level, called in sorted order of their keys; a module, an optimizer or
+    another such object alone lies under "state". uri: run and
     name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
     if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
     one until the new one is committed. run: a held Run fences the save; without it the save is
@@ -128,6 +130,7 @@ def save(
     name, step and run are the ticket's.
     """
     started = time.perf_counter()
+    state_dict = as_state_dict(state_dict)
     if isinstance(uri, TicketPart):
         if (step, run, if_exists, unchanged) != (None, None, "error", "write"):
             raise StateError(
@@ -196,6 +199,7 @@ def load(
     its ``failures`` name rank, URI and file. After an error tensors are undefined.
     """
     started = time.perf_counter()
+    state_dict = as_state_dict(state_dict)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with _control_of(run, process_group, timeout_s) as control:
         target = agree_uri(control, uri)

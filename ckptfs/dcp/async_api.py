@@ -34,6 +34,7 @@ from ckptfs.dcp.exchange import PlanMemory
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.reuse import Memory, Unchanged
 from ckptfs.dcp.saving import Tell, WriteOptions, plans_of, save_at, tell_nobody
+from ckptfs.dcp.share import as_state_dict
 from ckptfs.dcp.staging import Staged, failed, stage
 from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import StateError, UriError
@@ -89,6 +90,7 @@ def async_save(
     logged. Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there
     is exactly the old or the new checkpoint.
     """
+    state_dict = as_state_dict(state_dict)
     if isinstance(uri, TicketPart):
         raise StateError(
             "a ticket's part is saved synchronously",

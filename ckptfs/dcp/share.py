@@ -2,6 +2,7 @@
 
     Share       what ``plan_save`` and ``write`` need of a rank's state: a plan, and the data of items
     LiveShare   the caller's own state dict, read while it is written (``save``)
+    as_state_dict(given)   a module, or another object with state_dict, in the place of a dict
 
 ``ckptfs.dcp.staging`` has the other one: a copy, made before the ranks talk (``async_save``).
 """
@@ -19,8 +20,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ckptfs.dcp.per_rank import rename_plan
 from ckptfs.dcp.planner import SavePlanner
 from ckptfs.dcp.resolve import Loan
+from ckptfs.errors import StateError
 
-__all__ = ["LiveShare", "Share", "local_plan", "stateful_keys", "unwrap_stateful"]
+__all__ = [
+    "ROOT",
+    "LiveShare",
+    "Share",
+    "as_state_dict",
+    "local_plan",
+    "stateful_keys",
+    "unwrap_stateful",
+]
+
+ROOT = "state"  # where a state that is no dict lies in its checkpoint
 
 
 class Share(Protocol):
@@ -65,6 +77,23 @@ def local_plan(
     """One rank's plan: flattened, checked, its own keys renamed. Local."""
     planner.set_up_planner(unwrap_stateful(state_dict), None, is_coordinator=rank == 0)
     return rename_plan(planner.create_local_plan(), per_rank, rank)
+
+
+def as_state_dict(given: Any) -> Any:
+    """What ``save`` and ``load`` were given as a state dict: a module, an optimizer or another object with
+    state_dict and load_state_dict lies under "state", as ``CheckpointManager`` has it.
+
+    StateError: it is neither, such as a tensor or a list.
+    """
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, Stateful) and not isinstance(given, (type, torch.Tensor)):
+        return {ROOT: given}
+    name = type(given).__name__
+    raise StateError(
+        f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is no state dict",
+        hint='give a dict, such as {"state": value}; a module or another object with state_dict is taken too',
+    )
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
