@@ -8,6 +8,7 @@ names inside torch, and are held here over the syntax trees: private names of to
 from __future__ import annotations
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -198,3 +199,18 @@ def test_a_breach_would_be_seen(breach: str, copy: Path) -> None:
             path.unlink()
         else:
             path.write_text(before)
+
+
+def test_no_link_of_the_repository_leads_out_of_it() -> None:
+    """One to a folder of somebody's machine, `.lab` say, would take that folder's place in a checkout."""
+    told = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if told.returncode != 0:
+        pytest.skip("no git checkout here")
+    links = [line.split("\t")[1] for line in told.stdout.splitlines() if line.startswith("120000")]
+    ends = {
+        link: os.path.normpath(ROOT / Path(link).parent / os.readlink(ROOT / link))
+        for link in links
+    }
+    assert {link: end for link, end in ends.items() if not Path(end).is_relative_to(ROOT)} == {}
