@@ -93,10 +93,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 }
 _DTYPE = re.compile(r"[A-Za-z?]\d{0,9}")
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-WAYS_OUT = (
-    "if you trust it, allow the class with torch.serialization.add_safe_globals, or let "
-    "dcp.load(..., storage_reader=StorageReader(uri, weights_only=False)) execute what it says"
-)
+WAYS_OUT = "trusted? torch.serialization.add_safe_globals([its class]), or StorageReader(weights_only=False)"
 _ZIP = b"PK\x03\x04"
 _COPIES = 4  # of what a pickle holds: text becomes bytes, and bytes an array
 

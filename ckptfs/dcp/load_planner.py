@@ -52,8 +52,8 @@ __all__ = [
 
 _OWN = ("state", "param_groups")  # of an optimizer
 OPTIMIZER_HINT = (
-    "ask for what get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns, hand "
-    "the optimizer to CheckpointManager.restore, or leave it out of the state dict"
+    "ask for what torch's get_state_dict(model, optimizer) returns, hand it to "
+    "CheckpointManager.restore, or leave it out"
 )
 
 
