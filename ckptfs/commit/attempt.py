@@ -220,7 +220,8 @@ class Attempt:
                 raise
             self._plan = self._planned_together()
         if self._plan.replaces and self._claims_when_taken:
-            self._claim()
+            if not self._free_name() and self._claimed is None:
+                self._claim()
             self._plan = self._planned_together()
         self._set_keys()
         with naming(self.storage.uri(self.spec.name)):
