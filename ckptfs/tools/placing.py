@@ -1,16 +1,18 @@
 """Which tensor lies in which bytes, by ``.metadata`` or safetensors headers; and whether that can be.
 
 places_of(storage, found)          path -> (start, stop, key), for messages; {} where nobody tells
-look_into(storage, seen)           .metadata names this save, listed files, ranges inside them
+look_into(storage, seen)           .metadata names this save, listed files, ranges inside them, and the
+                                   chunks of each tensor fill it
 look_at_stock(storage, seen)       the same of a plain DCP checkpoint: there are sizes, no digests
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.entries import Kind
@@ -18,12 +20,15 @@ from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.ops import read_limited
 from ckptfs.dcp.datafile import Verify
+from ckptfs.dcp.grid import fills
 from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.reading_plan import untiled
 from ckptfs.dcp.safetensors_layout import read_layout
 from ckptfs.errors import CkptfsError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.findings import Damage
 from ckptfs.tools.looked import Looked
+from ckptfs.uri import Uri
 
 __all__ = ["Places", "keys_in", "look_at_stock", "look_into", "places_of"]
 
@@ -70,6 +75,7 @@ def look_into(storage: Storage, seen: Looked) -> None:
     sizes = {f.path: f.size_bytes for f in manifest.files}
     for what in _outside(_by_path(metadata), sizes):
         seen.add(Damage.METADATA, uri, what, _DO, path=path)
+    _look_at_chunks(seen, metadata, uri, path, is_whole=len(manifest.domains) <= 1)
 
 
 def look_at_stock(storage: Storage, seen: Looked) -> None:
@@ -80,10 +86,12 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
     seen.notes.append("no digests: sizes only")
     uri = storage.uri(found.metadata)
     try:
-        places = _by_path(_decoded(storage, found))
+        metadata = _decoded(storage, found)
+        places = _by_path(metadata)
     except ManifestError as error:
         seen.add(Damage.METADATA, uri, error.message, _DO, path=METADATA)
         return
+    _look_at_chunks(seen, metadata, uri, METADATA, is_whole=True)
     seen.sizes[METADATA] = storage.stat(found.metadata).size_bytes
     for path, ranges in sorted(places.items()):
         needed, keys = max(stop for _, stop, _ in ranges), tuple(key for _, _, key in ranges)
@@ -99,6 +107,25 @@ def look_at_stock(storage: Storage, seen: Looked) -> None:
             what = f"it has {size} bytes, .metadata needs {needed}"
             told = {"path": path, "start": size, "stop": needed, "tensors": lost}
             seen.add(Damage.SIZE, where, what, _DO, **told)
+
+
+def _look_at_chunks(
+    seen: Looked, metadata: Metadata, uri: Uri, path: str, *, is_whole: bool
+) -> None:
+    """A finding for each tensor whose chunks overlap, or leave a part of it out: a load refuses it.
+
+    is_whole: all chunks are described here, and not some in the ``.metadata`` of another domain.
+    """
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        pieces = [(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks]
+        if fills(pieces, tuple(entry.size)):
+            continue
+        held = sum(math.prod(lengths) for _, lengths in pieces)
+        if is_whole or held >= math.prod(entry.size):
+            what = untiled(key, pieces, tuple(entry.size)).message
+            seen.add(Damage.METADATA, uri, what, _DO, path=path, tensors=(key,))
 
 
 def _decoded(storage: Storage, found: Found) -> Metadata:

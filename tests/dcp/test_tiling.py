@@ -33,7 +33,9 @@ from ckptfs.manager.saved import Saved
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.contents import Box, TensorLeaf
 from ckptfs.tools.exporting import ExportFormat, export
+from ckptfs.tools.findings import Damage
 from ckptfs.tools.opened import open_contents
+from ckptfs.tools.verifying import verify
 from tests.dcp.fake_ranks import fake_rank
 
 SIZE = 8
@@ -313,3 +315,16 @@ def test_volumes_alone_prove_nothing() -> None:
     for name in ("an overlap as large as the hole", "a plane", "a plane with a hole in the middle"):
         chunks, sizes = WRONG[name]
         assert sum(math.prod(n) for _, n in chunks) >= math.prod(sizes)
+
+
+@pytest.mark.parametrize("case", [*WRONG, *RIGHT])
+def test_verify_reports_chunks_that_overlap_or_leave_a_hole(tmp_path: Path, case: str) -> None:
+    """A finding of its own that names the tensor, as a load would refuse it; none where they fill it."""
+    chunks, sizes = {**WRONG, **RIGHT}[case]
+    made(tmp_path / "run/step_1", chunks, sizes)
+    (one,) = verify([tmp_path / "run/step_1"]).checkpoints
+    found = [finding for finding in one.findings if "chunks" in finding.what]
+    assert [finding.tensors for finding in found] == ([("w",)] if case in WRONG else [])
+    assert all(finding.damage is Damage.METADATA for finding in found)
+    if case == "an overlap as large as the hole":
+        assert "overlap and leave a part of it out" in found[0].what
