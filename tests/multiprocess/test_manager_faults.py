@@ -445,6 +445,7 @@ def test_a_clock_that_jumps_decides_nothing(
     for module in (planning, spec):
         monkeypatch.setattr(module, "datetime", Past)
     with CheckpointManager(tmp_path, keep_latest=2, takeover="never") as manager:
+        assert manager.restore({"w": torch.zeros(3)}) is not None
         for step in (3, 2):
             manager.save(step, {"w": torch.full((3,), float(step))})
             latest = manager.latest
