@@ -63,30 +63,30 @@ _SHARED = {
     "ensure": "create 1, mkdir N, open N-1, open dir 3N, rename 1, stat R-N, sync 1, sync dir 2N+1,"
     " unlink 1",
     "prepare": "create 2, link 1, list 6, mkdir 7, open R+4, open dir N+23, rename 1, stat 1, sync 2,"
-    " sync dir 18, unlink 2, utime 1",
+    " sync dir 18, unlink 2, utime 2",
     "save": "create 2R+6, link 1, mkdir 3, open N+4, open dir R+2N+12, rename 2R+6, stat 1, statvfs 1, sync 2R+6,"
     " sync dir R+11, unlink 2, utime 1",
     "retain": "create 2, link 2, list 1, open 12, open dir 10, rename 4, rmdir 3, stat 2, sync 2,"
-    " sync dir 5, unlink 2R+9, utime 1",
-    "release": "create 1, link 1, open 1, open dir 2, sync 1, sync dir 1, unlink 2",
-    "resume": "create 2, link 1, list 7, mkdir 5, open R+10, open dir N+23, rename 1, rmdir 1, stat 1,"
-    " sync 2, sync dir 18, unlink 2, utime 1",
-    "latest": "open 10, open dir 3",
+    " sync dir 5, unlink 2R+9, utime 2",
+    "release": "create 1, link 1, open 1, open dir 2, sync 1, sync dir 1, unlink 2, utime 1",
+    "resume": "create 2, link 1, list 7, mkdir 5, open R+10, open dir N+25, rename 1, rmdir 1, stat 1,"
+    " sync 2, sync dir 18, unlink 2, utime 2",
+    "latest": "open 10, open dir 6",
 }
 _LOCAL = {
     "open": "create 5N, link 3N, list 2N, mkdir 6N, open 4N, open dir 11N, rename 3N, rmdir N, stat 5N,"
     " sync 2N, sync dir 6N, unlink 7N",
     "ensure": "mkdir N, open dir 2N, stat R-N, sync dir 2N",
     "prepare": "create 2N, link N, list 6N, mkdir 7N, open R+4N, open dir 24N, rename N, stat N, sync 2N,"
-    " sync dir 18N, unlink 2N, utime N",
+    " sync dir 18N, unlink 2N, utime 2N",
     "save": "create 2R+7N, link 2N, mkdir 3N, open 6N, open dir R+16N, rename 2R+6N, stat N, statvfs N,"
     " sync 2R+7N, sync dir R+12N, unlink 4N, utime N",
     "retain": "create 2N, link 2N, list N, open 12N, open dir 10N, rename 4N, rmdir 3N, stat 2N, sync 2N,"
-    " sync dir 5N, unlink 2R+9N, utime N",
-    "release": "create N, link N, open N, open dir 2N, sync N, sync dir N, unlink 2N",
-    "resume": "create 2N, link N, list 7N, mkdir 5N, open R+12N, open dir 24N, rename N, rmdir N, stat N,"
-    " sync 2N, sync dir 18N, unlink 2N, utime N",
-    "latest": "open 12, open dir 3",
+    " sync dir 5N, unlink 2R+9N, utime 2N",
+    "release": "create N, link N, open N, open dir 2N, sync N, sync dir N, unlink 2N, utime N",
+    "resume": "create 2N, link N, list 7N, mkdir 5N, open R+12N, open dir 27N, rename N, rmdir N, stat N,"
+    " sync 2N, sync dir 18N, unlink 2N, utime 2N",
+    "latest": "open 12, open dir 6",
 }
 _OBJECTS = {
     "open": "delete 1, get 2, head 1, list_keys 1, put 5",
