@@ -79,7 +79,8 @@ class LogState:
         return self.fence.generation
 
     def to_send(self, ids: Collection[str] = ()) -> LogState:
-        """What another rank needs of it to decide: what lives here, and the saves of ``ids``.
+        """What another rank needs of it to decide: what lives here, the wholes of the parts that do, and the
+        saves of ``ids``.
 
         Of several domains a save may be settled in one and living in another: see ``unsent``.
         """

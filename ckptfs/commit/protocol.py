@@ -177,9 +177,11 @@ def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
         elif save.part is not None:
             related = {save.part.of}
             known = [views[d].saves for d in save.part.domains if d in views]
-            home = views.get(save.part.home)
-            is_told = all(save.save_id in saves for saves in known) and (
-                home is None or save.part.of in home.saves
+            home, of = views.get(save.part.home), save.part.of
+            # Where home is out of reach, any log that knows the whole says what became of it.
+            knows = [home] if home is not None else views.values()
+            is_told = all(save.save_id in saves for saves in known) and any(
+                of in view.saves for view in knows
             )
         else:
             continue

@@ -290,10 +290,14 @@ class Saves(Mapping[str, SaveState]):
         return draft.saves()
 
     def to_send(self, ids: Collection[str] = ()) -> Saves:
-        """The living ones, those of ``ids``, and what the others say together: enough to decide about
-        a new save. For sending to another rank: any other settled save is unknown there.
+        """The living ones and the wholes of their parts, those of ``ids``, and what the others say
+        together: enough to decide about a new save. For sending to another rank: any other settled save
+        is unknown there.
         """
-        asked = {save_id: save for save_id in ids if (save := self.settled.get(save_id))}
+        # Without its whole a part of what was given up would be in doubt: see _may_settle.
+        wholes = (save.part.of for save in self.living.values() if save.part is not None)
+        wanted = dict.fromkeys([*ids, *wholes])
+        asked = {save_id: save for save_id in wanted if (save := self.settled.get(save_id))}
         kept = Settled(bases=self.settled.bases, highest=self.settled.highest)
         return Saves({**asked, **self.living}, kept, self.waiting)
 

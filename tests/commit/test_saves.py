@@ -380,6 +380,36 @@ def test_parts_of_what_was_given_up_stay_living() -> None:
     assert set(state.saves.living) == {"s-actor", "s-critic"}
 
 
+def of_home(part: str, *, domain: str) -> Part:
+    """A part of save "s" that lies in a domain which is not its home."""
+    at = (f"s-{part}", "s", part, Generation(1, "n"), "step_1", None, "home", "h")
+    return Part(*at, domains=(domain,), digest="d")
+
+
+def test_a_part_is_sent_with_what_became_of_its_whole() -> None:
+    """Home is out of reach, and its abort is settled here: the part was given up, and is not in doubt."""
+    state = folded([Fence(Generation(1, "n")), of_home("actor", domain="A")])
+    assert standing("s-actor", sent({"A": state})) is Standing.IN_DOUBT
+    state = fold_entry(state, Abort("s", Generation(2, "n")))
+    assert "s" not in state.saves.living
+    assert standing("s-actor", {"A": state}) is Standing.ABORTED
+    assert standing("s-actor", sent({"A": state})) is Standing.ABORTED
+
+
+def test_what_became_of_a_whole_is_asked_for_where_home_is_out_of_reach() -> None:
+    """B heard that the whole was committed and deleted, A did not: the part in A is no part in doubt."""
+    base = Generation(1, "n")
+    refs = tuple(PartRef(n, f"s-{n}", "d", (d,)) for n, d in (("actor", "A"), ("critic", "B")))
+    whole = replace(seal_of("s", "step_1", base, 1, ("home",)), parts=refs)
+    here = folded([Fence(base), of_home("actor", domain="A")])
+    there = folded([Fence(base), of_home("critic", domain="B"), whole, Delete("s", base)])
+    there = fold_entries(there, [Gone("s", base), seal_of("t", "step_2", base, 2, ("B",))])
+    assert not {"s", "s-critic"} & set(there.saves.living)
+    views = {"A": here, "B": there}
+    assert standing("s-actor", views) is Standing.DELETED
+    assert standing("s-actor", sent(views)) is Standing.DELETED
+
+
 def test_the_settled_saves_of_a_name_are_found_newest_first() -> None:
     """A name that is saved again and again: each of its saves is found, the greatest rank first."""
     base, state = Generation(1, "n"), fold_entry(LogState(), Fence(Generation(1, "n")))
