@@ -315,7 +315,9 @@ class _Claimant:
             found = drive(report(self._domain, generation, caps, self._known), seat.storage)
             seat.known.learn(found.state)
             mine[:] = [found.state]
-            return replace(found, state=found.state.to_send(asked))
+            # An attempt that lies here and was aborted may have lost its record: the log alone knows it.
+            here = {attempt.save_id for attempt in found.attempts}
+            return replace(found, state=found.state.to_send({*asked, *here}))
 
         def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
             known = {r.domain: r for r in reports if r is not None}

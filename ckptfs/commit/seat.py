@@ -139,7 +139,8 @@ def step_with_views(
 
     look: on every rank, what it tells; where it owns a log, with ``state.to_send(ids)``. view_of: the
     log in that. A second step asks for what may be settled in one log and lives in another; between two
-    crashes there is nothing of the kind. also: further saves that every log must be asked for.
+    crashes there is nothing of the kind. also: where there are several logs, further saves that every one
+    must be asked for.
     """
 
     def first(found: list[T]) -> R | _Ask:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.claim import Takeover, claim
+from ckptfs.commit.layout import ATTEMPTS
 from ckptfs.commit.lease import LeaseTimes
+from ckptfs.commit.log import catch_up
+from ckptfs.commit.ops import drive
 from ckptfs.commit.seat import Seat
+from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import CollectiveError, RunBusyError
 from ckptfs.testing.faults import Fail, Fault, Plan
 from tests.crash import rig
@@ -72,3 +78,33 @@ def test_a_claim_that_failed_is_nobody_s(tmp_path: Path) -> None:
         with pytest.raises(CollectiveError, match=r"^report failed .* denied"):
             end.get()
     rig.values(rig.seats(rig.TWO_DOMAINS, base, take, job="two"))
+
+
+@pytest.mark.parametrize("file", [None, "__0_0.distcp"], ids=["empty", "data"])
+@pytest.mark.parametrize("layout", [rig.SOLO, rig.TWO_DOMAINS], ids=["one", "two"])
+def test_an_aborted_attempt_without_its_record_is_cleared(
+    tmp_path: Path, layout: rig.Layout, file: str | None
+) -> None:
+    """The power went while an aborted attempt was removed: its directory is there again, attempt.json is
+    not. The log says whose it was, and the next owner removes it. What the log never heard of stays.
+    """
+    base = str(tmp_path)
+
+    def abort(seat: Seat) -> str:
+        attempt = Attempt(seat, SaveSpec("step_1", None))
+        attempt.begin()
+        attempt.abandon()
+        assert drive(catch_up(), seat.storage).save(attempt.save_id).aborted
+        return attempt.save_id
+
+    save_id = rig.values(rig.seats(layout, base, abort, job="one"))[0]
+    for path in layout.directories(base).values():
+        assert os.listdir(f"{path}/{ATTEMPTS}") == []
+        for name in (save_id, "foreign"):
+            os.makedirs(f"{path}/{ATTEMPTS}/{name}/{name}")
+            Path(f"{path}/{ATTEMPTS}/{name}/{name}/{file or '__1_0.distcp'}").write_bytes(b"data")
+        if file is None:
+            os.unlink(f"{path}/{ATTEMPTS}/{save_id}/{save_id}/__1_0.distcp")
+    rig.values(rig.seats(layout, base, lambda seat: claim(seat).release(), job="two"))
+    for path in layout.directories(base).values():
+        assert os.listdir(f"{path}/{ATTEMPTS}") == ["foreign"]
