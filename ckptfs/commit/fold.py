@@ -33,7 +33,7 @@ from ckptfs.commit.entries import (
     body_fields,
     body_from,
 )
-from ckptfs.commit.saves import Draft, Saves, SaveState, flag_from, number_from, save_fields
+from ckptfs.commit.saves import Draft, Saves, SaveState, flag_from, number_from
 from ckptfs.errors import ManifestError
 
 __all__ = [
@@ -171,10 +171,7 @@ def snapshot_of(state: LogState) -> Snapshot:
             "fence_at": state.fence_at,
             "released": state.released,
             "overwrites": [[o.generation, o.at] for o in state.overwrites],
-            "saves": [
-                *state.saves.encoded(),
-                *(save_fields(save) for save in state.saves.living.values()),
-            ],
+            "saves": state.saves.records(),
         }
     )
 

@@ -35,6 +35,7 @@ __all__ = ["Draft", "Rank", "SaveState", "Saves", "Settled", "rank_of"]
 
 V = TypeVar("V")
 
+NOT_SEALED = -1  # below the number of every entry
 LAST_ENDED = 256  # ids kept in order for whoever does not read this log: see HomeWord
 
 
@@ -209,8 +210,16 @@ class Layers(Generic[V]):
                 seen.update(layer)
 
 
+class _Record(NamedTuple):
+    """What a snapshot says of one save, and the place in the log that it is written by."""
+
+    sealed_at: int
+    record: EncodedSave | dict[str, Any]
+
+
 class Settled(NamedTuple):
-    """The settled saves. texts: of each, by its id, what a snapshot says.
+    """The settled saves. texts: of each, by its id, what a snapshot says. parts: of each that is a part,
+    the number of the entry that sealed it.
 
     names: of each name, the id with the greatest rank. others: of that id and of each that follows, the
     next one of the same name. bases: the generations that a settled save was committed under. highest:
@@ -226,6 +235,7 @@ class Settled(NamedTuple):
     size: int = 0
     aborted: tuple[str, ...] = ()
     deleted: tuple[str, ...] = ()
+    parts: Layers[int] = Layers()
 
     def get(self, save_id: str) -> SaveState | None:
         """What was known of a save when it was settled."""
@@ -312,11 +322,29 @@ class Saves(Mapping[str, SaveState]):
             save.seal is not None and save.seal.name == name for save in self.living.values()
         )
 
-    def encoded(self) -> Iterator[EncodedSave]:
-        """What a snapshot says of each settled save; the text is made once in its life."""
-        texts = self.settled.texts
-        found = (texts.get(save_id) for save_id in texts if save_id not in self.living)
-        return (text for text in found if text is not None)
+    def records(self) -> list[EncodedSave | dict[str, Any]]:
+        """What a snapshot says of each save; the text of a settled one is made once in its life.
+
+        Settled saves come first, then the living ones in their order, with all parts among them where
+        they were sealed: a snapshot must not depend on whether its writer had settled the parts.
+        """
+        texts, parts = self.settled.texts, self.settled.parts
+        first, rest = list[EncodedSave | dict[str, Any]](), list[_Record]()
+        for save_id in texts:
+            text = texts.get(save_id)
+            if text is None or save_id in self.living:
+                continue
+            sealed_at = parts.get(save_id)
+            if sealed_at is None:
+                first.append(text)
+            else:
+                rest.append(_Record(sealed_at, text))
+        before = NOT_SEALED
+        for save in self.living.values():
+            # The living ones keep their order: that of the entries that spoke of them first.
+            before = before if save.sealed_at is None else max(before, save.sealed_at)
+            rest.append(_Record(before, save_fields(save)))
+        return [*first, *(one.record for one in sorted(rest, key=lambda one: one.sealed_at))]
 
     def names(self) -> set[str]:
         """The names of all that was ever sealed here."""
@@ -384,13 +412,16 @@ def _may_settle(save: SaveState) -> bool:
 
 
 class _Ended(NamedTuple):
-    """A save that may be settled. name, rank: of a sealed one. text: where a snapshot had it."""
+    """A save that may be settled. name, rank: of a sealed one. text: where a snapshot had it, behind so
+    many living ones.
+    """
 
     save_id: str
     name: str = ""
     rank: Rank | None = None
     is_elsewhere: bool = False
     text: EncodedSave | None = None
+    behind: int = 0
 
 
 def _ended(save: SaveState) -> _Ended:
@@ -464,7 +495,7 @@ class Draft:
         rank = Rank(base, seal["seq"], not seal["fenced"], raw["sealed_at"])
         text = EncodedSave(_encode(raw))
         name, elsewhere = component(seal["name"]), len(seal["domains"]) > 1
-        self._records[save_id] = _Ended(save_id, name, rank, elsewhere, text)
+        self._records[save_id] = _Ended(save_id, name, rank, elsewhere, text, len(self._living))
 
     def saves(self) -> Saves:
         """The value, with everything settled that does not matter any more."""
@@ -506,12 +537,8 @@ class Draft:
             return below or one.save_id in last
 
         ended = [one for save_id in self._waiting if not stays(one := _ended(living[save_id]))]
-        for save_id, record in records:
-            if stays(record):
-                living[save_id] = self.get(save_id)
-                self._waiting[save_id] = None
-            else:
-                ended.append(record)
+        ended += [record for _, record in records if not stays(record)]
+        self._take_in(living, [record for _, record in records if stays(record)])
         # What became of a part is what became of its whole.
         ended += [
             _Ended(save_id)
@@ -523,12 +550,23 @@ class Draft:
             living.pop(one.save_id, None)
             self._waiting.pop(one.save_id, None)
 
+    def _take_in(self, living: dict[str, SaveState], records: list[_Ended]) -> None:
+        """Put these records of a snapshot among the living saves, where the snapshot had them."""
+        if not records:
+            return
+        places = [(n, save) for n, save in enumerate(living.values(), 1)]
+        places += [(one.behind, self.get(one.save_id)) for one in records]
+        places.sort(key=lambda place: place[0])
+        self._waiting |= dict.fromkeys(one.save_id for one in records)
+        living.clear()
+        living.update((save.save_id, save) for _, save in places)
+
 
 def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveState]) -> Settled:
     """The settled saves with these."""
     if not ended:
         return known
-    texts, bases = dict[str, EncodedSave](), dict[str, bool]()
+    texts, parts, bases = dict[str, EncodedSave](), dict[str, int](), dict[str, bool]()
     tops, others = dict[str, _Ended](), dict[str, str]()
     highest, aborted, deleted = known.highest, [*known.aborted], [*known.deleted]
     for one in ended:
@@ -537,6 +575,8 @@ def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveSt
             texts[one.save_id] = EncodedSave(_encode(save_fields(save)))
         elif one.text is not None:
             texts[one.save_id] = one.text
+        if save is not None and save.part is not None:
+            parts[one.save_id] = NOT_SEALED if save.sealed_at is None else save.sealed_at
         if one.is_elsewhere:
             deleted.append(one.save_id)
         if one.rank is None:
@@ -569,6 +609,7 @@ def _with_ended(known: Settled, ended: list[_Ended], living: Mapping[str, SaveSt
         known.size + len(ended),
         tuple(aborted[-LAST_ENDED:]),
         tuple(deleted[-LAST_ENDED:]),
+        known.parts.with_items(parts),
     )
 
 

@@ -18,6 +18,7 @@ from ckptfs.commit.entries import (
     Body,
     Decided,
     Delete,
+    Entry,
     Fence,
     FenceMode,
     Generation,
@@ -28,6 +29,7 @@ from ckptfs.commit.entries import (
     PartRef,
     Pin,
     Seal,
+    encode_entry,
 )
 from ckptfs.commit.fold import (
     LogState,
@@ -370,6 +372,24 @@ def test_parts_are_settled_with_their_whole() -> None:
     again = reread(state)
     assert again.saves == state.saves
     assert set(again.saves.living) == set(state.saves.living)
+
+
+def test_a_snapshot_does_not_say_whether_parts_are_settled() -> None:
+    """Parts lie among the living saves as they were sealed, and what stays living keeps its place."""
+    base = Generation(1, "n")
+    bodies: list[Body] = [
+        *(seal_of("s", "step_1", base, 7, ("A", "B")), seal_of("t", "export", base, 1, ("A",))),
+        *(Delete("s", base), Gone("s", base)),
+        Part("s-actor", "s", "actor", base, "step_1", None, "B", "h", ("A",), "d"),
+        seal_of("u", "other", base, 2, ("A",)),
+    ]
+    one_by_one = folded(bodies)
+    at_once = fold_entries(LogState(), bodies)
+    assert "s-actor" not in one_by_one.saves.living
+    for state in (one_by_one, at_once, reread(one_by_one), reread(at_once)):
+        entry = Entry("w", snapshot_of(state))
+        listed = json.loads(encode_entry(entry))["state"]["saves"]
+        assert [one["save_id"] for one in listed] == ["s", "t", "s-actor", "u"]
 
 
 def test_parts_of_what_was_given_up_stay_living() -> None:
