@@ -140,6 +140,7 @@ _MASKS = (
     (r"\d{8}T\d{6}-[0-9a-f]{12}", "<save-id>"),
     (r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)?", "<time>"),
     (r"\bpid \d+", "pid <pid>"),
+    (r"\b127\.0\.0\.1:\d+", "127.0.0.1:<port>"),
     (r'"pid": \d+', '"pid": <pid>'),
     (r'"(age_s|elapsed_s|seconds|wall_s|mib_per_s)": [\d.e+-]+', r'"\1": <number>'),
     (r"\b\d+[smhd]\b", "<age>"),
