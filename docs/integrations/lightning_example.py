@@ -28,13 +28,11 @@ class Net(LightningModule):
 
 
 seed_everything(1, verbose=False)
-strategy = CkptfsDDPStrategy(checkpoint_io=CkptfsIO(mode))
+own, strategy = torch.Generator(), CkptfsDDPStrategy(checkpoint_io=CkptfsIO(mode))
 saves = ModelCheckpoint(uri, save_last=True, save_top_k=1)
 place = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"])}
 trainer = Trainer(**place, strategy=strategy, callbacks=saves, max_epochs=4)
-data = torch.utils.data.DataLoader(
-    torch.randn(64, 8), batch_size=8, shuffle=True, generator=torch.Generator()
-)
+data = torch.utils.data.DataLoader(torch.randn(64, 8), 8, shuffle=True, generator=own)
 trainer.fit(net := Net(), data, ckpt_path=last_checkpoint(uri))
 moments = [t for state in trainer.optimizers[0].state.values() for t in state.values()]
 content = b"".join(t.detach().numpy().tobytes() for t in [*net.parameters(), *moments])

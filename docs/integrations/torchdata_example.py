@@ -15,20 +15,16 @@ dist.init_process_group("gloo")
 torch.manual_seed(dist.get_rank())
 data = torch.arange(48.0).view(24, 2)
 sampler = StatefulDistributedSampler(data, seed=3)  # each rank its own half, shuffled
-# Each iterator of a loader draws a number when it begins: from a generator of its own, so that dropout
-# draws after a resume what it would have drawn without one.
-own = torch.Generator().manual_seed(dist.get_rank())
+own = torch.Generator().manual_seed(dist.get_rank())  # iterators draw from it, dropout does not
 loader = StatefulDataLoader(data, batch_size=2, sampler=sampler, num_workers=1, generator=own)
 weights = torch.zeros(2)
 seen = ckptfs.PerRank([])  # anything else that every rank has for itself
-rng = ckptfs.RngState()
-state = {"weights": weights, "loader": loader, "seen": seen, "rng": rng, "step": 0}
+state = {"weights": weights, "loader": loader, "seen": seen, "rng": ckptfs.RngState(), "step": 0}
 
 with ckptfs.CheckpointManager(uri, keep_latest=2, mode=mode) as manager:
     restored = manager.restore(state)
     step = 0 if restored is None else restored.step
-    if dist.get_rank() == 0:
-        print("resumed", step or "none")
+    print(f"resumed {step or 'none'}\n" * (dist.get_rank() == 0), end="")
     seen = state["seen"]
     for batch in loader:  # goes on with the next sample of this rank
         step += 1

@@ -24,9 +24,8 @@ class Actor(Digested, CkptfsFSDPCheckpointManager):  # with verl, its engine has
 
 torch.manual_seed(0)  # before the workers are forked
 actors = WorkerGroup(Actor, 2, *sys.argv[1:])
-loader = StatefulDataLoader(
-    torch.randint(32, (16, 8)), batch_size=4, shuffle=True, generator=torch.Generator()
-)
+mine = {"batch_size": 4, "shuffle": True, "generator": torch.Generator()}
+loader = StatefulDataLoader(torch.randint(32, (16, 8)), **mine)
 with CkptfsDriver(sys.argv[1], mode=sys.argv[2], keep_latest=2, flush=actors.wait) as driver:
     if folder := driver.resume():
         actors.load_checkpoint(f"{folder}/actor")

@@ -26,6 +26,7 @@ from ckptfs.commit.manifest import decode_manifest
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.reclaim import delete_save
+from ckptfs.commit.run import _OWNED
 from ckptfs.commit.run import Run as HeldRun
 from ckptfs.commit.spec import IfExists, SaveSpec, fresh_ids
 from ckptfs.dcp.loading import load_at
@@ -66,6 +67,10 @@ class Run:
         held = claim(seat, takeover=Takeover.FORCE)
         # Deletes here and now: in a thread their operations would come in another order each time.
         self.held = dataclasses.replace(held, seat=dataclasses.replace(held.seat, background=None))
+        for run in (held, self.held):
+            # Collected, it would be released by a thread, at any moment: the dead release nothing.
+            run._ownership.left.set()
+            _OWNED.remove(run._ownership)
         self.options = self.fresh_options()
 
     def fresh_options(self) -> WriteOptions:
