@@ -118,7 +118,7 @@ def test_a_connection_that_breaks_costs_a_try_and_no_byte(radosgw: Server, tmp_p
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_waiting_costs_one_get_per_poll(radosgw: Server, client: str) -> None:
     """Sixteen idle polls of a run: sixteen GETs, two that make sure it is still that run, and two looks
-    of four requests for what another program saved into it; an announcement is one more poll with two
+    of three requests for what another program saved into it; an announcement is one more poll with two
     GETs, and such a look.
     """
     uri = radosgw.fresh("waiting")
@@ -148,7 +148,7 @@ def test_waiting_costs_one_get_per_poll(radosgw: Server, client: str) -> None:
             found = watcher.wait(seen)
         assert found is not None
         assert found.step == 2
-        assert idle[16] - idle[0] == 16 + 2 + 2 * 4
+        assert idle[16] - idle[0] == 16 + 2 + 2 * 3
         new = proxy.requests()[asked:]
     assert all(r.method in ("GET", "HEAD") for r in new)
     assert len([r for r in new if "list-type" in r.target]) <= 1
