@@ -79,7 +79,9 @@ ASSUMED = Capabilities(
     conditional_replace=False,
     durable=True,
 )
-_STALE_TRIES = 4
+# Each try opens a file, asks what it is and reads it: where a file is replaced all the time, one in four
+# meets a replacement.
+_STALE_TRIES = 10
 _NO_LINKS = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )

@@ -176,7 +176,6 @@ def collective_error(
         groups.setdefault((failure.type, _gist(failure)), []).append(rank)
     shown = [_told_of(ranks, failures, worlds) for ranks in groups.values()]
     more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    hints = {f.hint for f in failures.values()}
     nodes = {f.node for f in failures.values()}
     error = CollectiveError(
         f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
@@ -185,7 +184,8 @@ def collective_error(
         failures=dict(sorted(failures.items())),
         rank=next(iter(failures)) if len(failures) == 1 else None,
         node=next(iter(nodes)) if len(nodes) == 1 else None,
-        hint=next(iter(hints)) if len(hints) == 1 else None,
+        # Of the rank whose file the text names: who holds what is missing there.
+        hint=failures[min(failures)].hint if failures else None,
     )
     _note(error)
     _log_what_is_left_out(label, error, worlds)
