@@ -18,6 +18,7 @@ was moved to another disk and linked back is read as before, and nothing is deci
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import logging
@@ -478,6 +479,9 @@ class LocalStorage(Storage):
             except StaleError:
                 if not remaining:
                     raise
+                # The client may go on taking the name for the file that is gone, until it asks anew.
+                with contextlib.suppress(StorageError):
+                    self.refresh(key.rpartition("/")[0])
         raise AssertionError("unreachable")
 
     def _in_directory(self, key: str, write: Callable[[], T]) -> T:
