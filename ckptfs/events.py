@@ -33,6 +33,7 @@ __all__ = [
     "Written",
 ]
 
+_KIB = 1 << 10
 _MIB = 1 << 20
 
 
@@ -140,14 +141,21 @@ class LoadResult:
         return told
 
 
+def size_text(size_bytes: int | None) -> str:
+    """``1.4 GiB``; bytes below one KiB are exact; ``-`` where nobody told."""
+    if size_bytes is None:
+        return "-"
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < _KIB or unit == "TiB":
+            break
+        value /= _KIB
+    return f"{size_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
 def _told(result: SaveResult | LoadResult) -> str:
     """What, how much, how long: of all ranks."""
-    size = float(result.total.size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":  # noqa: PLR2004 - as the units are
-            break
-        size /= 1024
-    shown = f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    shown = size_text(result.total.size_bytes)
     step = "" if result.step is None else f" (step {result.step})"
     ranks = f" by {len(result.per_rank)} ranks" if len(result.per_rank) > 1 else ""
     return f"{result.uri}{step}: {shown}{ranks} in {result.wall_s:.2f} s"

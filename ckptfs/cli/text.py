@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import re
 
+from ckptfs.events import size_text
 from ckptfs.uri import Uri
 
 __all__ = ["age_text", "counted", "parse_duration", "place_text", "size_text"]
 
-_KIB = 1 << 10
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw]?)")
-
-
-def size_text(size_bytes: int | None) -> str:
-    """``1.4 GiB``; bytes below one KiB are exact; ``-`` where nobody told."""
-    if size_bytes is None:
-        return "-"
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < _KIB or unit == "TiB":
-            break
-        value /= _KIB
-    return f"{size_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def counted(number: int, thing: str) -> str:
