@@ -1,8 +1,7 @@
 """What crosses between torch and the hooks of ``StorageWriter`` and ``StorageReader``.
 
     crossing                     errors: plain, and sure to be unpickled on the other ranks
-    one_place, given, path_of, filesystem_of, is_valid
-                                 where a checkpoint is, in the words of stock's readers and writers
+    StockPlace, one_place        where a checkpoint is, in the words of stock's readers and writers
 
 torch gathers what a hook raised by pickling it. An exception whose class has its own ``__init__``
 pickles and does not unpickle: the coordinator dies of it and every other rank loses the connection.
@@ -22,15 +21,7 @@ from ckptfs.errors import CkptfsError, StateError, UriError
 from ckptfs.storage.registry import is_served
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = [
-    "Given",
-    "crossing",
-    "filesystem_of",
-    "given",
-    "is_valid",
-    "one_place",
-    "path_of",
-]
+__all__ = ["Given", "StockPlace", "crossing", "one_place"]
 
 Given = str | os.PathLike[str] | Uri | None  # a place as a user wrote it
 
@@ -55,41 +46,53 @@ def one_place(uri: Given, path: Given) -> Given:
     return path if uri is None else uri
 
 
-def given(place: Given) -> str | os.PathLike[str]:
-    """What the user wrote, as stock's ``checkpoint_id`` has it; the URI without its credentials where there
-    are some, "" where nothing was given yet.
+class StockPlace:
+    """Where a checkpoint is, in the words that stock's readers and writers have for it.
+
+    A class that derives from this keeps what its user gave in ``_uri``; None: nothing was given yet.
     """
-    if place is None:
-        return ""
-    parsed = Uri.parse(place)
-    if isinstance(place, Uri) or parsed.full != str(parsed):
-        return str(parsed)
-    return place
 
+    _uri: Given
 
-def path_of(place: Given) -> Any:
-    """What a stock writer has as ``path``: a Path on a mounted filesystem, else the URI as text."""
-    if place is None:
-        return None
-    parsed = Uri.parse(place)
-    return pathlib.Path(parsed.local_path) if parsed.is_local else str(parsed)
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """What the user gave, credentials masked; "" where nothing was given yet."""
+        if self._uri is None:
+            return ""
+        parsed = Uri.parse(self._uri)
+        if isinstance(self._uri, Uri) or parsed.full != str(parsed):
+            return str(parsed)
+        return self._uri
 
+    @property
+    def path(self) -> Any:
+        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
+        if self._uri is None:
+            return None
+        parsed = Uri.parse(self._uri)
+        return pathlib.Path(parsed.local_path) if parsed.is_local else str(parsed)
 
-def filesystem_of(place: Given) -> Any:
-    """What a stock writer has as ``fs``. AttributeError: the place is not on a mounted filesystem."""
-    if place is not None and Uri.parse(place).is_local:
-        return _torch.local_filesystem()
-    raise AttributeError(
-        "fs is there for paths only; of other places use ckptfs.list_checkpoints and fsspec"
-    )
+    @property
+    def fs(self) -> Any:
+        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
+        if self._uri is not None and Uri.parse(self._uri).is_local:
+            return _torch.local_filesystem()
+        raise AttributeError(
+            "fs is there for paths only; of other places use ckptfs.list_checkpoints and fsspec"
+        )
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it is a URI, and some storage serves its protocol. No I/O."""
+        try:
+            return is_served(Uri.parse(checkpoint_id))
+        except UriError:
+            return False
 
-def is_valid(checkpoint_id: Any) -> bool:
-    """Whether it is a URI whose protocol some storage serves. No I/O."""
-    try:
-        return is_served(Uri.parse(checkpoint_id))
-    except UriError:
-        return False
+    @property
+    def _shown(self) -> str:
+        """The URI, credentials masked; "" where nothing was given yet."""
+        return "" if self._uri is None else str(Uri.parse(self._uri))
 
 
 def _plain(error: Exception, rank: int | None) -> Exception:

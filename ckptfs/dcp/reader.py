@@ -27,14 +27,7 @@ from ckptfs import _torch
 from ckptfs.commit.catalog import Found
 from ckptfs.commit.locate import locate
 from ckptfs.commit.opening import Place, open_seat
-from ckptfs.dcp.crossing import (
-    crossing,
-    filesystem_of,
-    given,
-    is_valid,
-    one_place,
-    path_of,
-)
+from ckptfs.dcp.crossing import Given, StockPlace, crossing, one_place
 from ckptfs.dcp.datafile import Verify
 from ckptfs.dcp.fetch import fetch
 from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
@@ -62,7 +55,7 @@ class _Open:
     closing: contextlib.ExitStack
 
 
-class StorageReader(TorchStorageReader):
+class StorageReader(StockPlace, TorchStorageReader):
     """Loads the checkpoint at ``uri`` (stock's word: path); None where every call has a checkpoint_id.
 
     storage_options, verify: as for ``ckptfs.load``. weights_only: objects are refused whose loading
@@ -91,7 +84,7 @@ class StorageReader(TorchStorageReader):
                 hint="torch.distributed.checkpoint.FileSystemReader reads them",
             )
         uri = one_place(uri, path)
-        self._uri = uri
+        self._uri: Given = uri
         self._place = Place({**options_of(uri), **(storage_options or {})})
         self._verify = Verify(verify)
         self._weights_only = weights_only
@@ -184,31 +177,6 @@ class StorageReader(TorchStorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """What the user gave, credentials masked; "" where nothing was given yet."""
-        return given(self._uri)
-
-    @property
-    def path(self) -> Any:
-        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
-        return path_of(self._uri)
-
-    @property
-    def fs(self) -> Any:
-        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
-        return filesystem_of(self._uri)
-
-    @property
-    def _shown(self) -> str:
-        """The URI, credentials masked; "" where nothing was given yet."""
-        return "" if self._uri is None else str(Uri.parse(self._uri))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a URI, and some storage serves its protocol. No I/O."""
-        return is_valid(checkpoint_id)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without group and clients."""

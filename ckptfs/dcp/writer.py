@@ -39,14 +39,7 @@ from ckptfs.commit.shared_data import stock_path
 from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, WrittenPart
 from ckptfs.dcp.agent import Desk, Task, hire, send_orders
 from ckptfs.dcp.copies import copies_for
-from ckptfs.dcp.crossing import (
-    crossing,
-    filesystem_of,
-    given,
-    is_valid,
-    one_place,
-    path_of,
-)
+from ckptfs.dcp.crossing import Given, StockPlace, crossing, one_place
 from ckptfs.dcp.engine import WriteEngineName, engine_for
 from ckptfs.dcp.layout import write_files
 from ckptfs.dcp.leaves import WAYS_OUT, check_leaf, check_leaf_bytes
@@ -74,7 +67,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-class StorageWriter(TorchStorageWriter):
+class StorageWriter(StockPlace, TorchStorageWriter):
     """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
 
     uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run,
@@ -141,7 +134,7 @@ class StorageWriter(TorchStorageWriter):
                 'single_file_per_rank=False would write anew what unchanged="reference" is to keep'
             )
         self._single_file = single_file_per_rank
-        self._uri = uri
+        self._uri: Given = uri
         self._place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
         # The generation is all that fences a save, and unlike the Run it can be pickled.
         self._spec = SaveSpec(
@@ -306,31 +299,6 @@ class StorageWriter(TorchStorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """What planners may know before the save: what the user gave as its place."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
-
-    @property
-    def checkpoint_id(self) -> str | os.PathLike[str]:
-        """What the user gave, credentials masked; "" where nothing was given yet."""
-        return given(self._uri)
-
-    @property
-    def path(self) -> Any:
-        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
-        return path_of(self._uri)
-
-    @property
-    def fs(self) -> Any:
-        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
-        return filesystem_of(self._uri)
-
-    @property
-    def _shown(self) -> str:
-        """The URI, credentials masked; "" where nothing was given yet."""
-        return "" if self._uri is None else str(Uri.parse(self._uri))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a URI, and some storage serves its protocol. No I/O."""
-        return is_valid(checkpoint_id)
 
     # -- for async_save in a process -----------------------------------------------------
 
