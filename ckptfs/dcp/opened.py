@@ -73,7 +73,10 @@ def who_holds(uri: str, found: Found) -> str | None:
     """Which ranks and nodes hold a file that this one does not see; None on shared storage."""
     if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
         return None
-    record = next((f for f in found.manifest.files if uri.endswith(f.path)), None)
+    # The digests of a data file lie beside it, and which of the two is missed first is chance.
+    record = next(
+        (f for f in found.manifest.files if uri.endswith((f.path, f.digests or f.path))), None
+    )
     domain = next((d for d in found.manifest.domains if record and d.id == record.domain), None)
     if domain is None:
         return None

@@ -174,19 +174,24 @@ def collective_error(
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         groups.setdefault((failure.type, _gist(failure)), []).append(rank)
-    shown = [_told_of(ranks, failures, worlds) for ranks in groups.values()]
-    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    told = [_told_of(ranks, failures, worlds) for ranks in groups.values()]
+    begin = f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
     nodes = {f.node for f in failures.values()}
-    error = CollectiveError(
-        f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
-        + "; ".join(shown[:_SHOWN])
-        + more,
-        failures=dict(sorted(failures.items())),
-        rank=next(iter(failures)) if len(failures) == 1 else None,
-        node=next(iter(nodes)) if len(nodes) == 1 else None,
-        # Of the rank whose file the text names: who holds what is missing there.
-        hint=failures[min(failures)].hint if failures else None,
-    )
+
+    def showing(count: int) -> CollectiveError:
+        more = f"; and {len(told) - count} more" if len(told) > count else ""
+        return CollectiveError(
+            begin + "; ".join(told[:count]) + more,
+            failures=dict(sorted(failures.items())),
+            rank=next(iter(failures)) if len(failures) == 1 else None,
+            node=next(iter(nodes)) if len(nodes) == 1 else None,
+            # Of the rank whose file the text names: who holds what is missing there.
+            hint=failures[min(failures)].hint if failures else None,
+        )
+
+    # What to do is worth more than what a third rank met: its line goes before the hint does.
+    choices = [showing(count) for count in range(min(len(told), _SHOWN), 0, -1)] or [showing(0)]
+    error = next((e for e in choices if e.hint and e.hint in str(e)), choices[0])
     _note(error)
     _log_what_is_left_out(label, error, worlds)
     return error

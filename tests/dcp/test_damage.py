@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckptfs.commit.catalog import Found
+from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest
 from ckptfs.dcp.datafile import Verify, verify_file
+from ckptfs.dcp.opened import who_holds
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import load, our_save, source, stock_save
@@ -188,3 +191,15 @@ def test_need_17_an_object_is_not_executed(tmp_path: Path) -> None:
     dcp.load(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     state["leaf"].close()
     assert os.path.exists(target), "the control: stock executed it"
+
+
+@pytest.mark.parametrize("missing", ["id/__2_0.distcp", "id/__2_0.xxh3"])
+def test_who_holds_a_file_is_known_of_its_digests_too(missing: str) -> None:
+    """Which of the two a reader misses first is chance."""
+    far = DomainRecord("far", (2, 3), ("host-1",))
+    file = FileRecord("id/__2_0.distcp", 8, "far", "id/__2_0.xxh3")
+    manifest = Manifest("id", "step_1", 1, (file,), (DomainRecord("near", (0, 1), ("h",)), far))
+    found = Found("step_1", "step_1/.metadata", manifest, None)
+    hint = who_holds(f"file:///run/step_1/{missing}", found)
+    assert hint is not None
+    assert "domain far holds it, written by ranks 2, 3 on host-1" in hint

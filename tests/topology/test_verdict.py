@@ -90,6 +90,27 @@ def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixt
     assert all(failure.message in record.getMessage() for failure in failures.values())
 
 
+def test_what_to_do_is_told_before_what_a_second_group_met() -> None:
+    """The text has 400 characters: the hint of the first rank stays, the last groups go."""
+    worlds = [_world(rank, f"host-{rank}") for rank in range(3)]
+    what = ["the digests are missing", "a data file is missing", "it is cut short"]
+    failures = {
+        rank: Failure(
+            rank,
+            "n",
+            "ckptfs.errors.IncompleteCheckpointError",
+            f"{text}, {'and so on ' * 8}",
+            hint="start the ranks on the hosts again that hold it, " + "or copy them " * 8,
+        )
+        for rank, text in enumerate(what)
+    }
+    error = collective_error("read", failures, worlds)
+    assert f"-- {failures[0].hint}" in str(error)
+    assert what[0] in str(error)
+    assert "; and 2 more" in str(error)
+    assert error.failures == failures
+
+
 @given(
     st.dictionaries(
         st.integers(0, 63),
