@@ -36,7 +36,8 @@ from ckptfs.topology.world import World
 __all__ = ["Meeting", "meet"]
 
 _POLL_S = (0.001, 0.05)  # from, to
-_DOUBT_S = 0.25  # how often rank 0 asks whether a rank that does not answer was a dead one's hello
+_DOUBT_S = 0.25  # how often rank 0 asks whether a rank that does not answer was a dead one's hello,
+# and how often a rank that is not welcomed asks whether its own hello is still there
 _GRACE_S = 2.0  # how much longer than rank 0 the others wait: its error names more than theirs
 
 
@@ -255,7 +256,7 @@ def _follow(
         while True:
             key = _welcome_key(place, hello, offers, 0)
             offers[str(hello["nonce"])] += 1
-            nonce = str(_await_told(place, key, silent=lambda: (0,)))
+            nonce = str(_await_told(place, key, silent=lambda: (0,), hello=hello))
             place.call(lambda s: drop(s, key))  # noqa: B023 - called at once
 
             def acknowledge(store: Any, nonce: str = nonce) -> None:
@@ -279,8 +280,28 @@ def _withdraw(store: Any, place: _Place, hello: Mapping[str, Any]) -> None:
         store.delete_key(key)
 
 
-def _await_told(place: _Place, key: str, silent: Callable[[], tuple[int, ...]]) -> Any:
-    if not _poll(place, lambda store: bool(store.check([key]))):
+def _await_told(
+    place: _Place,
+    key: str,
+    silent: Callable[[], tuple[int, ...]],
+    hello: Mapping[str, Any] | None = None,
+) -> Any:
+    """The value of the key. hello: said again where it is gone: an earlier try of this rank that
+    gave up compares before it deletes, and may delete what was said between the two.
+    """
+    next_doubt = time.monotonic() + _DOUBT_S
+
+    def look(store: Any) -> bool:
+        nonlocal next_doubt
+        if store.check([key]):
+            return True
+        if hello is not None and time.monotonic() > next_doubt:
+            next_doubt = time.monotonic() + _DOUBT_S
+            if not store.check([place.hello(place.rank)]):
+                store.set(place.hello(place.rank), json.dumps(hello))
+        return False
+
+    if not _poll(place, look):
         raise _late(place, silent())
     return decode_verdict(place.call(lambda s: take(s, key)[0])).unwrap()
 

@@ -91,6 +91,26 @@ def test_row23_leftovers_of_an_older_run_let_nobody_pass_alone() -> None:
     assert _meet(store, [0, 1, 2], 3, timeout_s=20.0) == {0: 3, 1: 3, 2: 3}
 
 
+def test_a_hello_that_an_earlier_try_withdrew_is_said_again() -> None:
+    """A try that gave up compares its hello with its own, and deletes the next one's: both meet all the same."""
+    store = _store()
+    ends: dict[int, object] = {}
+
+    def body(rank: int) -> None:
+        with _open(store, rank, 2, timeout_s=20.0) as control:
+            ends[rank] = control.step("sum", lambda: rank, total)
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in (1, 0)]
+    threads[0].start()
+    until_key(store, "/hello/1")
+    (hello,) = [key for key in keys_of(store) if key.endswith("/hello/1")]
+    store.delete_key(hello)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert ends == {0: 1, 1: 1}
+
+
 @pytest.mark.parametrize("kind", ["hash", "file", "prefix"])
 def test_every_kind_of_store_carries_a_control(kind: str, tmp_path: Path) -> None:
     """What init_process_group may have made: HashStore, FileStore, a PrefixStore over TCP."""
