@@ -42,6 +42,7 @@ from ckptfs.errors import (
     AccessError,
     ArgumentChoice,
     CkptfsError,
+    CollectiveError,
     CommitConflictError,
     FencedError,
     ManifestError,
@@ -118,6 +119,7 @@ def claim(
 
     RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
     was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
+    CollectiveError that is a FencedError: a newer owner took the run while this one recovered it.
     After another error the fence is released again, so that nobody has to wait for it. After a crash in
     it the next claim does the same again.
 
@@ -167,8 +169,15 @@ class _Claimant:
                     control.step("give back", lambda: self._give_back(fence.generation))  # noqa: B023
                     continue
                 return self._recover(fence.generation)
+            except CollectiveError:
+                # A FencedError of the recovery as well: there the newer owner may live for long.
+                self._let_go(fence.generation)
+                raise
             except FencedError:
-                # Only a prepare_run that has not returned may fence again, higher.
+                # Only a prepare_run that has not returned may fence again, higher. Whoever came after
+                # it may have returned: that it is of the same job, or force, is no reason to rob it.
+                if self._takeover is not Takeover.NEVER:
+                    self._takeover = Takeover.DEAD
                 continue
             except Exception:
                 self._let_go(fence.generation)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG
@@ -18,7 +19,8 @@ from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.ops import drive
 from ckptfs.commit.run import Run
 from ckptfs.commit.seat import Seat
-from ckptfs.errors import RunBusyError
+from ckptfs.commit.spec import SaveSpec
+from ckptfs.errors import CollectiveError, FencedError, RunBusyError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan
 from ckptfs.testing.world import simulate
@@ -31,17 +33,20 @@ ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # whoever waits for this le
 
 
 class _AtTheFence(Plan):
-    """Does something once, just before the first entry is appended to the run log."""
+    """Does something once, just before the first entry is appended to the run log; nth: or a later one."""
 
-    def __init__(self, before: Callable[[], None], *, armed: bool = True) -> None:
+    def __init__(self, before: Callable[[], None], *, nth: int = 1) -> None:
         super().__init__()
         self._before = before
-        self.armed = armed
+        self._nth = nth
+        self.armed = True
 
     def begin(self, op: str, key: str) -> Action | None:
         if self.armed and op == "create" and key.startswith(f"{LOG}/"):
-            self.armed = False
-            self._before()
+            self._nth -= 1
+            if self._nth == 0:
+                self.armed = False
+                self._before()
         return super().begin(op, key)
 
 
@@ -102,6 +107,36 @@ def test_a_newcomer_takes_what_was_released_since_it_looked(tmp_path: Path) -> N
     with claim(late, takeover=Takeover.NEVER) as run:
         assert run.generation.number == 3
         rig.save(late, "step_1", "one", run)
+
+
+@pytest.mark.parametrize("takeover", [Takeover.FORCE, Takeover.AUTO])
+@pytest.mark.parametrize("settling", [False, True], ids=["reporting", "settling"])
+def test_who_was_fenced_out_while_it_recovered_does_not_rob_the_newer_owner(
+    tmp_path: Path, takeover: Takeover, *, settling: bool
+) -> None:
+    """Between the fence of a claim and its end another one of the same job takes the run, by the same
+    takeover, and lives. The first one ends with an error, and the other goes on.
+    """
+    path = tmp_path / "run"
+    before = sit(path, "job")
+    run = claim(before)
+    # An attempt that has to be aborted: the entry behind the fence.
+    Attempt(before, SaveSpec("step_1", None, run=run.generation)).begin()
+    owner: list[tuple[Seat, Run]] = []
+
+    def come() -> None:
+        seat = sit(path, "job")
+        owner.append((seat, claim(seat, takeover=takeover, times=ENDLESS)))
+
+    plan = _AtTheFence(come, nth=2) if settling else _AfterTheFence(come)
+    with pytest.raises((FencedError, RunBusyError), match=r"settle failed|is held by") as caught:
+        claim(sit(path, "job", plan), takeover=takeover, times=ENDLESS)
+    assert isinstance(caught.value, CollectiveError) == settling
+    seat, newer = owner[0]
+    log = log_of(path)
+    assert (log.generation, log.released) == (newer.generation, False)
+    rig.save(seat, "step_2", "two", newer)
+    newer.release()
 
 
 def test_who_got_a_part_of_the_domains_gives_it_back(tmp_path: Path) -> None:
