@@ -11,7 +11,7 @@ the goal.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,7 +33,7 @@ class What(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """engine by the best of others, in each round, is at most this. counts: else it is told only.
+    """engine by the best of others (``best_of``), in each round, is at most this. counts: else it is told only.
 
     where: (workload, target) to which it applies.
     """
@@ -84,16 +84,25 @@ def goals_of(result: Result, asked: Iterable[Asked]) -> list[Goal]:
     return found
 
 
+def best_of(engines: Mapping[str, Sequence[Sample]], names: Iterable[str]) -> str | None:
+    """The name of the engine with the least median seconds; None where none of them took part.
+
+    One engine for all rounds: the best of each round would be a peer that nobody can run.
+    """
+    there = [name for name in names if engines.get(name)]
+    median = lambda name: statistics.median(one.wall_s for one in engines[name])  # noqa: E731
+    return min(there, key=median, default=None)
+
+
 def _ratio(engines: dict[str, list[Sample]], asked: Asked) -> float | None:
-    there = [engines[name] for name in asked.others if name in engines]
-    if asked.engine not in engines or not there:
+    best = best_of(engines, asked.others)
+    if best is None:
         return None
-    best = {
-        number: min(asked.what.of(one) for other in there for one in other if one.round == number)
-        for number in {one.round for one in there[0]}
-    }
+    of = {one.round: asked.what.of(one) for one in engines[best]}
     ratios = [
-        asked.what.of(one) / best[one.round] for one in engines[asked.engine] if best.get(one.round)
+        asked.what.of(one) / of[one.round]
+        for one in engines.get(asked.engine, [])
+        if of.get(one.round)
     ]
     return statistics.median(ratios) if ratios else None
 

@@ -11,12 +11,11 @@ nobody can run.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from benchmarks.goals import What
+from benchmarks.goals import What, best_of
 from ckptfs.bench.results import Phase, Result, Sample
 from ckptfs.bench.stats import spread
 from ckptfs.bench.summary import grouped
@@ -141,11 +140,12 @@ def _ratio(
     engines: Engines, others: Iterable[str], ours: str, of: Callable[[Sample, Sample], float]
 ) -> Found | None:
     mine = {one.round: one for one in _named(engines, ours) if one.is_timed}
-    there = {name: engines[name] for name in others if engines.get(name)}
-    if not mine or not there:
+    best = best_of(engines, others)
+    if not mine or best is None:
         return None
-    best = min(there, key=lambda name: statistics.median(one.wall_s for one in there[name]))
-    values = [of(mine[one.round], one) for one in there[best] if one.round in mine and one.is_timed]
+    values = [
+        of(mine[one.round], one) for one in engines[best] if one.round in mine and one.is_timed
+    ]
     return _over(values, best) if values else None
 
 

@@ -34,7 +34,9 @@ def test_the_benchmark_runs_and_writes_every_measurement(
 
 
 def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
-    """Ratios of one round: twice the copy is missed; half of the faster of DCP's two ways is met."""
+    """Ratios of one round: twice the copy is missed; a quarter of the faster of DCP's two ways is met.
+    The faster is one way for all rounds, the one with the smaller median.
+    """
     stalls = {
         "memcpy": [1.0, 10.0, 2.0],
         "ckptfs": [1.0, 30.0, 4.0],
@@ -49,5 +51,5 @@ def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
         {"first": first, "rounds": turns}, size_bytes=1 << 30, tensors=1, about=about
     )
     found = goals.goals_of(result, async_stall.GOALS)
-    assert [(goal.ratio, goal.is_met) for goal in found] == [(2.0, False), (0.5, True)]
+    assert [(goal.ratio, goal.is_met) for goal in found] == [(2.0, False), (0.25, True)]
     assert result.notes[1] == "ckptfs: the first call 9.00 s, until it is durable 4.00 s"
