@@ -9,7 +9,7 @@ The first save claims the run. ``beside``: small files for readers that are not 
 step directory by each domain's owner once the checkpoint is committed, and removed with it. They are
 no part of it: what a loader of ours needs has to be in the state.
 
-Only what the run's log knows is removed, and never the newest commit or what ``hold`` named.
+Only what the run's log knows is removed, and never the newest commit of its kind or what ``hold`` named.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class NamedCheckpoints:
         self._beside = tuple(beside)
         self._doomed: dict[str, None] = {}
         self._held: set[str] = set()
-        self._committed = True  # whether the last save was
+        self._committed = True  # whether the last full checkpoint was
 
     # -- saving -------------------------------------------------------------------------
 
@@ -95,15 +95,14 @@ class NamedCheckpoints:
         run, retirer = self._claimed()
         retirer.make_room()
         self._doomed.pop(name, None)  # it is wanted again
-        self._committed = False
         target = self._ground.root / name
         lay = partial(_lay_beside, run.seat, name, dict(beside or {}))
         if kind is not Kind.CHECKPOINT:
             spec = SaveSpec(name, step, IfExists.REPLACE, artifact=kind, run=run.generation)
             save_at(state, run.seat, target, spec, WriteOptions(), started=time.perf_counter())
             lay()
-            self._committed = True
-            return
+            return  # a failed checkpoint is as missing as before: what it was to replace stays
+        self._committed = False
         if self._is_async:
             pending = async_save(state, target, step=step, if_exists="replace", run=run)
             self._flight.add(_Followed(pending, lay))
@@ -172,7 +171,7 @@ class NamedCheckpoints:
             return
         save_id, is_newest = found
         if is_newest:
-            logger.warning("%s is not removed: nothing was committed after it", where)
+            logger.warning("%s is not removed: nothing of its kind was committed after it", where)
             return
         try:
             retirer.delete(seat, save_id)
@@ -184,13 +183,16 @@ class NamedCheckpoints:
 
 
 def _live(seat: Seat, name: str) -> tuple[str, bool] | None:
-    """Owners: the live save of a name, and whether it is the newest commit."""
+    """Owners: the live save of a name, and whether it is the newest commit of its kind."""
     state = seat.known.state
     if not seat.placement.is_owner or state is None:
         return None
     lives = [live.seal for live in catalog({seat.placement.mine.id: state})]
     found = [seal for seal in lives if seal.name == name]
-    return (found[0].save_id, found[0] is lives[-1]) if found else None
+    if not found:
+        return None
+    alike = [seal for seal in lives if seal.artifact is found[0].artifact]
+    return found[0].save_id, found[0] is alike[-1]
 
 
 def _first(answers: list[tuple[str, bool] | None]) -> tuple[str, bool] | None:

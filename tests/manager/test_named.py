@@ -101,6 +101,38 @@ def test_weights_are_nothing_to_go_on_from(tmp_path: Path, mode: str) -> None:
     assert ckptfs.load({"w": torch.zeros(4)}, run / "export.ckpt").step == 20
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_replace_no_checkpoint(tmp_path: Path, mode: str) -> None:
+    """The last full checkpoint stays when an export came after it: there is nothing else to go on from."""
+    run = tmp_path / "run"
+    shelf = NamedCheckpoints(run, mode=mode)
+    shelf.save("a", state(1), step=1)
+    shelf.save("export", state(1), step=1, kind=Kind.WEIGHTS)
+    shelf.remove("a")
+    shelf.close()
+    assert [c.uri.name for c in ckptfs.list_checkpoints(run)] == ["a", "export"]
+
+
+def _saved(shelf: NamedCheckpoints, name: str, state: dict[str, Any]) -> None:
+    shelf.save(name, state)
+    shelf.wait()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_weights_make_up_for_no_failed_save(tmp_path: Path, mode: str) -> None:
+    """What a failed checkpoint was to replace stays, though an export is committed after it."""
+    run = tmp_path / "run"
+    shelf = NamedCheckpoints(run, mode=mode)
+    for name in ("a", "b"):
+        shelf.save(name, state(1))
+    with pytest.raises(StateError):
+        _saved(shelf, "c", {"nobody loads this": lambda: None})
+    shelf.remove("a")
+    shelf.save("export", state(3), kind=Kind.WEIGHTS)
+    shelf.close()
+    assert [c.uri.name for c in ckptfs.list_checkpoints(run)] == ["a", "b", "export"]
+
+
 def test_a_missing_optimizer_is_not_told_to_be_skipped(tmp_path: Path) -> None:
     """The hint of a load into an optimizer from weights names the ways to resume, not strict=False alone."""
     model = torch.nn.Linear(2, 2)
