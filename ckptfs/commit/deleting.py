@@ -1,19 +1,20 @@
 """Deleting one committed checkpoint by its name, for people who have a path and no run in hand.
 
-    free run     the entry is appended under the generation that stands, and its trash is used
+    free run     the entry is appended under the generation that stands, with a trash of our own
     held run     the run is claimed for the call, as replacing does: RunBusyError while the owner lives
 
 A fence would abort every save that is on its way, and a program that removes its older checkpoints
 while the next one is being written (torchtitan's purge) would lose that one. Without it the log still
 decides: an entry under a generation that a newer fence has passed is refused, and that fence takes the
-trash away, so that a deleter that stalls moves nothing any more. See docs/design/0010-arriving.md.
+trash away, so that a deleter that stalls moves nothing any more. Nobody else makes that directory again:
+its name is one deleter's. See docs/design/0010-arriving.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptfs.commit.claim import Takeover, claim
@@ -30,13 +31,16 @@ from ckptfs.commit.run import Caller
 from ckptfs.commit.saving import Means
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.spec import fresh_ids, now_text
-from ckptfs.commit.trash import trash_of
+from ckptfs.commit.trash import drop_trash, own_trash
 from ckptfs.errors import FencedError, StateError, StorageError
-from ckptfs.storage.base import Capabilities, Shape, Storage
+from ckptfs.storage.base import Shape, Storage
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
-__all__ = ["delete_checkpoint", "holds", "make_trash", "remove_save"]
+__all__ = ["delete_checkpoint", "holds", "remove_save", "remove_unheld"]
+
+Removed = tuple[Refusal | Erasure, LogState]
+Remover = Callable[[Seal, Means, Generation, LogState], Program[Removed]]
 
 
 def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | None = None) -> bool:
@@ -76,6 +80,7 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
         return False
     with contextlib.ExitStack() as stack:
         holder = state.generation
+        remove: Remover = remove_unheld
         # One that somebody else has entered is theirs to move, name by name: two that do so under one
         # generation would take a successor's plain names. A fence takes the other's trash away.
         half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
@@ -83,26 +88,38 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
             run = stack.enter_context(claim(seat, takeover=takeover, caller=Caller("rm")))
             seat, holder = run.seat, run.generation
             state = drive(catch_up(), seat.storage)
-        else:
-            drive(make_trash(holder, seat.caps), seat.storage)
+            remove = remove_save
         for seal in _savers(name, state):
-            state = _delete(seal, seat, holder, state)
+            state = _delete(seal, seat, holder, state, remove)
     return True
 
 
-def make_trash(holder: Generation, caps: Capabilities) -> Program[None]:
-    """The trash of a generation that nobody holds. Before the entry: a fence that comes after that
-    takes this directory away, and one that comes before refuses it.
+def remove_unheld(
+    seal: Seal, means: Means, holder: Generation, state: LogState
+) -> Program[Removed]:
+    """``remove_save`` in a run that nobody holds; holder is the generation that stands.
+
+    Its trash is made before the entry: a fence that comes after that takes the directory away, and
+    one that comes before refuses the entry.
     """
-    if caps.shape is Shape.FILESYSTEM:
-        yield MakeDir(trash_of(holder))
+    if state.save(seal.save_id).deleted:
+        return Erasure.LATER, state  # by another one, whose bytes they are to move
+    if means.caps.shape is Shape.OBJECT:
+        return (yield from remove_save(seal, means, holder, state))
+    trash = own_trash(holder, next(means.ids))
+    yield MakeDir(trash)
+    done = yield from remove_save(seal, means, holder, state, trash)
+    yield from drop_trash(trash)
+    return done
 
 
 def remove_save(
-    seal: Seal, means: Means, holder: Generation, state: LogState
-) -> Program[tuple[Refusal | Erasure, LogState]]:
+    seal: Seal, means: Means, holder: Generation, state: LogState, trash: str | None = None
+) -> Program[Removed]:
     """Enter the delete of a save unless that was done, and remove its bytes. A Refusal: FENCED, or
     NOTHING where it may not go; nothing was done then.
+
+    trash: of a remover that holds nothing; else the holder's.
     """
     known = state if means.caps.exclusive_create else None
     if not state.save(seal.save_id).deleted:
@@ -115,14 +132,17 @@ def remove_save(
                 return done.reason, state
             return Erasure.LATER, state  # another was first: its bytes are that one's to move
         known = state if means.caps.exclusive_create else None
-    return (yield from erase(seal.save_id, means, holder, known, again=True))
+    again = trash is None  # what an earlier try left lies in the holder's trash; ours is new
+    return (yield from erase(seal.save_id, means, holder, known, again=again, trash=trash))
 
 
-def _delete(seal: Seal, seat: Seat, holder: Generation, state: LogState) -> LogState:
+def _delete(
+    seal: Seal, seat: Seat, holder: Generation, state: LogState, remove: Remover
+) -> LogState:
     world, where = seat.control.world, seat.storage.uri(seal.name)
     stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
     means = Means(seat.placement.mine.id, seat.caps, fresh_ids(), stamp)
-    what, state = drive(remove_save(seal, means, holder, state), seat.storage)
+    what, state = drive(remove(seal, means, holder, state), seat.storage)
     seat.touch_log_later()
     match what:
         case Refusal.FENCED | Erasure.FENCED:

@@ -18,7 +18,7 @@ import errno
 import logging
 from collections.abc import Mapping
 
-from ckptfs.commit.entries import Generation, Kind, Seal
+from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, decode_manifest
@@ -28,7 +28,7 @@ from ckptfs.commit.project import drop_record, project
 from ckptfs.commit.protocol import Standing, standing, successor_here
 from ckptfs.commit.returning import names_it, take_projected
 from ckptfs.commit.shared_data import not_needed
-from ckptfs.commit.trash import move_to_trash, trash_of
+from ckptfs.commit.trash import move_to_trash
 from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
@@ -51,11 +51,13 @@ def erase(
     whole: Seal,
     views: Mapping[str, LogState],
     domain: str,
-    holder: Generation,
+    trash: str,
     caps: Capabilities,
 ) -> Program[bool]:
     """Whether the bytes are gone; not while a successor in doubt leaves ``.metadata`` to this one, and
     not where something else stands in the place of its directory.
+
+    trash: the caller's own directory, made before the delete was entered and never again.
     """
     mine = pieces(whole, domain)
     if caps.shape is Shape.FILESYSTEM:
@@ -63,7 +65,7 @@ def erase(
         waited = False
         for seal in mine:
             keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
-            target = f"{trash_of(holder)}/{seal.save_id}.attempt"
+            target = f"{trash}/{seal.save_id}.attempt"
             waited = (yield from move_to_trash(keys.attempt, target)) or waited
         if waited:
             yield Sync(ATTEMPTS)
@@ -88,7 +90,7 @@ def erase(
             log = (seal, views[domain])
             done = yield from wipe_objects(keys, projected=seal.name not in names, deleted=log)
         else:
-            done = yield from _erase_real(keys, seal, holder, alone=seal.name not in names)
+            done = yield from _erase_real(keys, seal, trash, alone=seal.name not in names)
         if not done and caps.shape is Shape.OBJECT:
             return False
         whole_gone = whole_gone and done
@@ -96,7 +98,7 @@ def erase(
         return False
     if successor is not None and successor.parts and not whole.parts:
         # Each part of the successor has a `.metadata` of its own: this one is nobody else's.
-        yield from _drop_metadata(whole, holder, caps)
+        yield from _drop_metadata(whole, trash, caps)
     return True
 
 
@@ -158,23 +160,20 @@ def listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
         return []
 
 
-def _erase_real(keys: AttemptKeys, seal: Seal, holder: Generation, *, alone: bool) -> Program[bool]:
+def _erase_real(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Program[bool]:
     """Never stops a claim for what somebody moved away and linked, or mounted, in its place."""
     if seal.name.count("/") and (yield from is_link(seal.name)):
         logger.warning(LEFT, seal.name, "a link, or no directory")
         return False
     try:
-        return (yield from _erase_files(keys, seal, holder, alone=alone))
+        return (yield from _erase_files(keys, seal, trash, alone=alone))
     except (UnsupportedError, SymlinkError) as error:
         logger.warning(LEFT, seal.name, error)
         return False
 
 
-def _erase_files(
-    keys: AttemptKeys, seal: Seal, holder: Generation, *, alone: bool
-) -> Program[bool]:
+def _erase_files(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Program[bool]:
     """Filesystems: what was projected of one piece. alone: no successor has its name."""
-    trash = trash_of(holder)
     if alone:
         yield from _unproject(keys, seal, trash)
     yield from move_to_trash(keys.projected_data, f"{trash}/{seal.save_id}.data")
@@ -194,10 +193,10 @@ def _erase_files(
     return True
 
 
-def _drop_metadata(seal: Seal, holder: Generation, caps: Capabilities) -> Program[None]:
+def _drop_metadata(seal: Seal, trash: str, caps: Capabilities) -> Program[None]:
     key = f"{seal.name}/{METADATA}"
     if caps.shape is Shape.FILESYSTEM:
-        yield from take_projected(key, seal.save_id, trash_of(holder))
+        yield from take_projected(key, seal.save_id, trash)
     elif (yield from names_it(key, seal.save_id)):
         yield Remove(key)
 

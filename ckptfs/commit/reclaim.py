@@ -128,9 +128,13 @@ def finish_delete(
     *,
     ids: Iterator[str],
     stamp: Stamp = Stamp(),
+    trash: str | None = None,
 ) -> Program[Appended | Refused[Refusal]]:
-    """Remove the bytes of a save whose delete lies in this domain's log, and say so there."""
-    erased = yield from erase(seal, views, domain, holder, caps)
+    """Remove the bytes of a save whose delete lies in this domain's log, and say so there.
+
+    trash: of a remover that holds nothing; else the holder's.
+    """
+    erased = yield from erase(seal, views, domain, trash or trash_of(holder), caps)
     if not erased:
         return Refused(Refusal.NOTHING, views[domain])
     return (

@@ -93,11 +93,18 @@ def retire(
 
 
 def erase(
-    save_id: str, means: Means, holder: Generation, state: LogState | None, *, again: bool = False
+    save_id: str,
+    means: Means,
+    holder: Generation,
+    state: LogState | None,
+    *,
+    again: bool = False,
+    trash: str | None = None,
 ) -> Program[tuple[Erasure, LogState]]:
     """Remove the bytes of a deleted save and say so in the log; harmless when repeated.
 
-    again: an earlier try of this generation failed, so that some may be in its trash already.
+    again: an earlier try of this generation failed, so that some may be in its trash already. trash: of
+    a remover that holds nothing; else the holder's.
     """
     seen = yield from catch_up_again(state)
     save = seen.save(save_id)
@@ -116,6 +123,7 @@ def erase(
         means.caps,
         ids=means.ids,
         stamp=means.stamp,
+        trash=trash,
     )
     if done.state.save(save_id).gone:
         write_id = next(means.ids)

@@ -2,6 +2,10 @@
 
 ``trash/<generation>/`` is made once, after that generation's fence. A newer holder empties and
 removes the older ones before it projects or saves, so a stalled deleter's rename finds no target.
+
+Whoever removes a save of a run that nobody holds has ``trash/<generation>.<id>/`` for itself: several may
+come under one generation, and one that made a common directory late would make again what a newer
+holder took away, so that another one's renames find a target halfway.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from ckptfs.commit.returning import put_back_all
 from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
-__all__ = ["move_to_trash", "take_trash", "trash_of"]
+__all__ = ["drop_trash", "move_to_trash", "own_trash", "take_trash", "trash_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,24 @@ TRIES = 6  # a stalled deleter has a handful of renames left, a file open on thi
 def trash_of(generation: Generation) -> str:
     """The trash directory of one generation."""
     return f"{TRASH}/{generation.number}-{generation.nonce}"
+
+
+def own_trash(generation: Generation, remover: str) -> str:
+    """The trash directory of one remover that holds nothing, under the generation that stands.
+
+    To an owner it is one of an older generation than its own (``take_trash`` reads the name).
+    """
+    return f"{trash_of(generation)}.{remover}"
+
+
+def drop_trash(own: str) -> Program[None]:
+    """Remove the directory of one remover. What stays of it is the next owner's, and no reason to
+    raise: the save is deleted, or it is said elsewhere why it is not.
+    """
+    try:
+        yield RemoveDir(own)
+    except StorageError as error:
+        logger.info("%s stays until the next owner comes: %s", own, error)
 
 
 def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> Program[None]:

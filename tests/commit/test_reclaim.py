@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from ckptfs.commit.catalog import find
-from ckptfs.commit.entries import Body, Generation
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.deleting import remove_unheld
+from ckptfs.commit.entries import GENESIS, Body, Generation
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, TRASH, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
 from ckptfs.commit.reclaim import delete_save
 from ckptfs.commit.recovery import plan_recovery, report, settle
-from ckptfs.commit.saving import begin
-from ckptfs.commit.trash import trash_of
+from ckptfs.commit.retire import Erasure, retire
+from ckptfs.commit.saving import Means, begin
+from ckptfs.commit.trash import own_trash, trash_of
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
@@ -112,14 +115,48 @@ def test_a_fenced_deleter_removes_nothing(storage: Storage) -> None:
 
 
 def test_a_newcomer_removes_older_trash_and_leaves_newer(storage: Storage) -> None:
-    """Older trash directories go with all that is in them; a newer holder keeps his."""
-    newer = trash_of(Generation(3, "z"))
-    storage.make_dir(newer)
+    """Older trash directories go with all that is in them; a newer holder keeps his, and so does who
+    removes a save without a fence.
+    """
+    third = Generation(3, "z")
+    newer = {trash_of(third), own_trash(third, "remover")}
+    for directory in newer:
+        storage.make_dir(directory)
     storage.replace(f"{trash_of(G1)}/old", b"x")
+    storage.make_dir(own_trash(G1, "remover"))
+    storage.replace(f"{own_trash(G1, 'remover')}/old", b"x")
+    storage.make_dir(own_trash(GENESIS, "remover"))
     storage.make_dir(f"{TRASH}/some.own")
     recover(storage, G2)
     names = {entry.name for entry in storage.list(TRASH)}
-    assert names == {newer.rpartition("/")[2], trash_of(G2).rpartition("/")[2]}
+    assert {f"{TRASH}/{name}" for name in names} == {*newer, trash_of(G2)}
+
+
+def remove_unfenced(
+    storage: Storage, state: LogState, who: str
+) -> tuple[Refusal | Erasure, LogState]:
+    """Somebody who fences nothing, and has looked at the log before, removes the save."""
+    means = Means("A", storage.capabilities, ids(who))
+    return drive(remove_unheld(A.seal(G1, 1), means, G1, state), storage)
+
+
+def test_whoever_removes_without_a_fence_leaves_no_directory(storage: Storage) -> None:
+    """The trash of its own goes with the bytes that went through it; one that comes late leaves none."""
+    before = storage.list(TRASH)
+    looked = fold(storage)
+    assert remove_unfenced(storage, looked, "d")[0] is Erasure.GONE
+    assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
+    assert remove_unfenced(storage, looked, "e")[0] is Erasure.LATER
+    assert storage.list(TRASH) == before
+
+
+def test_bytes_of_a_delete_that_another_entered_are_left_to_that_one(storage: Storage) -> None:
+    """Two that move the pieces of one save under one generation might take a successor's."""
+    means = Means("A", storage.capabilities, ids("d"))
+    program = retire(A.seal(G1, 1), means, G1, None, reason="removed", going={"aaa"})
+    drive(program, storage)
+    assert remove_unfenced(storage, fold(storage), "e")[0] is Erasure.LATER
+    assert storage.read("s1/.metadata") == A.metadata
 
 
 def test_of_a_living_attempt_nothing_is_swept(storage: Storage) -> None:

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 from ckptfs.commit import (
     decisions,
+    deleting,
     erase,
     fold,
     layout,
@@ -261,6 +262,13 @@ def _older_trash_left() -> list[Patch]:
     return [(trash, "_take_away", take_away)]
 
 
+def _one_trash_for_all_removers() -> list[Patch]:
+    def own(generation: Generation, remover: str) -> str:
+        return trash.trash_of(generation)
+
+    return [(deleting, "own_trash", own)]
+
+
 def _replaced_save_comes_back() -> list[Patch]:
     real = protocol.commits
 
@@ -278,7 +286,7 @@ def _bytes_before_the_entry() -> list[Patch]:
     real = reclaim.delete_save
 
     def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
-        yield from erase.erase(seal, views, domain, holder, caps)
+        yield from erase.erase(seal, views, domain, trash.trash_of(holder), caps)
         return (yield from real(seal, views, domain, holder, caps, **more))
 
     return [(programs, "delete_save", delete), (recovery, "delete_save", delete)]
@@ -458,6 +466,9 @@ PLANTED: dict[str, Mistake] = {
     ),
     "a trash that is not taken from a stalled deleter": Mistake(
         "delete-saved-again", "I", _older_trash_left
+    ),
+    "removers that hold nothing share a trash": Mistake(
+        "delete-unfenced-late", "I4", _one_trash_for_all_removers
     ),
     "a replaced save that comes back when its successor is deleted": Mistake(
         "delete-the-replacement", "", _replaced_save_comes_back

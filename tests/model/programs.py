@@ -17,7 +17,7 @@ from typing import Any
 from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
 from ckptfs.commit.decisions import may_claim, unreleased
-from ckptfs.commit.deleting import make_trash, remove_save
+from ckptfs.commit.deleting import remove_unheld
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
@@ -308,13 +308,12 @@ def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
     """Removes a save by name, fencing nobody; the run is free since ``gen``."""
     means = saving.Means("A", caps, ids(who))
     state = yield from on("A", catch_up())
-    yield from on("A", make_trash(gen, caps))
     for save in list(state.saves.values()):
         ours = save.seal is not None and save.seal.name == name
         # One that is deleted already is its deleter's: whoever goes on with it fences first.
         if ours and not (save.aborted or save.gone or save.deleted):
             assert save.seal is not None
-            yield from on("A", remove_save(save.seal, means, gen, state))
+            yield from on("A", remove_unheld(save.seal, means, gen, state))
     return "done"
 
 

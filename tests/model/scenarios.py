@@ -340,6 +340,23 @@ def delete_unfenced() -> Scenario:
     )
 
 
+def delete_unfenced_late() -> Scenario:
+    """D and E look at a run that nobody holds. D stalls anywhere in its removal, and E before its own
+    until P2 has fenced: E must not give D a trash again.
+    """
+    a = What("aaa", gen=G1)
+    return _one(
+        "delete-unfenced-late",
+        _saves(a),
+        {
+            "D": partial(remover, "D", G1, "s1", FILESYSTEM),
+            "E": partial(remover, "E", G1, "s1", FILESYSTEM),
+            "P2": partial(holder, Holder(G2)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,), trash=False),
+    )
+
+
 def delete_unprojected() -> Scenario:
     """U committed a and stalls before its projection; the holder deletes a and saves c there."""
     a, c = What("aaa"), What("ccc", gen=G1)
@@ -1058,6 +1075,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         delete_the_replacement,
         delete_while_plain_save,
         delete_unfenced,
+        delete_unfenced_late,
         delete_unprojected,
         plain,
         plain_first,

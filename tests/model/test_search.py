@@ -36,6 +36,7 @@ def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
         "plain",
         "save-delete-save",
         "delete-saved-again",
+        "delete-unfenced-late",
         "newcomers-two-domains",
         "newcomers-fewer-domains",
     ],

@@ -16,7 +16,7 @@ import pytest
 
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
-from tests.versions.hosts import MissingError, Refused, tree_of_old
+from tests.versions.hosts import Host, MissingError, Refused, tree_of_old
 from tests.versions.rig import (
     LOG,
     SCENARIOS,
@@ -247,6 +247,49 @@ def test_fenced_before_the_newcomer_has_recovered(
     Path(gates[1]).touch()
     newcomer.end.get()
     assert same_sight(pair, place, run)["labels"] == {**before, "step_90": "ninety"}
+
+
+def test_a_late_remover_gives_another_one_no_trash_again(
+    pair: Pair, place: Place, hosts: dict[str, Host], tmp_path: Path
+) -> None:
+    """Two rm of one checkpoint in a run that nobody holds. One is held before it takes the ``.metadata``,
+    the other before it has begun; an owner comes and takes the first one's trash. The second goes on, and
+    then the first: it takes no data from under the ``.metadata`` that it did not get.
+    """
+    if place.name != "file":
+        pytest.skip("a bucket has no trash")
+    run = place.fresh()
+    do(pair.other, place, run, SCENARIOS["rm"].before[0]).get()
+    gates = {who: str(tmp_path / who) for who in ("metadata", "data", "late", "owner")}
+    words: dict[str, Any] = {"words": ["rm", f"{run}/step_1", "--yes"], "options": {}}
+    stops = f"hold={gates['metadata']}:rename:step_1/*:1;hold={gates['data']}:rename:step_1/*:3"
+    first = pair.one.start("cli", faults=stops, **words)
+    hold = f"hold={gates['late']}:make_dir:.ckptfs/trash/*:1"
+    late = pair.other.start("cli", faults=hold, **words)
+    until_reached(gates["late"])
+    until_reached(gates["metadata"])
+    owner = hosts["new"].start(
+        "claim", run=run, options={}, faults=f"hold={gates['owner']}:rename:*:1"
+    )
+    until_reached(gates["owner"])
+    Path(gates["metadata"]).touch()
+    until_reached(gates["data"])
+    Path(gates["late"]).touch()
+    assert late.end.value["exit"] != 0
+    Path(gates["data"]).touch()
+    assert first.end.value["exit"] != 0
+    step = Path(run, "step_1")
+    assert {path.name for path in step.iterdir()} == {".metadata", "ckptfs.json", *saves_in(step)}
+    assert len(saves_in(step)) == 1
+    Path(gates["owner"]).touch()
+    owner.end.get()
+    assert same_sight(pair, place, run)["labels"] == {"step_2": "two"}
+    assert not step.exists()
+
+
+def saves_in(step: Path) -> list[str]:
+    """The data directories of a step."""
+    return [path.name for path in step.iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize("writer", ["manager", "parts", "replace", "clear", "pinned"])
