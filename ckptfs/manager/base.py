@@ -83,12 +83,19 @@ class RunManager:
 
         Saves, and what retention lets go, are then as after ``restore``.
         """
-        self._goes_on(StartingPoint(step))
+        self._set_start(StartingPoint(step))
 
-    def _goes_on(self, start: StartingPoint) -> None:
+    def _set_start(self, start: StartingPoint) -> None:
         self._start = start
         if self._crew is not None:
-            self._crew.goes_on(start)
+            self._crew.set_start(start)
+
+    def _found_nothing(self, kind: Kind) -> None:
+        """A look for checkpoints of a kind found none: an earlier restore counts on, and weights that
+        nobody saved say nothing of the run.
+        """
+        if kind is self._settings.names.main and self._start.step is None:
+            self._set_start(StartingPoint(is_empty=True))
 
     # -- saving -------------------------------------------------------------------------
 

@@ -8,6 +8,12 @@
       worker     the thread of asynchronous saves, with a control of its own
     crew.check_beginning(kind, name, step) refuses a job that would begin over what earlier ones saved
 
+**A job's place in its run.** A manager has one once it restored a step (or was told of one), was made with
+``begin_again``, claimed the run right behind an overwrite, or saved a full checkpoint. Until then a full
+checkpoint has to be further than the newest one of earlier jobs, and whatever is saved needs a name that
+they did not take. From then on nothing is checked: a step of theirs that comes again is replaced, with a line
+in the log, and retention lets nothing go that is further than the job has come.
+
 Controls are cloned in one order on all ranks, and closed before the one that they were cloned from.
 """
 
@@ -20,10 +26,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfs.commit.catalog import read_view
-from ckptfs.commit.entries import Generation, Kind, Seal
+from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.ops import drive
 from ckptfs.commit.protocol import Views, catalog, name_taken
@@ -52,17 +58,44 @@ _NOTICED_S = 5.0  # only a number in an event waits for it
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
     """Where a job goes on in its run: the same on every rank.
 
     step: that it was restored from, None where it has restored nothing. is_empty: it looked, and the run
-    and its copies held nothing to restore.
+    and its copies held no full checkpoint to restore.
     """
 
     step: int | None = None
     is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A live save of an earlier job under one of the manager's names. where: its URI, maybe in a copy.
+
+    is_full: a healthy save of the manager's main kind, which a restore goes on from.
+    """
+
+    where: Uri
+    step: int | None
+    save_id: str
+    is_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier jobs saved into a run, or into its copies where the run is empty: equal on all ranks.
+
+    saves: in commit order. is_overwritten: an overwrite behind which nothing was committed took them out
+    of the catalog, until this job's claim brought them back.
+    """
+
+    saves: tuple[Earlier, ...] = ()
+    is_overwritten: bool = False
 
 
 class Crew:
@@ -78,8 +111,8 @@ class Crew:
         self.run = run
         self._start = start
         self._at: int | None = None  # the step of the last commit since then
-        self._earlier: list[Seal] = []  # other jobs' saves, newest last; the coordinator's alone
-        self._has_earlier = False
+        self._has_begun = False  # a full checkpoint was accepted from a job that restored nothing
+        self._past = Past()
         self._settings = settings
         self._tell = tell
         self._aside: Aside | None = None
@@ -118,12 +151,14 @@ class Crew:
             raise
         ground.before_release(crew.close)
         crew._follow_pointer()
-        if not crew._knows_its_start:
-            # What it would let go is another job's, as long as nobody said that it is this one's too.
-            crew._look_for_earlier()
-            return crew
-        # A job that died between a commit and its deletes left one more than fits beside the next.
-        crew._let_go(run.seat, needed)
+        knows_its_place = crew._has_place
+        # Directories cannot be replaced, so a job that knows its place has to know their names too.
+        if not knows_its_place or settings.names.main is Kind.DIRECTORY:
+            crew._look_back()
+        # What a job without a place would let go is another job's.
+        if knows_its_place:
+            # A job that died between a commit and its deletes left one more than fits beside the next.
+            crew._let_go(run.seat, needed)
         return crew
 
     def _hire_copier(self) -> Copier:
@@ -152,59 +187,101 @@ class Crew:
 
     # -- going on, or beginning -----------------------------------------------------------
 
-    def goes_on(self, start: StartingPoint) -> None:
-        """Local, on every rank, with nothing on its way: the job restored again."""
-        self._start, self._at = start, None
+    def set_start(self, start: StartingPoint) -> None:
+        """Local, on every rank, with nothing on its way: the job restored again, or found nothing."""
+        self._start = start
+        if start.step is not None:
+            self._at = None
 
     @property
-    def _knows_its_start(self) -> bool:
-        return self._start.step is not None or self._settings.begin_again
+    def _begins_again(self) -> bool:
+        return self._settings.begin_again or self._past.is_overwritten
 
-    def check_beginning(self, kind: Kind, name: str, step: int) -> None:
-        """Collective, before each save. CommitConflictError where it would begin over what earlier jobs
-        saved, and this one restored nothing.
+    @property
+    def _has_place(self) -> bool:
+        return self._start.step is not None or self._begins_again or self._has_begun
+
+    def check_beginning(self, kind: Kind, name: str, step: int, *, failure: bool = False) -> None:
+        """Local, the same on all ranks, before each save. CommitConflictError where it would begin over
+        what earlier jobs saved, and this one has no place in the run.
         """
-        if self._knows_its_start:
+        main = self._settings.names.main
+        if not self._has_place:
+            is_full = kind is main and not failure
+            earlier = self._past.saves
+            if self._start.is_empty and not is_full:
+                # Left by a job that died before its first full checkpoint: nobody goes on from it.
+                earlier = tuple(one for one in earlier if one.is_full)
+            refuse_beginning(earlier, name, step, is_full=is_full, main=main)
+            self._has_begun = is_full
+        if main is not Kind.DIRECTORY:
             self._tell_replaced(name)
-        elif self._has_earlier:
-            root = self.run.uri
-            self.run.seat.control.step(
-                "go on",
-                lambda: None,
-                lambda _: refuse_beginning(self._earlier, kind, name, step, root),
-            )
 
-    def _look_for_earlier(self) -> None:
+    def comes_again(self, name: str, step: int) -> bool:
+        """Local, the same on all ranks. Whether an earlier job saved a directory of this name, which is not
+        what this one was restored from or lies before that.
+        """
+        start = self._start.step
+        is_ahead = start is None or step > start
+        return is_ahead and any(one.where.name == name for one in self._past.saves)
+
+    def free_name(self, name: str) -> None:
+        """Collective, with nothing on its way. Delete the directory that an earlier job saved under a name
+        that comes again, if something was committed after it: files with fixed names cannot be replaced.
+        """
+        seat, is_ours = self.run.seat, self._settings.names.is_ours
+
+        def decide(views: Views) -> str | None:
+            seals = [live.seal for live in catalog(views) if is_ours(live.seal)]
+            passed = (s for s in seals[:-1] if s.name == name and s.base != self.run.generation)
+            return next((seal.save_id for seal in passed), None)
+
+        save_id = _ask(seat, "what has the name", lambda: seat.known.state, decide)
+        if save_id is None:
+            return  # retention took it, or it is the newest: the save says so
+        if seat.control.rank == 0:
+            self._warn_of_replacing(name, save_id)
+        self._follow_pointer(save_id)
+        self.retirer.delete(seat, save_id, reason="its step comes again", at_once=True)
+
+    def _look_back(self) -> None:
         """Collective. What other jobs saved into the run; where it is empty, into its copies."""
         seat, copies = self.run.seat, self._settings.copies
-        self._has_earlier = self._earlier_in(seat, lambda: seat.known.state)
-        if self._has_earlier or self._start.is_empty or not copies:
+        self._past = self._past_of(seat, lambda: seat.known.state)
+        if self._past.saves or self._past.is_overwritten or self._start.is_empty or not copies:
             return
         try:
             with open_copies(copies, seat.control) as there:
-                found = [self._earlier_in(one, partial(_state_of, one)) for one in there]
+                found = [self._past_of(one, partial(_state_of, one)) for one in there]
         except CkptfsError as error:
             # A copy that is out of reach keeps nobody from saving.
             logger.warning("whether a copy is further than the run is not known: %s", error)
             return
-        self._has_earlier = any(found)
+        self._past = Past(tuple(save for past in found for save in past.saves))
 
-    def _earlier_in(self, seat: Seat, look: Callable[[], LogState | None]) -> bool:
-        """Collective. Whether other jobs saved there what has this manager's names."""
+    def _past_of(self, seat: Seat, look: Callable[[], LogState | None]) -> Past:
+        """Collective. What other jobs saved there under this manager's names."""
+        mine, names = self.run.generation, self._settings.names
 
-        def local(ids: Collection[str]) -> View | None:
-            state = look() if seat.placement.is_owner else None
-            return None if state is None else (seat.placement.mine.id, state.to_send(ids))
+        def saves(views: Views) -> tuple[Earlier, ...]:
+            seals = (live.seal for live in catalog(views))
+            return tuple(
+                Earlier(
+                    seat.storage.uri(seal.name),
+                    seal.step,
+                    seal.save_id,
+                    seal.artifact is names.main and not seal.failure,
+                )
+                for seal in seals
+                if seal.base != mine and names.is_ours(seal)
+            )
 
-        def decide(found: Sequence[View | None]) -> bool:
-            views = dict(one for one in found if one is not None)
-            seals = _earlier(views, self.run.generation)
-            seals = [seal for seal in seals if self._settings.names.is_ours(seal)]
-            self._earlier += seals
-            return bool(seals)
+        def decide(views: Views) -> Past:
+            before = {domain: _before(mine, view) for domain, view in views.items()}
+            found = saves(before)
+            return Past(found or saves(views), is_overwritten=not found and bool(saves(views)))
 
-        label = "what earlier jobs saved"
-        return step_with_views(seat.control, label, local, lambda view: view, decide)
+        return _ask(seat, "what earlier jobs saved", look, decide)
 
     def _tell_replaced(self, name: str) -> None:
         """Coordinator: a line in the log where a save is about to replace an earlier job's."""
@@ -214,15 +291,15 @@ class Crew:
             return
         taken = name_taken(name, {seat.placement.mine.id: state})
         if taken is not None and taken.base != self.run.generation:
-            why = (
-                "begins again" if self._start.step is None else f"restored step {self._start.step}"
-            )
-            logger.warning(
-                "%s replaces save %s of an earlier job: this one %s",
-                seat.storage.uri(name),
-                taken.save_id,
-                why,
-            )
+            self._warn_of_replacing(name, taken.save_id)
+
+    def _warn_of_replacing(self, name: str, save_id: str) -> None:
+        if self._start.step is not None:
+            why = f"restored step {self._start.step}"
+        else:
+            why = "begins again" if self._begins_again else "has come there by itself"
+        uri = self.run.seat.storage.uri(name)
+        logger.warning("%s replaces save %s of an earlier job: this one %s", uri, save_id, why)
 
     # -- saving -------------------------------------------------------------------------
 
@@ -349,7 +426,7 @@ class Crew:
             self.run.seat.control.step("wait for copies", late, _raise_first)
         else:
             copier.wait(timeout_s)
-        if self._knows_its_start or self._at is not None:
+        if self._start.step is not None or self._begins_again or self._at is not None:
             self._let_go(self.run.seat)
 
     def pin(self, save_id: str, *, pinned: bool) -> None:
@@ -397,7 +474,7 @@ class Crew:
     # -- around each save ---------------------------------------------------------------
 
     def _before(self) -> None:
-        """What was let go makes room first: keep_latest + 1 checkpoints fit, more need not."""
+        """What was let go makes room first, so that retention's own need is enough space."""
         self.retirer.make_room()
 
     def _point(self, seat: Seat, result: SaveResult) -> None:
@@ -419,7 +496,7 @@ class Crew:
         """Collective: retention. What is further than this job has come stays."""
         at = self._start.step if self._at is None else self._at
         self.retirer.after_commit(
-            seat, self._roots() | needed, at=None if self._settings.begin_again else at
+            seat, self._roots() | needed, at=None if self._begins_again else at
         )
 
     def _roots(self) -> frozenset[str]:
@@ -427,38 +504,59 @@ class Crew:
         return frozenset() if self._copier is None else self._copier.waiting()
 
 
-def refuse_beginning(earlier: Sequence[Seal], kind: Kind, name: str, step: int, root: Uri) -> None:
-    """CommitConflictError unless a save of a job that restored nothing is further than what earlier jobs
-    saved, and takes the name of none of it. Pure.
+def refuse_beginning(
+    earlier: Sequence[Earlier], name: str, step: int, *, is_full: bool, main: Kind
+) -> None:
+    """CommitConflictError unless a save of a job without a place in the run takes no name of what earlier
+    jobs saved and, if it is a full checkpoint, is further than their newest one. Pure.
 
-    earlier: their live saves under the manager's names, newest commit last.
+    earlier: in commit order. is_full: as for ``Earlier``.
     """
-    healthy = [seal for seal in earlier if seal.artifact is kind and not seal.failure]
-    newest = healthy[-1] if healthy else None
-    taken = next((seal for seal in earlier if seal.name == name), None)
-    ways = "restore() goes on from the newest; else save to another run, or make the manager with "
-    hint = f"{ways}begin_again=True: retention then deletes the old ones as new ones come"
-    if kind is Kind.DIRECTORY:
-        ways = "reading() or the framework's own load goes on from the newest; else save to another run, or "
-        hint = f"{ways}make the manager with begin_again=True and delete the steps that come again"
-    if newest is not None and newest.step is not None and step <= newest.step:
+    newest = next((one for one in reversed(earlier) if one.is_full), None)
+    taken = next((one for one in earlier if one.where.name == name), None)
+    reads = "restore()" if main is Kind.CHECKPOINT else "reading() or the framework's own load"
+    hint = (
+        f"{reads} goes on from the newest; else save to another run, or make the manager with "
+        "begin_again=True: retention then deletes the old ones as new ones come"
+    )
+    if is_full and newest is not None and newest.step is not None and step <= newest.step:
         raise CommitConflictError(
-            f"step {step} would begin the run again: {newest.name} is its newest commit (save "
+            f"step {step} would begin the run again: {newest.where.name} is its newest commit (save "
             f"{newest.save_id}), and this job restored nothing",
-            uri=root / newest.name,
+            uri=newest.where,
             hint=hint,
         )
     if taken is not None:
         raise CommitConflictError(
             f"{name} is committed already (save {taken.save_id}), and this job restored nothing",
-            uri=root / name,
+            uri=taken.where,
             hint=hint,
         )
 
 
-def _earlier(views: Views, mine: Generation) -> list[Seal]:
-    """Live saves of other generations, in commit order."""
-    return [live.seal for live in catalog(views) if live.seal.base != mine]
+def _ask(
+    seat: Seat, label: str, look: Callable[[], LogState | None], decide: Callable[[Views], R]
+) -> R:
+    """Collective. Decide once, by the logs of all owners. look: an owner's log, None without one."""
+
+    def view(ids: Collection[str]) -> View | None:
+        state = look() if seat.placement.is_owner else None
+        return None if state is None else (seat.placement.mine.id, state.to_send(ids))
+
+    def decide_all(found: Sequence[View | None]) -> R:
+        return decide(dict(one for one in found if one is not None))
+
+    return step_with_views(seat.control, label, view, lambda one: one, decide_all)
+
+
+def _before(mine: Generation, view: LogState) -> LogState:
+    """A log as it was before the fence of ``mine``, where the fence before that was an overwrite: while that
+    was the newest, what it hid was in no catalog.
+    """
+    last = view.overwrites[-1].generation if view.overwrites else None
+    if last is None or view.generation != mine or last.number != mine.number - 1:
+        return view
+    return replace(view, fence=replace(view.fence, generation=last))
 
 
 def _state_of(seat: Seat) -> LogState | None:

@@ -40,7 +40,7 @@ from ckptfs.manager.base import RunManager
 from ckptfs.manager.candidates import Candidate, Fallback, RestoreRequest
 from ckptfs.manager.checking import Opened as Checked
 from ckptfs.manager.checking import check
-from ckptfs.manager.crew import StartingPoint
+from ckptfs.manager.crew import Crew, StartingPoint
 from ckptfs.manager.damage import Damage, doubt_of
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.manager.listeners import Listener
@@ -76,8 +76,9 @@ class DirectoryManager(RunManager):
     name: template of their names. scratch: where files lie that the storage has no path for, by
     default the temporary directory; it has to hold one checkpoint of a node. pointer: a small file
     in the run that names the newest one, for readers that are not ours. Everything else, and what
-    is true after a crash, as for CheckpointManager. Directories are not copied elsewhere, and one that
-    is committed is never replaced: files with fixed names cannot be.
+    is true after a crash, as for CheckpointManager. Directories are not copied elsewhere, and files with
+    fixed names cannot be replaced: what an earlier job committed under a step that comes again is deleted
+    first, if something was committed after it.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class DirectoryManager(RunManager):
         one calls. It has to stay as it is until the commit, with mode="async" too: that is when
         ``PendingSave.result()`` returns. consume: it is removed then.
 
-        CommitConflictError: the step is committed already, or this manager read nothing and the run has
-        come as far. Otherwise as ``CheckpointManager.save``;
+        CommitConflictError: this manager committed the step already, it is the newest commit or what the job
+        was restored from, or this manager read nothing and the run has come as far. StateError: an earlier
+        job's is pinned. Otherwise as ``CheckpointManager.save``;
         what failed, in the source too, failed on all ranks, and ``path`` stays.
         """
         started = time.perf_counter()
@@ -208,8 +210,7 @@ class DirectoryManager(RunManager):
         name = self._settings.names.of(Kind.DIRECTORY).name(step)
         self._ground.check_open()
         self._settle(1)
-        crew = self._hired()
-        crew.check_beginning(Kind.DIRECTORY, name, step)
+        crew = self._begun(name, step)
         given = self._ground.where.place.storage_options
         ticket = crew.begin(
             name, step, parts, given if storage_options is None else storage_options, Kind.DIRECTORY
@@ -225,12 +226,20 @@ class DirectoryManager(RunManager):
         skipped = self._make_way(step, name)
         if skipped is not None:
             return skipped
-        crew = self._hired()
-        crew.check_beginning(Kind.DIRECTORY, name, step)
+        crew = self._begun(name, step)
         spec = SaveSpec(
             name, step, artifact=Kind.DIRECTORY, run=crew.run.generation, metrics=metrics
         )
         return self._ground.root / name, spec
+
+    def _begun(self, name: str, step: int) -> Crew:
+        """Collective. The crew, once this step may be saved and its name is free of earlier jobs' saves."""
+        crew = self._hired()
+        crew.check_beginning(Kind.DIRECTORY, name, step)
+        if crew.comes_again(name, step):
+            self._settle(1)
+            crew.free_name(name)
+        return crew
 
     @contextlib.contextmanager
     def _scratch_on(self, seat: Seat) -> Iterator[str]:
@@ -285,14 +294,14 @@ class DirectoryManager(RunManager):
         with self._ground.reading() as seat:
             chosen = _choose(seat, request)
             if chosen is None:
-                self._goes_on(StartingPoint(is_empty=True))
+                self._found_nothing(Kind.DIRECTORY)
                 yield None
                 return
             candidate, found, skipped = chosen
             began = time.perf_counter()
             with fetched(seat, found, into=kept, scratch=self._scratch, only=only) as path:
                 self._needed = frozenset({candidate.seal.save_id})
-                self._goes_on(StartingPoint(candidate.step))
+                self._set_start(StartingPoint(candidate.step))
                 uri = seat.storage.uri(candidate.seal.name)
                 wall_s = time.perf_counter() - began
                 self._tell(Restored(str(uri), candidate.step, skipped, wall_s))

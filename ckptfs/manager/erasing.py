@@ -77,9 +77,13 @@ class Eraser:
         self._timer: threading.Timer | None = None
         self._closed = False
 
-    def adopt(self, seals: Sequence[Seal], reason: str = "deleted before") -> None:
-        """Their deletes are in the log; from now on their bytes are this one's business."""
-        due_s = self._clock() + self._grace_s
+    def adopt(
+        self, seals: Sequence[Seal], reason: str = "deleted before", *, at_once: bool = False
+    ) -> None:
+        """Their deletes are in the log; from now on their bytes are this one's business. at_once: no reader
+        is given time.
+        """
+        due_s = self._clock() + (0.0 if at_once else self._grace_s)
         with self._lock:
             for seal in seals:
                 self._run.seat.spared.add(seal.save_id)

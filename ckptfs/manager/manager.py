@@ -79,8 +79,8 @@ class CheckpointManager(RunManager):
     background; what waits for a copy is not deleted.
 
     begin_again: train from the beginning in a run that has checkpoints, on purpose. Without it the first
-    save of a manager that restored nothing is CommitConflictError unless it is further than the newest
-    commit, and retention keeps whatever is further than what this job saves.
+    full checkpoint of a manager that restored nothing is CommitConflictError unless it is further than the
+    newest one, and retention keeps whatever is further than what this job saves; see docs/howto/resume.md.
 
     threads, engine, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
     ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
@@ -173,8 +173,9 @@ class CheckpointManager(RunManager):
         latest. A step that exists is replaced: the old one stays until the new one is committed, and where an
         earlier job saved it, the log says so.
 
-        CommitConflictError: this manager restored nothing, and the run has come to this step or further, or
-        has a checkpoint of it. ``restore()``, take another run, or pass begin_again=True.
+        CommitConflictError: this manager restored nothing and has saved no full checkpoint, and the run has
+        come to this step or further, or the name is taken. ``restore()``, take another run, or pass
+        begin_again=True.
 
         failure: a save by a run that is failing: it is made only if every rank calls within
         ``reach_s`` seconds, and is never ``latest``; CommitConflictError where the step is saved
@@ -196,7 +197,7 @@ class CheckpointManager(RunManager):
         if skipped is not None:
             return skipped
         crew = self._hired()
-        crew.check_beginning(artifact, name, step)
+        crew.check_beginning(artifact, name, step, failure=failure)
         taken = self._taken(state)
         spec = SaveSpec(
             name,
@@ -300,10 +301,10 @@ class CheckpointManager(RunManager):
         ):
             outcome = restore([seat, *copies], state, request)
         if outcome is None:
-            self._goes_on(StartingPoint(is_empty=True))
+            self._found_nothing(request.kind)
             return None
         self._needed = frozenset({outcome.save_id})
-        self._goes_on(StartingPoint(outcome.restored.step))
+        self._set_start(StartingPoint(outcome.restored.step))
         self._tell(outcome.restored)
         return outcome.restored
 

@@ -161,8 +161,16 @@ class Retirer:
 
         seat.control.step("pin.enter", enter, judge)
 
-    def delete(self, seat: Seat, save_id: str) -> None:
-        """Collective. Let one save go, whatever the policy says; its bytes follow as ever.
+    def delete(
+        self,
+        seat: Seat,
+        save_id: str,
+        *,
+        reason: str = "deleted by name",
+        at_once: bool = False,
+    ) -> None:
+        """Collective. Let one save go, whatever the policy says; its bytes follow as ever, or, at_once,
+        without the grace for readers.
 
         NotFoundError: it is not a live save of the run. StateError: it is pinned, or one that stays
         uses its files. FencedError: a newer owner has the run. CollectiveError: an owner could not
@@ -178,7 +186,7 @@ class Retirer:
             why = why_it_stays(views, save_id)
             if why is not None:
                 raise StateError(f"{found[0].name} is not deleted: {why}", uri=where)
-            return Going(found[0], "deleted by name")
+            return Going(found[0], reason)
 
         going = self._step_with_logs(seat, "delete", (), let_go)
 
@@ -186,7 +194,7 @@ class Retirer:
             if not _holds(seat, save_id):
                 return None
             self._unentered.setdefault(save_id, Rest())  # an answer may be lost: looked at again
-            done = self._append(seat, going, frozenset({save_id}))
+            done = self._append(seat, going, frozenset({save_id}), at_once=at_once)
             self._unentered.pop(save_id)
             gone = done.state.save(save_id).deleted
             return None if gone or not isinstance(done, Refused) else done.reason
@@ -328,7 +336,13 @@ class Retirer:
         return True
 
     def _append(
-        self, seat: Seat, going: Going, together: frozenset[str], *, deadline_s: float = 60.0
+        self,
+        seat: Seat,
+        going: Going,
+        together: frozenset[str],
+        *,
+        deadline_s: float = 60.0,
+        at_once: bool = False,
     ) -> Appended | Refused[Refusal]:
         """Owners: the delete in this domain's log; from there on its bytes are the eraser's."""
         seal, save_id = going.seal, going.seal.save_id
@@ -349,7 +363,7 @@ class Retirer:
             logger.info("%s is deleted (%s)", seat.storage.uri(seal.name), going.reason)
         if self._eraser is not None:
             mine = [s for s in waiting(done.state) if s.save_id == save_id]
-            self._eraser.adopt(mine, going.reason)
+            self._eraser.adopt(mine, going.reason, at_once=at_once)
         return done
 
     def _adopt_unsure(self, eraser: Eraser) -> None:

@@ -18,8 +18,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 state = {"model": model.module, "optimizer": optimizer, "global_step": 0}
 
 ckptfs.prepare_run(uri, begin).release()
-keep = {"keep_latest": 1, "keep_every": 3, "begin_again": begin == "overwrite"}
-with ckptfs.CheckpointManager(uri, name="{N}", mode=mode, **keep) as manager:
+with ckptfs.CheckpointManager(uri, name="{N}", mode=mode, keep_latest=1, keep_every=3) as manager:
     restored = manager.restore(state)
     if rank == 0:
         print("resumed", "none" if restored is None else restored.step)

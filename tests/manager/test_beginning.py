@@ -240,8 +240,152 @@ def test_each_kind_counts_for_itself(tmp_path: Path) -> None:
         manager.save(900, state(900), kind="weights")
         with pytest.raises(CommitConflictError, match="step_1000"):
             manager.save(900, state(900))
-    with CheckpointManager(run) as manager, pytest.raises(CommitConflictError, match="weights_900"):
+    with CheckpointManager(run) as manager:
         manager.save(800, state(800), kind="weights")
+        with pytest.raises(CommitConflictError, match="weights_900 is committed already"):
+            manager.save(900, state(900), kind="weights")
+
+
+def test_weights_of_a_job_that_died_early_are_replaced(tmp_path: Path) -> None:
+    """It saved weights before its first full checkpoint; restarted, restore() finds nothing, and it goes on."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        manager.save(1, state(1), kind="weights")
+    with CheckpointManager(run) as manager:
+        assert manager.restore(state(0)) is None
+        manager.save(1, state(11), kind="weights")
+        manager.save(2, state(2))
+        assert manager.steps == [2]
+    loaded = state(0)
+    ckptfs.load(loaded, run / "weights_1")
+    assert torch.equal(loaded["w"], state(11)["w"])
+
+
+def test_weights_that_nobody_saved_say_nothing_of_the_run(tmp_path: Path) -> None:
+    """restore(kind="weights") that finds none forgets no earlier restore, and is no look at the run."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (50, 100):
+            manager.save(step, state(step))
+    with CheckpointManager(run) as manager:
+        assert manager.restore(state(0), step=50) is not None
+        assert manager.restore(state(0), kind="weights") is None
+        manager.save(60, state(60))
+    with CheckpointManager(run) as manager:
+        assert manager.restore(state(0), kind="weights") is None
+        with pytest.raises(CommitConflictError, match="step_60 is its newest commit"):
+            manager.save(10, state(10))
+
+
+def test_a_failing_job_saves_where_the_name_is_free(tmp_path: Path) -> None:
+    """Such a save is never latest, so it begins nothing, before it or after; a name that is taken stays."""
+    run = tmp_path / "run"
+    with CheckpointManager(run) as manager:
+        for step in (90, 100):
+            manager.save(step, state(step))
+    with CheckpointManager(run, keep_latest=1) as manager:
+        manager.save(3, state(3), failure=True)
+        with pytest.raises(CommitConflictError, match="step_90 is committed already"):
+            manager.save(90, state(90), failure=True)
+        with pytest.raises(CommitConflictError, match="step_100 is its newest commit"):
+            manager.save(4, state(4))
+    assert [c.step for c in ckptfs.list_checkpoints(run)] == [90, 100, 3]
+
+
+def test_a_job_that_has_begun_is_not_stopped(job: Job, tmp_path: Path) -> None:
+    """It loaded by its own means, passed the newest commit, and meets a step that was given up."""
+    run = tmp_path / "run"
+    with job.manager(run) as manager:
+        for step in (50, 100):
+            job.save(manager, step)
+        manager.resumed_at(50)
+        job.save(manager, 70)
+    with job.manager(run, keep_latest=2) as manager:
+        for step in (80, 90, 100, 110):
+            job.save(manager, step)
+        assert manager.steps == [100, 110]
+
+
+def test_what_an_overwrite_hid_is_no_past(job: Job, run: Path) -> None:
+    """prepare_run(mode="overwrite"), then a manager: it begins again as it was told to."""
+    ckptfs.prepare_run(run, "overwrite").release()
+    with job.manager(run, keep_latest=1) as manager:
+        assert job.restore(manager) is None
+        for step in (10, 1000):
+            job.save(manager, step)
+        assert manager.steps == [1000]
+
+
+def test_an_overwrite_that_nobody_followed_is_undone(job: Job, run: Path) -> None:
+    """A claim that committed nothing brings the old checkpoints back, and with them the question."""
+    ckptfs.prepare_run(run, "overwrite").release()
+    ckptfs.prepare_run(run).release()
+    with (
+        job.manager(run) as manager,
+        pytest.raises(CommitConflictError, match="step_2000 is its newest commit"),
+    ):
+        job.save(manager, 10)
+
+
+def test_directories_that_come_again_make_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After going back, what was given up is deleted when its step comes again, said in a line each; also
+    with a grace for readers, and in each way of saving.
+    """
+    job, run = FilesJob("async", tmp_path), tmp_path / "run"
+    with job.manager(run) as manager:
+        for step in (50, 60, 70, 80, 100):
+            job.save(manager, step)
+        old = {c.step: c.save_id for c in ckptfs.list_checkpoints(run)}
+    options = {"keep_latest": 2, "keep_every": 50, "delete_grace_s": 600.0}
+    with (
+        job.manager(run, **options) as manager,
+        caplog.at_level(logging.WARNING, "ckptfs"),
+    ):
+        with manager.reading(50) as opened:
+            assert opened is not None
+        job.save(manager, 55)
+        assert manager.steps == [50, 60, 70, 80, 100, 55]  # further than this job: its step stays
+        job.save(manager, 60)
+        with manager.writing(70) as path:
+            Path(path, "weights").write_bytes(b"again")
+        assert manager.steps == [50, 80, 100, 60, 70]
+        manager.begin(80, ["actor"]).abandon()
+        assert manager.steps == [50, 100, 60, 70]
+        with pytest.raises(CommitConflictError, match="step_70 still holds save"):
+            job.save(manager, 70)  # its own
+    new = {c.step: c.save_id for c in ckptfs.list_checkpoints(run)}
+    assert {step for step in new if new[step] != old.get(step)} == {60, 70}
+    lines = [r.getMessage() for r in caplog.records if "replaces save" in r.getMessage()]
+    assert len(lines) == 3
+    assert all("restored step 50" in line for line in lines)
+
+
+def test_a_directory_that_nothing_came_after_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The newest commit is not deleted before there is another one, and nothing tells of a replacement;
+    nor is what the job was restored from, or lies before that.
+    """
+    job, run = FilesJob("sync", tmp_path), tmp_path / "run"
+    with job.manager(run) as manager:
+        for step in (10, 20, 30):
+            job.save(manager, step)
+    for options, start, step in [
+        ({}, 20, 30),
+        ({"begin_again": True}, None, 30),
+        ({}, 20, 20),
+        ({}, 20, 10),
+    ]:
+        with job.manager(run, **options) as manager, caplog.at_level(logging.WARNING, "ckptfs"):
+            if start is not None:
+                manager.resumed_at(start)
+            with pytest.raises(CommitConflictError, match=f"step_{step} still holds save"):
+                job.save(manager, step)
+            shutil.rmtree(tmp_path / f"written-{step}")
+            assert manager.steps == [10, 20, 30]
+    assert "replaces" not in caplog.text
 
 
 def test_other_names_are_not_the_run(tmp_path: Path) -> None:
@@ -304,8 +448,10 @@ def test_a_copy_that_is_further_is_not_begun_over(
 ) -> None:
     """On new disks, too, a job that forgets restore() is told where the run is; the copy is as it was."""
     with lost() as manager:
-        with pytest.raises(CommitConflictError, match="step_2000"):
+        assert manager.restore(state(0), kind="weights") is None  # looks for nothing else
+        with pytest.raises(CommitConflictError, match="step_2000") as caught:
             manager.save(10, state(10))
+        assert str(tmp_path / "copy" / "step_2000") in str(caught.value)
         manager.wait()
     assert [c.step for c in ckptfs.list_checkpoints(tmp_path / "copy")] == [2000]
     with lost() as manager:
