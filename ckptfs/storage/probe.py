@@ -92,9 +92,8 @@ def _replaces(posix: Posix, stem: str) -> bool:
         if error.errno in _CANNOT or isinstance(error, FileExistsError):
             return False
         raise
-    return read_whole(posix, f"{stem}a", without_mark(stem)) == b"second" and not stands(
-        posix, f"{stem}c"
-    )
+    has_new_bytes = read_whole(posix, f"{stem}a", without_mark(stem)) == b"second"
+    return has_new_bytes and _is_gone(posix, f"{stem}c")
 
 
 def _moves(posix: Posix, stem: str) -> bool:
@@ -109,7 +108,18 @@ def _moves(posix: Posix, stem: str) -> bool:
         raise
     # A rename that copies makes new files: another inode, or both names for a while.
     moved = posix.stat(f"{stem}e/f").st_ino == before
-    return moved and not stands(posix, f"{stem}d")
+    return moved and _is_gone(posix, f"{stem}d")
+
+
+def _is_gone(posix: Posix, path: str) -> bool:
+    """Whether nothing has that name. A look that fails (ESTALE, EIO) is no answer, and is raised: taken for
+    one, it would have this process treat a filesystem as an object store.
+    """
+    try:
+        posix.stat(path, follow=False)
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _remove_quietly(posix: Posix, path: str) -> None:

@@ -683,6 +683,33 @@ def test_the_probe_sees_what_a_mount_does(
     assert os.listdir(tmp_path / "run") == []
 
 
+class OneLookFails(Posix):
+    """The ``nth`` look at a name itself, not through links, is answered with ESTALE."""
+
+    def __init__(self, nth: int) -> None:
+        self.left = nth
+
+    def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
+        self.left -= not follow
+        if not self.left:
+            self.left = -1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return super().stat(path, dir_fd=dir_fd, follow=follow)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_look_that_fails_is_no_answer_to_the_probe(tmp_path: Path, nth: int) -> None:
+    """It is raised, and the next write probes again: the mount is not taken for an object store for good."""
+    (tmp_path / "run").mkdir()
+    storage = LocalStorage(Uri.parse(str(tmp_path / "run")), posix=OneLookFails(nth))
+    with pytest.raises(StaleError):
+        storage.replace("f", b"x")
+    assert storage.capabilities == ASSUMED
+    assert os.listdir(tmp_path / "run") == []
+    storage.replace("f", b"x")
+    assert storage.capabilities == _capabilities()
+
+
 # -- modes, groups, other people -------------------------------------------------------
 
 
