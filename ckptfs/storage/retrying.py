@@ -6,7 +6,6 @@
 
 Waits double and are drawn from their whole range (full jitter): thousands of ranks that one throttled
 answer met at once come back spread out. Only what a retry may cure is tried again: TransientError
-from ckptfs.uri import mask_credentials
 always, AnswerLostError where doing it twice is the same as once. The clients make one try each.
 """
 
