@@ -281,7 +281,7 @@ def checkpoint_dir(
     may write into it. On a mounted filesystem the checkpoint itself; elsewhere one directory for all
     ranks of a node, downloaded by them together, each file compared with its digest, and removed when
     the last of them has left. into: download there instead, whole or not at all, and keep it.
-    follow_links: download what symbolic links in the checkpoint lead to as well; a SymlinkError otherwise.
+    follow_links: download what symbolic links that lead out of the checkpoint lead to; a SymlinkError otherwise.
     NotFoundError, IncompleteCheckpointError: there is no such checkpoint, or not all of it.
     AlreadyExistsError: into has files. Damaged files are IntegrityErrors in a CollectiveError.
     """

@@ -11,6 +11,7 @@ What a killed process left in the scratch directory, the next fetch of the node 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,14 @@ from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.windows import ReadAhead, windows
-from ckptfs.errors import AlreadyExistsError, IntegrityError, SymlinkError, UnsupportedError
-from ckptfs.storage.base import Storage
+from ckptfs.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    StorageError,
+    SymlinkError,
+    UnsupportedError,
+)
+from ckptfs.storage.base import Listing, Storage
 from ckptfs.storage.threads import Threads
 from ckptfs.storage.under_way import under_way
 from ckptfs.storage.watched import WatchedFile
@@ -85,9 +92,18 @@ def _below(
     """Files below a folder; through links to directories where ``storage`` follows them.
 
     visited: the directories that links led to. SymlinkError: a link leads to one of them again. A maze
-    of links would otherwise be as many paths as there are ways through it.
+    of links would otherwise be as many paths as there are ways through it. StorageError: a name cannot be
+    asked for, and what was fetched would lack it.
     """
-    for entry in storage.list(f"{home}/{folder}".rstrip("/")):
+    entries = storage.list(f"{home}/{folder}".rstrip("/"))
+    if isinstance(entries, Listing) and entries.passed_by:
+        raise StorageError(
+            f"the checkpoint cannot be fetched whole: no key can have the name {entries.passed_by[0]!a}",
+            errno=errno.EILSEQ,
+            uri=storage.uri(f"{home}/{folder}".rstrip("/")),
+            hint="rename that file or directory, or remove it",
+        )
+    for entry in entries:
         path = f"{folder}/{entry.name}".lstrip("/")
         if not entry.is_dir:
             yield path
@@ -139,7 +155,8 @@ def fetched(
 
     into: a directory that does not exist yet, or is empty; one process per node fills it. scratch:
     where else to download to, by default the temporary directory. only: what this node needs of it;
-    asked on one of its ranks. follow_links: download what links in it lead to; a SymlinkError otherwise.
+    asked on one of its ranks. follow_links: download what links lead to that lead out of it; a SymlinkError
+    otherwise.
     AlreadyExistsError: into has files.
     IntegrityError and the storage's errors come as CollectiveError; then nothing is left behind.
     """

@@ -19,6 +19,7 @@ safe, who may call it at once, which errors when. A backend is done when it subc
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
@@ -39,6 +40,7 @@ __all__ = [
     "DataReader",
     "DataWriter",
     "Entry",
+    "Listing",
     "Reach",
     "Shape",
     "Space",
@@ -246,8 +248,9 @@ class Storage(ABC):
         """
 
     def refusing_links(self, top: str) -> Storage:
-        """This place, for reading what lies below ``top``: a symbolic link there is a SymlinkError. ``top``
-        itself may be reached through some. For who carries what is read elsewhere. Nothing to close by itself.
+        """This place, for reading what lies below ``top``: a symbolic link there that leads out of it is a
+        SymlinkError. ``top`` itself may be reached through some. For who carries what is read elsewhere.
+        Nothing to close by itself.
         """
         self.uri(top)
         return self
@@ -405,19 +408,33 @@ class Storage(ABC):
         """Release clients; harmless twice."""
 
 
-def usable(found: Iterable[Entry], where: Uri) -> list[Entry]:
+@functools.lru_cache(maxsize=1024)
+def _warn_once(where: str, why: str) -> None:
+    """A run is listed at every save: whoever reads the log has read of the name already."""
+    log.warning("passed by in %s: %s", where, why)
+
+
+class Listing(list[Entry]):
+    """What a listing answers, sorted. passed_by: the names in it that no key can have."""
+
+    passed_by: tuple[str, ...] = ()
+
+
+def usable(found: Iterable[Entry], where: Uri) -> Listing:
     """What a listing answers: the names that can be keys, sorted. One that cannot, with a control character
-    or bytes that are no text, is told and passed by: no program of ours made it, nobody can ask for it, and
-    what lies beside it must not be out of reach for it.
+    or bytes that are no text, is told once and passed by: no program of ours made it, nobody can ask for it,
+    and what lies beside it must not be out of reach for it.
     """
-    entries = []
+    entries, strange = Listing(), list[str]()
     for entry in sorted(found, key=lambda one: one.name):
         try:
             check_key(entry.name)
         except UriError as error:
-            log.warning("passed by in %s: %s", where, error.message)
+            _warn_once(str(where), error.message)
+            strange.append(entry.name)
         else:
             entries.append(entry)
+    entries.passed_by = tuple(strange)
     return entries
 
 

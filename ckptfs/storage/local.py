@@ -34,6 +34,7 @@ from ckptfs.errors import (
     NotFoundError,
     StaleError,
     StorageError,
+    SymlinkError,
     UnsupportedError,
 )
 from ckptfs.storage.base import (
@@ -83,6 +84,7 @@ ASSUMED = Capabilities(
 # Each try opens a file, asks what it is and reads it: where a file is replaced all the time, one in four
 # meets a replacement.
 _STALE_TRIES = 10
+_MOST_LINKS = 40  # as the kernel's own
 _NO_LINKS = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )
@@ -132,12 +134,12 @@ class LocalStorage(Storage):
         return self._read(key, limit_bytes)
 
     def _read(self, key: str, limit_bytes: int | None) -> bytes:
-        path, uri, flags = self._readable(key), self.uri(key), self._flags(key)
+        uri, flags = self.uri(key), self._flags(key)
 
-        def look() -> bytes:
+        def look(path: str) -> bytes:
             return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
 
-        return self._looking_again("read", key, look)
+        return self._reading("read", key, look)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """As ``Storage.create``. When this raises AlreadyExistsError, what stands there is durable.
@@ -203,16 +205,15 @@ class LocalStorage(Storage):
             raise typed(error, self.uri(key), "write") from error
 
     def stat(self, key: str) -> Stat:
-        path = self._readable(key)
         follow = not self._flags(key)
 
-        def look() -> os.stat_result:
+        def look(path: str) -> os.stat_result:
             found = self._posix.stat(path, follow=follow)
             if not follow and stat.S_ISLNK(found.st_mode):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
             return found
 
-        found = self._looking_again("stat", key, look)
+        found = self._reading("stat", key, look)
         is_dir = stat.S_ISDIR(found.st_mode)
         if is_dir and self.capabilities.shape is Shape.OBJECT:
             raise NotFoundError("stat failed: a prefix, not a file", uri=self.uri(key))
@@ -220,9 +221,8 @@ class LocalStorage(Storage):
         return Stat(size_bytes, is_dir, modified_s=found.st_mtime)
 
     def list(self, key: str) -> list[Entry]:
-        path = self._readable(key)
         try:
-            found = self._looking_again("list", key, lambda: self._posix.scandir(path))
+            found = self._reading("list", key, self._posix.scandir)
         except NotFoundError:
             if self.capabilities.shape is Shape.OBJECT:
                 return []
@@ -319,8 +319,8 @@ class LocalStorage(Storage):
             )
 
     def open_read(self, key: str) -> LocalReader:
-        path, uri, flags = self._readable(key), self.uri(key), self._flags(key)
-        return self._looking_again("open", key, lambda: LocalReader(self._posix, uri, path, flags))
+        uri, flags = self.uri(key), self._flags(key)
+        return self._reading("open", key, lambda path: LocalReader(self._posix, uri, path, flags))
 
     # -- names -------------------------------------------------------------------------
 
@@ -469,6 +469,48 @@ class LocalStorage(Storage):
         except OSError:
             return False
         return True
+
+    def _reading(self, action: str, key: str, look: Callable[[str], T]) -> T:
+        """``look`` at the path of a key, which only reads."""
+        path = self._readable(key)
+        try:
+            return self._looking_again(action, key, lambda: look(path))
+        except SymlinkError:
+            top = self._unlinked
+            if top is None or not self._flags(key) or _is_control(key):
+                raise
+            with translated(self.uri(key), action):
+                path = self._without_links(key[len(top) :], top)
+            # Opened without following links as well: one that is put there now is not followed either.
+            return self._looking_again(action, key, lambda: look(path))
+
+    def _without_links(self, below: str, top: str) -> str:
+        """The path that ``below`` leads to in the directory ``top`` through links that stay in it. ELOOP
+        where one leads out, or where they lead on without end.
+        """
+        holder = self.local_path(top)
+        left, passed, links = below.split("/"), list[str](), 0
+        while left:
+            name = left.pop(0)
+            path = beneath(holder, "/".join([*passed, name]))
+            if name in ("", "."):
+                continue
+            if name == "..":
+                if not passed:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), self.local_path(top))
+                passed.pop()
+                continue
+            target = self._posix.readlink(path)
+            if target is None:
+                passed.append(name)
+                continue
+            links += 1
+            if target.startswith(f"{holder}/"):
+                passed, target = [], target[len(holder) :]
+            elif target.startswith("/") or links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
+            left = [*target.split("/"), *left]
+        return beneath(holder, "/".join(passed)) if passed else holder
 
     def _looking_again(self, action: str, key: str, look: Callable[[], T]) -> T:
         """Repeat by name what an NFS server answers with ESTALE: a rename went under us."""

@@ -346,6 +346,20 @@ class Posix:
         with under_way("readlink", path):
             return os.path.realpath(path)
 
+    def readlink(self, path: str) -> str | None:
+        """readlink(2): what a link says; None where something else stands there."""
+
+        def told(name: str, fd: int | None) -> str | None:
+            try:
+                return os.readlink(name, dir_fd=fd)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return None
+
+        with under_way("readlink", without_mark(path)):
+            return _in_holder(path, told)
+
     def utime(self, path: str) -> None:
         """utime(2) with the server's own clock; of what a link at a marked path leads to, nothing."""
 

@@ -46,7 +46,7 @@ class CountedPosix(Posix):
     create     open(2) that makes a file           open      open(2) of a file that is there
     open dir   open(2) of a directory              list      scandir
     sync       fsync of a file                     sync dir  fsync of a directory
-    mkdir  rename  link  unlink  rmdir  stat  utime  statvfs      as they are called
+    mkdir  rename  link  unlink  rmdir  stat  readlink  utime  statvfs      as they are called
 
     ``durable=False`` counts each fsync and leaves it out: a world that is simulated loses no power.
     """
@@ -100,6 +100,10 @@ class CountedPosix(Posix):
     def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
         self.calls.add("stat")
         return super().stat(path, dir_fd=dir_fd, follow=follow)
+
+    def readlink(self, path: str) -> str | None:
+        self.calls.add("readlink")
+        return super().readlink(path)
 
     def utime(self, path: str) -> None:
         self.calls.add("utime")

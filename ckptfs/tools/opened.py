@@ -78,8 +78,8 @@ def open_contents(
     """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file.
 
     Local, read-only. A torch.save file is loaded with weights_only; IntegrityError: it is none,
-    or holds what would run code. follow_links: of False, a symbolic link in a checkpoint is a
-    SymlinkError. Errors of finding it are those of ``ckptfs.load``.
+    or holds what would run code. follow_links: of False, a symbolic link that leads out of a checkpoint
+    is a SymlinkError. Errors of finding it are those of ``ckptfs.load``.
     """
     with file_at(uri, storage_options) as file:
         if file is not None:

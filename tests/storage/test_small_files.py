@@ -173,12 +173,13 @@ def test_every_kind_of_small_file_has_its_limit() -> None:
 def test_a_strange_name_is_passed_by(
     tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A listing has what lies beside it, and a warning says where it is."""
+    """A listing has what lies beside it, and one warning says where it is, not one for each listing."""
     (tmp_path / "step_1").mkdir()
     for name in (b"step_\xff", b"\x1b[2J", b"a\nb"):
         os.mkdir(os.path.join(os.fsencode(tmp_path), name))
     storage = open_storage(uri.format(tmp=tmp_path))
-    assert [entry.name for entry in storage.list("")] == ["step_1"]
+    for _ in range(2):
+        assert [entry.name for entry in storage.list("")] == ["step_1"]
     assert len(caplog.records) == 3
     assert "\x1b" not in caplog.text
 
@@ -211,3 +212,63 @@ def test_what_a_link_leads_to_is_read_only_where_links_are_followed(
             strict.list(f"step_1/{linked}")
     assert strict.read_small("step_1/plain", 10) == b"plain"
     assert strict.list("step_1") == storage.list("step_1")
+
+
+@pytest.mark.parametrize(
+    ("link", "target", "key"),
+    [
+        ("newest", "folder/file", "newest"),
+        ("linked", "folder", "linked/file"),
+        ("linked", "folder", "linked/up/file"),
+        ("here", ".", "here/folder/file"),
+        ("whole", "{step}/folder/file", "whole"),
+        ("folder/again", "../folder/./again2", "folder/again"),
+    ],
+)
+def test_a_link_that_stays_in_the_checkpoint_is_read(
+    tmp_path: Path, link: str, target: str, key: str
+) -> None:
+    """Nothing comes out through it that lies elsewhere: whoever copies reads it as any reader does."""
+    step = tmp_path / "step_1"
+    (step / "folder").mkdir(parents=True)
+    (step / "folder" / "file").write_bytes(b"inside")
+    (step / "folder" / "up").symlink_to("../folder")
+    (step / "folder" / "again2").symlink_to("up/file")
+    (step / link).symlink_to(target.format(step=step))
+    strict = open_storage(tmp_path).refusing_links("step_1")
+    assert strict.read_small(f"step_1/{key}", 10) == b"inside"
+    assert strict.stat(f"step_1/{key}").size_bytes == len(b"inside")
+    with strict.open_read(f"step_1/{key}") as reader:
+        data = bytearray(reader.size_bytes)
+        reader.read_into(0, memoryview(data))
+    assert data == b"inside"
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "..",
+        "../secret",
+        "../step_1/file",
+        "folder/../../secret",
+        "{root}/secret",
+        "{step}/../secret",
+        "me",
+    ],
+)
+def test_a_link_that_leaves_the_checkpoint_on_its_way_is_refused(
+    tmp_path: Path, target: str
+) -> None:
+    """In words or by a link on its way; also where it comes back in, and where it leads to itself."""
+    step = tmp_path / "step_1"
+    (step / "folder").mkdir(parents=True)
+    (step / "file").write_bytes(b"inside")
+    (step / "out").symlink_to("..")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (step / "me").symlink_to(target.format(step=step, root=tmp_path))
+    (step / "through").symlink_to("out/secret")
+    strict = open_storage(tmp_path).refusing_links("step_1")
+    for key in ("step_1/me", "step_1/through", "step_1/out/secret", "step_1/me/secret"):
+        for way in (*WAYS.values(), _stat):
+            with pytest.raises(SymlinkError):
+                way(strict, key)

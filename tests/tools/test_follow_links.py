@@ -86,6 +86,50 @@ def test_a_fetched_directory_has_what_links_lead_to_if_asked(stock: Path, tmp_pa
         assert not any(os.path.islink(os.path.join(path, name)) for name in os.listdir(path))
 
 
+def test_links_that_stay_in_the_checkpoint_come_back_as_files(tmp_path: Path) -> None:
+    """A directory with a link "newest" to one of its files is fetched and copied as it was saved, unasked."""
+    run = tmp_path / "run"
+    with ckptfs.DirectoryManager(run) as manager:
+        with manager.writing(1) as path:
+            os.mkdir(f"{path}/shards")
+            Path(path, "shards", "7.bin").write_bytes(b"7")
+            os.symlink("shards/7.bin", f"{path}/newest")
+            os.symlink("shards", f"{path}/current")
+        with manager.reading(into=tmp_path / "into") as opened:
+            assert opened is not None
+    with ckptfs.checkpoint_dir(run / "step_1", "read", into=tmp_path / "fetched"):
+        pass
+    code, said = _cp(run / "step_1", tmp_path / "copies" / "step_1")
+    assert code == 0, said
+    for place in (tmp_path / "into", tmp_path / "fetched", tmp_path / "copies" / "step_1"):
+        assert (place / "newest").read_bytes() == b"7"
+        if (
+            "copies" not in place.parts
+        ):  # cp copies what the manifest lists: files, and no linked directory
+            assert (place / "current" / "7.bin").read_bytes() == b"7"
+        assert not any(path.is_symlink() for path in place.rglob("*"))
+
+
+def test_a_directory_is_not_fetched_without_what_no_key_can_name(tmp_path: Path) -> None:
+    """It would look whole: the error names the file, and nothing appears."""
+    with ckptfs.checkpoint_dir(tmp_path / "run" / "files_1") as path:
+        Path(path, "plain").write_bytes(b"1")
+        os.mkdir(f"{path}/folder")
+        Path(path, "folder", "plain").write_bytes(b"1")
+    for strange in (b"a\x1bb", b"caf\xe9"):
+        name = os.fsencode(tmp_path / "run" / "files_1" / "folder") + b"/" + strange
+        Path(os.fsdecode(name)).write_bytes(b"2")
+        with (
+            pytest.raises(ckptfs.StorageError, match="no key can have the name") as caught,
+            ckptfs.checkpoint_dir(tmp_path / "run/files_1", "read", into=tmp_path / "into"),
+        ):
+            raise AssertionError("it was entered")
+        assert str(caught.value).isascii()
+        assert str(caught.value).isprintable()
+        assert not (tmp_path / "into").exists()
+        os.unlink(name)
+
+
 def test_an_export_reads_through_links_if_asked(stock: Path, tmp_path: Path) -> None:
     """SymlinkError, and no target; with follow_links the tensors."""
     target = tmp_path / "exported"
