@@ -17,6 +17,7 @@ from typing import Self
 
 from ckptfs.commit.catalog import Checkpoint
 from ckptfs.commit.entries import Kind
+from ckptfs.commit.seat import Seat
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CkptfsError, DeadlineError
 from ckptfs.events import Event, SaveBegan, SaveResult, SaveSkipped
@@ -282,11 +283,21 @@ class RunManager:
             self._crew = Crew.hire(
                 self._ground, self._settings, self._tell, self._needed, self._start
             )
-            # The job before may have needed longer than this one will be given.
-            seat = self._crew.run.seat
-            if seat.known.state is not None:
-                self._schedule.took(last_save_s(seat.known.state, seat.storage))
+            self._warn_of_the_last_save(self._crew.run.seat)
         return self._crew
+
+    def _warn_of_the_last_save(self, seat: Seat) -> None:
+        """Collective. The job before may have needed longer than this one will be given."""
+
+        def look() -> float | None:
+            state = seat.known.state
+            if state is None or not self._schedule.warns_here:
+                return None
+            return last_save_s(state, seat.storage)
+
+        # In a step: if this read hung or broke between two steps, the other ranks would wait without a cause.
+        label = "how long the last save took"
+        self._schedule.took(seat.control.step(label, look, lambda found: found[0]))
 
     def _tell(self, event: Event) -> None:
         self._hang_bell().tell(event)

@@ -12,7 +12,7 @@ from ckptfs.commit.entries import decode_entry
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import log_key
 from ckptfs.commit.ops import read_limited
-from ckptfs.errors import ManifestError, StorageError
+from ckptfs.errors import CkptfsError
 from ckptfs.storage.base import Storage
 
 __all__ = ["between_s", "last_save_s"]
@@ -29,8 +29,8 @@ def last_save_s(state: LogState, storage: Storage) -> float | None:
         return None
     try:
         entry = decode_entry(read_limited(storage, log_key(at)), log_key(at))
-    except (StorageError, ManifestError):
-        return None  # whoever needs that entry reads it again, and has the error then
+    except CkptfsError:
+        return None  # no save fails for a warning; whoever needs that entry reads it again
     return between_s(save_id, entry.stamp.at)
 
 

@@ -188,6 +188,11 @@ class Schedule:
         self._saved_step = step
         self._saved_at_s = self._clock()
 
+    @property
+    def warns_here(self) -> bool:
+        """Whether ``took`` may warn on this rank: the coordinator, where signals are watched."""
+        return self._signals is not None and not self._warned and self._control().rank == 0
+
     def took(self, wall_s: float | None) -> None:
         """How long the last save took until its commit, of this job or the one before; None: unknown.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import re
 import shutil
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
-from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
+from ckptfs.testing.faults import Action, Fail, FaultyStorage, Plan
 from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.world import End, simulate
 from ckptfs.topology.control import Control
@@ -69,6 +70,7 @@ class _Here(threading.local):
     control: Control | None = None
     plan: Plan = field(default_factory=Plan)
     node: str = ""
+    leaving: bool = False
 
 
 Call = Callable[[int], object]
@@ -103,7 +105,8 @@ def _load_in_a_run(rank: int) -> object:
 
 def _prepare(_: int) -> object:
     with ckptfs.prepare_run("rank+file:///site/run"):
-        return None
+        HERE.leaving = True
+    return None
 
 
 def _ensure(_: int) -> object:
@@ -143,7 +146,10 @@ def _reading(_: int) -> object:
 
 
 def _manager_save(rank: int) -> object:
-    with ckptfs.CheckpointManager("rank+file:///site/run", keep_latest=1) as manager:
+    # No signal, but watched for: it then looks how long the last save took.
+    signals: Iterator[str] = iter(())
+    uri = "rank+file:///site/run"
+    with ckptfs.CheckpointManager(uri, keep_latest=1, preempt_signals=signals) as manager:
         return manager.save(2, _state(rank))
 
 
@@ -222,7 +228,7 @@ class Stage:
     def _on_ranks(self, call: Call, faults: Mapping[int, Plan]) -> list[End[object]]:
         def work(control: Control) -> object:
             HERE.control, HERE.node = control, control.world.node
-            HERE.plan = faults.get(control.rank, Plan())
+            HERE.plan, HERE.leaving = faults.get(control.rank, Plan()), False
             return call(control.rank)
 
         return simulate(
@@ -275,13 +281,24 @@ def _first(rank: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One operation of one rank in one call, counted in a clean run."""
+    """One operation of one rank in one call, as it came in a clean run.
+
+    kind: its operation and key, without what differs from run to run. leaving: the rank was leaving the
+    run that it held. nth: of that kind, from 1. Threads beside the rank's own make the place in the whole
+    trace differ, so another run finds the operation again by its kind.
+    """
 
     call: str
     rank: int
-    number: int
     op: str
     key: str
+    leaving: bool = False
+    nth: int = 1
+
+    @property
+    def kind(self) -> str:
+        """Equal for what is asked again in another run."""
+        return kind_of(self.op, self.key)
 
     @property
     def errors(self) -> tuple[type[CkptfsError], ...]:
@@ -290,31 +307,65 @@ class Case:
         return (AccessError, TransientError, *damage)
 
     def __str__(self) -> str:
-        return f"{self.call} rank {self.rank} #{self.number} {self.op} {self.key}"
+        when = " on leaving" if self.leaving else ""
+        return f"{self.call} rank {self.rank} {self.op} {self.key} ({self.nth}.){when}"
+
+
+def kind_of(op: str, key: str) -> str:
+    """An operation without the ids and times that differ from run to run."""
+    varies = r"[0-9a-f]{9,}|\d+-[0-9a-f]{8}|\d{8}T\d+-\w+"
+    return re.sub(varies, "*", f"{op} {key}".strip())
+
+
+class _Watched(Plan):
+    """Finds the cases of a call, or fails the operation of one."""
+
+    def __init__(
+        self, call: str, rank: int, failing: Case | None = None, fail: Fail | None = None
+    ) -> None:
+        super().__init__()
+        self.call, self.rank = call, rank
+        self.failing, self.fail = failing, fail
+        self.cases: list[Case] = []
+        self.failed = False
+        self._nth: Counter[tuple[str, bool]] = Counter()
+
+    def begin(self, op: str, key: str) -> Action | None:
+        """Count it; fail it where it is the one."""
+        super().begin(op, key)
+        with self._lock:
+            kind = kind_of(op, key), HERE.leaving
+            self._nth[kind] += 1
+            case = Case(self.call, self.rank, op, key, HERE.leaving, self._nth[kind])
+            self.cases.append(case)
+        one = self.failing
+        if one is None or (one.kind, one.leaving, one.nth) != (case.kind, case.leaving, case.nth):
+            return None
+        self.failed = True
+        return self.fail
 
 
 def cases_of(stage: Stage, name: str) -> list[Case]:
     """Every operation of a clean run of a call."""
-    plans = {rank: Plan() for rank in range(len(stage.ground.nodes))}
+    plans = {rank: _Watched(name, rank) for rank in range(len(stage.ground.nodes))}
     for end in stage.run(CALLS[name], plans):
         end.get()
-    return [
-        Case(name, rank, operation.number, operation.op, operation.key)
-        for rank, plan in plans.items()
-        for operation in plan.trace
-    ]
+    return [case for plan in plans.values() for case in plan.cases]
 
 
-def verdict(stage: Stage, case: Case, error: type[CkptfsError]) -> str:
+def verdict(stage: Stage, case: Case, error: type[Exception]) -> str:
     """How it ended: "failed", an error everywhere, which names the rank and the cause, one for all others;
-    "succeeded", every rank did, and what it saved is there; else what is wrong.
+    "succeeded", every rank did, and what it saved is there; "was not asked", the operation did not come
+    this time; else what is wrong.
     """
-    plan = Plan([Fault("*", "*", case.number, Fail(error(CAUSE)))])
+    plan = _Watched(case.call, case.rank, case, Fail(error(CAUSE)))
     started = time.monotonic()
     ends = stage.run(CALLS[case.call], {case.rank: plan})
     if time.monotonic() - started > DEADLINE_S / 2:
         return f"took {time.monotonic() - started:.1f} s"
     errors = [end.error for end in ends]
+    if not plan.failed:
+        return "was not asked"
     if not any(errors):
         made = stage.go_on(MADE[case.call], {}) if case.call in MADE else []
         lost = [end.error for end in made if end.error is not None]
@@ -368,14 +419,14 @@ def _campaign(stage: Stage, title: str, name: str, wanted: str) -> int:
             if not fnmatch.fnmatchcase(error.__name__, wanted):
                 continue
             found = verdict(stage, case, error)
-            if found == "succeeded":
-                spared[f"{case.op} {case.key} {error.__name__}"] += 1
+            if found in ("succeeded", "was not asked"):
+                spared[f"{found}: {case.op} {case.key} {error.__name__}"] += 1
             elif found != "failed":
                 wrong += 1
                 print(f"  {case} {error.__name__}: {found}", flush=True)
     print(f"{title}: {len(cases)} operations, {time.monotonic() - began:.1f} s", flush=True)
     for text, count in spared.items():
-        print(f"    went on: {text} ({count})")
+        print(f"    {text} ({count})")
     return wrong
 
 
