@@ -103,6 +103,7 @@ class DirectoryManager(RunManager):
         on_commit: Callable[[str], None] | None = None,
         takeover: Literal["auto", "never", "force"] = "auto",
         begin_again: bool = False,
+        unlogged: Literal["error", "ignore"] = "error",
         process_group: Any = None,
         timeout_s: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -123,6 +124,7 @@ class DirectoryManager(RunManager):
             on_commit=on_commit,
             takeover=where.takeover,
             begin_again=begin_again,
+            unlogged=Unlogged(unlogged),
             pointer=Pointer(pointer) if isinstance(pointer, str) else pointer,
         )
         rules = Rules(every_steps, every_s, grace_s)
@@ -269,7 +271,7 @@ class DirectoryManager(RunManager):
         into: str | os.PathLike[str] | None = None,
         fallback: Literal["error", "older"] = "error",
         only: Wanted | None = None,
-        unlogged: Literal["error", "ignore"] = "error",
+        unlogged: Literal["error", "ignore"] | None = None,
     ) -> Iterator[OpenedDirectory | None]:
         """Collective to enter, read-only. The newest committed directory as a local path, or that of
         ``step``; decided once for all ranks. None only where nothing was ever saved.
@@ -279,7 +281,8 @@ class DirectoryManager(RunManager):
         only: which files this node needs, of their paths and its ranks, where it is downloaded.
         fallback: "older" passes over damaged ones, and says so in ``skipped``; "error" never goes back
         unasked. AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest
-        commit; unlogged="ignore" goes back to that. NotFoundError, IncompleteCheckpointError, IntegrityError as for ``restore``.
+        commit; unlogged="ignore" goes back to that, None does as the manager was made to. NotFoundError,
+        IncompleteCheckpointError, IntegrityError as for ``restore``.
         """
         self._settle(1)
         template = self._settings.names.of(Kind.DIRECTORY)
@@ -288,7 +291,7 @@ class DirectoryManager(RunManager):
             step,
             Kind.DIRECTORY,
             fallback=Fallback(fallback),
-            unlogged=Unlogged(unlogged),
+            unlogged=self._settings.unlogged_of(unlogged),
         )
         kept = None if into is None else os.fspath(into)
         with self._ground.reading() as seat:

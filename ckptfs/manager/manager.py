@@ -82,6 +82,9 @@ class CheckpointManager(RunManager):
     full checkpoint of a manager that restored nothing is CommitConflictError unless it is further than the
     newest one, and retention keeps whatever is further than what this job saves; see docs/howto/resume.md.
 
+    unlogged: what ``restore`` does where stock torch saved into the run after its newest commit, unless it is
+    told itself: "error", or "ignore", for wrappers that call it without an argument.
+
     threads, engine, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
     ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
     on the coordinator, on_commit the URI of every commit. ground: what it stands on instead of
@@ -120,6 +123,7 @@ class CheckpointManager(RunManager):
         per_rank: Sequence[str] = (),
         takeover: Literal["auto", "never", "force"] = "auto",
         begin_again: bool = False,
+        unlogged: Literal["error", "ignore"] = "error",
         process_group: Any = None,
         timeout_s: float | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -149,6 +153,7 @@ class CheckpointManager(RunManager):
             copies=copies_of(copies, uri),
             takeover=where.takeover,
             begin_again=begin_again,
+            unlogged=Unlogged(unlogged),
         )
         rules = Rules(every_steps, every_s, grace_s)
         super().__init__(ground or Ground(where), settings, rules, preempt_signals)
@@ -263,7 +268,7 @@ class CheckpointManager(RunManager):
         strict: bool = True,
         allow: Allow = (),
         part: str | None = None,
-        unlogged: Literal["error", "ignore"] = "error",
+        unlogged: Literal["error", "ignore"] | None = None,
     ) -> Restored | None:
         """Collective, read-only. Restore ``state``, in place, from the newest whole checkpoint.
 
@@ -278,8 +283,9 @@ class CheckpointManager(RunManager):
         checkpoint that several groups wrote. strict, allow: as for ``ckptfs.load``.
 
         NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
-        newest is damaged, and what is missing where. StateError: stock torch saved into the run after the
-        newest commit; unlogged="ignore" goes back to that. After an error tensors are undefined.
+        newest is damaged, and what is missing where. AmbiguousCheckpointError: stock torch saved into the run
+        after the newest commit; unlogged="ignore" goes back to that, None does as the manager was made to.
+        After an error tensors are undefined.
         """
         self._settle(1)
         request = RestoreRequest(
@@ -292,7 +298,7 @@ class CheckpointManager(RunManager):
             dict(reshard or {}),
             strict,
             part,
-            Unlogged(unlogged),
+            self._settings.unlogged_of(unlogged),
             allow,
         )
         with (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from ckptfs.commit.claim import Takeover
 from ckptfs.commit.entries import Kind, Seal
+from ckptfs.commit.unlogged import Unlogged
 from ckptfs.dcp.saving import WriteOptions
 from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.manager.copies import Copy
@@ -90,6 +91,11 @@ class Settings:
     takeover: Takeover = Takeover.AUTO
     pointer: Pointer | None = None
     begin_again: bool = False
+    unlogged: Unlogged = Unlogged.ERROR  # of restores that do not say it themselves
+
+    def unlogged_of(self, policy: str | None) -> Unlogged:
+        """That of a restore: its own, or else the manager's."""
+        return self.unlogged if policy is None else Unlogged(policy)
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:

@@ -21,6 +21,7 @@ from ckptfs.commit.looking import looking_at
 from ckptfs.commit.ops import Program, drive
 from ckptfs.commit.unlogged import _look, data_paths, newer_unlogged
 from ckptfs.errors import NotFoundError
+from ckptfs.manager.driving import StepDriver
 from ckptfs.storage.base import Shape
 from ckptfs.tools.copying import copy_to
 from ckptfs.tools.findings import Damage
@@ -97,6 +98,39 @@ def test_there_are_ways_out(run: Path) -> None:
     assert ckptfs.latest(run, "weights") is None
     shutil.move(run / "step_3", run.parent / "elsewhere")
     assert restored(run) == 2.0
+
+
+def test_a_manager_may_be_made_to_ignore_it(run: Path, tmp_path: Path) -> None:
+    """For what calls restore or reading in the name of a framework: the option of the manager reaches it."""
+    stock(run / "step_3", 3.0)
+    state = {"w": torch.zeros(4)}
+    with ckptfs.CheckpointManager(run, unlogged="ignore") as manager:
+        with pytest.raises(ckptfs.AmbiguousCheckpointError):
+            manager.restore(state, unlogged="error")
+        assert manager.restore(state) is not None
+    assert float(state["w"][0]) == 2.0
+    files = tmp_path / "files"
+    with ckptfs.DirectoryManager(files) as directories, directories.writing(2) as path:
+        Path(path, "weights").write_bytes(b"2")
+    stock(files / "step_3", 3.0)
+    with (
+        ckptfs.DirectoryManager(files) as directories,
+        pytest.raises(ckptfs.AmbiguousCheckpointError),
+        directories.reading(),
+    ):
+        pass
+    with (
+        ckptfs.DirectoryManager(files, unlogged="ignore") as directories,
+        directories.reading() as opened,
+    ):
+        assert opened is not None
+        assert opened.step == 2
+    folder = tmp_path / "fetched"
+    driver = StepDriver(files, unlogged="ignore")
+    assert driver.fetch(lambda step: str(folder / str(step))) == 2
+    driver.close()
+    with pytest.raises(ckptfs.StateError, match="'never' is no choice"):
+        ckptfs.CheckpointManager(run, unlogged="never")  # type: ignore[arg-type]
 
 
 def test_what_is_older_does_not_disturb(run: Path) -> None:
