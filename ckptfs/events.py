@@ -98,7 +98,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """A save that is committed. ``wall_s``: seconds from the call to the commit on this rank."""
+    """A save that is committed. ``wall_s``: seconds from the call to the commit on this rank.
+
+    ``replaced_bytes``: of older saves of the name, as their manifests say, what still lies there, over all
+    domains: in a held run until its next commit, else only what is pinned or referenced.
+    """
 
     uri: str
     step: int | None
@@ -108,11 +112,15 @@ class SaveResult:
     per_rank: tuple[Counters, ...]
     wall_s: float
     warnings: tuple[str, ...] = ()
+    replaced_bytes: int = 0
 
     def __str__(self) -> str:
         """One line; ``repr`` has every counter."""
         warned = f", {len(self.warnings)} warnings" if self.warnings else ""
-        return f"saved {_told(self)}{warned}"
+        left = (
+            f", {size_text(self.replaced_bytes)} of older ones stay" if self.replaced_bytes else ""
+        )
+        return f"saved {_told(self)}{left}{warned}"
 
 
 @dataclass(frozen=True, slots=True)

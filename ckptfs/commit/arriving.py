@@ -263,4 +263,4 @@ def _claimed(joined: Joined, spec: SaveSpec, stack: contextlib.ExitStack) -> Run
     if name_taken(spec.name, view) is None:
         return None
     keep, call = (joined.keys.save_id,), "a write by URL"
-    return stack.enter_context(claim(joined.seat, keep=keep, caller=Caller(call)))
+    return stack.enter_context(claim(joined.seat, keep=keep, caller=Caller(call, for_call=True)))

@@ -27,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.catalog import find
 from ckptfs.commit.claim import claim
 from ckptfs.commit.decisions import may_seal
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
@@ -40,11 +41,12 @@ from ckptfs.commit.manifest import (
     encode_manifest,
 )
 from ckptfs.commit.ops import drive, read_limited
+from ckptfs.commit.pieces import pieces
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
 from ckptfs.commit.protocol import committed, name_taken
 from ckptfs.commit.reclaim import lies_nowhere, record_removal
-from ckptfs.commit.run import Caller, Run
+from ckptfs.commit.run import Caller, Run, is_for_call
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import (
     NameTaken,
@@ -114,6 +116,14 @@ class _Begun:
     is_taken: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """What became of the projection in one domain, and how many bytes of older saves stay there."""
+
+    note: str = ""
+    replaced_bytes: int = 0
+
+
 class Attempt:
     """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
 
@@ -140,7 +150,7 @@ class Attempt:
         self._began = False
         self._claimed: Run | None = None  # for this save alone
         call = 'save(if_exists="replace")' if spec.if_exists is IfExists.REPLACE else "a save"
-        self._caller = caller or Caller(call)
+        self._caller = caller or Caller(call, for_call=True)
         self._manifest: Manifest | None = None  # the coordinator's
 
     # -- what the writer of files needs -------------------------------------------------
@@ -526,14 +536,14 @@ class Attempt:
             self._state = self._append_seal(seal)
         commit_s = time.perf_counter() - started
         self._committed = Committed(seal.save_id, gathered.counters, commit_s)
-        warnings = self._finish(seal)
+        warnings, replaced_bytes = self._finish(seal)
         if not self._means.caps.exclusive_create:
             warnings = (ADVICE, *warnings)
             if self.seat.control.rank == 0:
                 logger.warning("%s is committed; %s", seal.name, ADVICE)
         self._let_go()
         commit_s = time.perf_counter() - started
-        return Committed(seal.save_id, gathered.counters, commit_s, warnings)
+        return Committed(seal.save_id, gathered.counters, commit_s, warnings, replaced_bytes)
 
     def _described_anew(self, origins: tuple[str, ...]) -> Seal:
         """Collective. Claim the run, and give what was written a manifest of its generation."""
@@ -606,21 +616,24 @@ class Attempt:
 
     # -- after the commit ---------------------------------------------------------------
 
-    def _finish(self, seal: Seal) -> tuple[str, ...]:
-        """Record and project. The save is committed: a failure here is a warning, not an error."""
+    def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
+        """Record and project. The save is committed: a failure here is a warning, not an error. Beside the
+        warnings, how many bytes of older saves of the name stay.
+        """
         try:
-            notes = self.seat.control.step("finish", lambda: self._finish_here(seal))
+            ends = self.seat.control.step("finish", lambda: self._finish_here(seal))
         except CkptfsError as error:
-            notes = [str(error)]
-        warnings = tuple(dict.fromkeys(note for note in notes if note))
+            ends = [_Finished(str(error))]
+        warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
         for note in warnings:
             logger.warning("%s is committed; its projection is not complete: %s", seal.name, note)
-        return warnings
+        return warnings, sum(end.replaced_bytes for end in ends)
 
-    def _finish_here(self, seal: Seal) -> str | None:
+    def _finish_here(self, seal: Seal) -> _Finished:
         if not self._owner or self._state is None:
-            return None
+            return _Finished()
         holder, background = self.spec.run, self.seat.background
+        at_once = is_for_call(holder)
         try:
             # Of other saves this domain knows only what its own log records: an earlier one that
             # is sealed here but not elsewhere must not be projected.
@@ -633,20 +646,48 @@ class Attempt:
                 holder=now,
                 spare=self.seat.spared,
                 replaces=self._foreign,
+                at_once=at_once,
             )
             self._state = drive(take_turns(program, self.seat.turn), self.storage)
             self.seat.known.learn(self._state)
         except (StorageError, CommitInDoubtError) as error:
-            return str(error)
+            return _Finished(str(error), self._replaced_bytes(seal, at_once=at_once))
         finally:
             self.seat.touch_log_later()  # the seal stands, whatever became of its projection
         if holder is not None and background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
-            clearing = clear(self._means, self._known, holder, self.seat.spared)
+            own = frozenset({seal.save_id} if at_once else ())
+            clearing = clear(self._means, self._known, holder, self.seat.spared, own)
             turns = take_turns(clearing, self.seat.turn)
             chore = partial(self.seat.drive_aside, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)
-        return None
+        return _Finished(replaced_bytes=self._replaced_bytes(seal, at_once=at_once))
+
+    def _replaced_bytes(self, seal: Seal, *, at_once: bool) -> int:
+        """What older saves of the name have here that is not about to go, as their manifests say."""
+        if not self._planned.replaces or self._state is None:
+            return 0
+        here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
+        going = {other.save_id for other, _ in to_clear({here: self._state}, here, at_once=own)}
+        total = 0
+        for save in self._state.saves.living.values():
+            other = save.seal
+            if other is None or other.name != seal.name or other.save_id in {seal.save_id, *going}:
+                continue
+            if save.gone or save.aborted or here not in other.everywhere:
+                continue
+            total += sum(self._bytes_here(piece) for piece in pieces(other, here))
+        return total
+
+    def _bytes_here(self, piece: Seal) -> int:
+        try:
+            found = drive(find(piece, self._means.caps.shape, self.storage.root), self.storage)
+        except (StorageError, CkptfsError) as error:
+            logger.debug("how much of save %s stays is not known: %s", piece.save_id, error)
+            return 0
+        files = () if found.manifest is None else found.manifest.files
+        here = self._means.domain
+        return sum(file.size_bytes for file in files if file.domain in (None, here))
 
     def _clears_plain_names(self) -> bool:
         """Whether a directory artifact is to go: plain names may be a later owner's by the time that a

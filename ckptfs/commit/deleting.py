@@ -85,7 +85,9 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
         # generation would take a successor's plain names. A fence takes the other's trash away.
         half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
         if half or not (holder == GENESIS or state.released):
-            run = stack.enter_context(claim(seat, takeover=takeover, caller=Caller("rm")))
+            run = stack.enter_context(
+                claim(seat, takeover=takeover, caller=Caller("rm", for_call=True))
+            )
             seat, holder = run.seat, run.generation
             state = drive(catch_up(), seat.storage)
             remove = remove_save

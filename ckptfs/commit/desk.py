@@ -32,7 +32,7 @@ from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.protocol import name_taken, next_seq
 from ckptfs.commit.publishing import list_files
 from ckptfs.commit.reclaim import discard_own_attempt
-from ckptfs.commit.run import Run
+from ckptfs.commit.run import Run, is_for_call
 from ckptfs.commit.saving import (
     Means,
     begin,
@@ -297,9 +297,16 @@ class Desk:
         doomed = to_clear({self._home.id: state}, self._home.id, seat.spared)
         # Plain names may be a later owner's by the time that a chore comes to them.
         aside = background is not None and not any(s.artifact is Kind.DIRECTORY for s, _ in doomed)
+        at_once = is_for_call(holder)
         try:
-            now = None if aside else holder
-            program = finish(seal, self._means, state, holder=now, spare=seat.spared)
+            program = finish(
+                seal,
+                self._means,
+                state,
+                holder=None if aside else holder,
+                spare=seat.spared,
+                at_once=at_once,
+            )
             state = drive(take_turns(program, seat.turn), seat.storage)
             seat.known.learn(state)
         except (StorageError, CommitInDoubtError) as error:
@@ -309,7 +316,8 @@ class Desk:
             seat.touch_log_later()  # the seal stands, whatever became of its projection
         if background is not None and aside:
             # Deleting takes requests there, and what the caller waits for is done.
-            clearing = clear(self._means, self._known, holder, seat.spared)
+            own = frozenset({seal.save_id} if at_once else ())
+            clearing = clear(self._means, self._known, holder, seat.spared, own)
             turns = take_turns(clearing, seat.turn)
             chore = partial(seat.drive_aside, turns, background)
             background.submit(f"clearing what {seal.name} replaced", chore)

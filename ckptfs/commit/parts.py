@@ -280,10 +280,10 @@ class PartAttempt(Attempt):
             self.seat, self._named, seal, self._means, self._state, decide=decide
         )
 
-    def _finish(self, seal: Seal) -> tuple[str, ...]:
+    def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
         if self._owner:
             self.seat.touch_log_later()
-        return ()
+        return (), 0
 
 
 def _too_late(what: PartPlan, where: Uri, *, committed: bool) -> CommitConflictError:

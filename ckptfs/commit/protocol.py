@@ -15,7 +15,7 @@ several parts the home alone decides; its seal, found in another domain, records
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -351,10 +351,12 @@ class Doomed:
     reason: str
 
 
-def doomed(views: Views) -> list[Doomed]:
+def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Doomed]:
     """Saves that the holder deletes without being asked again: replaced ones, one commit after
     their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
     hid, once something was committed under it. Pinned and referenced saves stay.
+
+    at_once: save_ids of successors that wait for no further commit, because none may ever come.
     """
     lives = commits(views)
     used = used_overwrites(views, lives)
@@ -370,7 +372,8 @@ def doomed(views: Views) -> list[Doomed]:
         successor = successors.get(seal.save_id)
         if successor is not None:
             last = lives[-1].seal.save_id
-            if successor.save_id != last or _deleted(successor.save_id, views):
+            settled = successor.save_id != last or successor.save_id in at_once
+            if settled or _deleted(successor.save_id, views):
                 out.append(Doomed(seal, "replaced"))
         elif any(mark.generation in used for _, mark in _marks(seal, views)):
             out.append(Doomed(seal, "overwritten"))

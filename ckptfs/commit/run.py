@@ -39,7 +39,15 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri
 
-__all__ = ["Caller", "Ownership", "Run", "ownership_of", "release_fence", "wait_until_left"]
+__all__ = [
+    "Caller",
+    "Ownership",
+    "Run",
+    "is_for_call",
+    "ownership_of",
+    "release_fence",
+    "wait_until_left",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +72,13 @@ def _never() -> bool:
 class Caller:
     """Which call claims a run. given_up: asked by the next claim of this process; True where the call will
     not come to its end, and its run is being released. behind: closed after a run that was collected.
+    for_call: the run is released when this very call ends; else its holder lives on, and commits again.
     """
 
     call: str = "claim()"
     given_up: Callable[[], bool] = _never
     behind: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    for_call: bool = False
 
 
 @dataclass
@@ -272,6 +282,12 @@ def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
 def ownership_of(generation: Generation) -> Ownership | None:
     """This process's own claim with that fence, where it has one."""
     return next((one for one in _OWNED.all() if one.generation == generation), None)
+
+
+def is_for_call(generation: Generation | None) -> bool:
+    """Whether this process holds the run with that fence for one call: nothing of it is committed later."""
+    own = None if generation is None else ownership_of(generation)
+    return own is not None and own.caller.for_call
 
 
 def wait_until_left(root: Uri, timeout_s: float) -> None:

@@ -135,16 +135,19 @@ def finish(
     holder: Generation | None,
     spare: Container[str] = frozenset(),
     replaces: str | None = None,
+    at_once: bool = False,
 ) -> Program[LogState]:
     """After the commit: record it where several domains decided, project, and, when we hold the
     run, delete what earlier commits replaced (None: not here, see ``clear``). ``state``: this
-    domain's fold with the seal. replaces: as for ``project``.
+    domain's fold with the seal. replaces: as for ``project``. at_once: what this save itself replaced goes
+    too, because nobody who holds the run commits after it.
     """
     if len(seal.domains) > 1:
         state = yield from _record(seal.save_id, Outcome.COMMITTED, means, state)
     yield from project(seal, {means.domain: state}, means.domain, means.caps, replaces=replaces)
     if holder is not None:
-        outcome = yield from clear(means, state, holder, spare)
+        own = frozenset({seal.save_id} if at_once else ())
+        outcome = yield from clear(means, state, holder, spare, own)
         state = outcome.state
         if isinstance(outcome, Refused):
             return state
@@ -156,16 +159,17 @@ def clear(
     state: LogState | None,
     holder: Generation,
     spare: Container[str] = frozenset(),
+    at_once: Container[str] = frozenset(),
 ) -> Program[Cleared | Refused[Refusal]]:
     """Delete what later commits of the run replaced or an overwrite hid; Refused once fenced.
 
     It may run while the next save does: an entry comes before each byte, and nobody looks at bytes
     whose delete is in the log. spare: deleted saves whose bytes somebody else removes, asked again
-    and again while it grows.
+    and again while it grows. at_once: as for ``doomed``.
     """
     seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
-    for seal, reason in to_clear(seen, means.domain, spare):
+    for seal, reason in to_clear(seen, means.domain, spare, at_once):
         try:
             gone = yield from delete_save(
                 seal,
@@ -176,7 +180,10 @@ def clear(
                 reason=reason,
                 ids=means.ids,
                 stamp=means.stamp,
-                still=lambda now, s=seal: _stillto_clear(s, now, means.domain, spare),  # type: ignore[misc]
+                still=lambda now, s=seal: any(  # type: ignore[misc]
+                    s.save_id == other.save_id
+                    for other, _ in to_clear({means.domain: now}, means.domain, spare, at_once)
+                ),
             )
         except StorageError as error:
             # One that cannot be deleted now (held by a lock, say) must not keep the others.
@@ -194,19 +201,21 @@ def clear(
 
 
 def to_clear(
-    seen: Views, domain: str, spare: Container[str] = frozenset()
+    seen: Views,
+    domain: str,
+    spare: Container[str] = frozenset(),
+    at_once: Container[str] = frozenset(),
 ) -> list[tuple[Seal, str]]:
-    """What is doomed by now, and what a delete that failed half-way left, but for ``spare``."""
+    """What is doomed by now, and what a delete that failed half-way left, but for ``spare``. at_once: as for
+    ``doomed``.
+    """
     begun = [
         (save.seal, "begun before")
         for save in seen[domain].saves.living.values()
         if save.seal is not None and save.deleted and not save.gone and save.save_id not in spare
     ]
-    return begun + [(d.seal, d.reason) for d in doomed(seen) if domain in d.seal.everywhere]
-
-
-def _stillto_clear(seal: Seal, now: LogState, domain: str, spare: Container[str]) -> bool:
-    return any(seal.save_id == other.save_id for other, _ in to_clear({domain: now}, domain, spare))
+    fresh = doomed(seen, at_once)
+    return begun + [(d.seal, d.reason) for d in fresh if domain in d.seal.everywhere]
 
 
 def _record(

@@ -70,12 +70,15 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A save that every domain sealed. warnings: what the projection left to the next writer."""
+    """A save that every domain sealed. warnings: what the projection left to the next writer.
+    replaced_bytes: of older saves of its name, what still lies there.
+    """
 
     save_id: str
     counters: tuple[Counters, ...]
     commit_s: float
     warnings: tuple[str, ...] = ()
+    replaced_bytes: int = 0
 
     def result(
         self, uri: str, step: int | None, rank: int, wall_s: float, warned: tuple[str, ...] = ()
@@ -91,6 +94,7 @@ class Committed:
             per_rank=per_rank,
             wall_s=wall_s,
             warnings=(*warned, *self.warnings),
+            replaced_bytes=self.replaced_bytes,
         )
 
 

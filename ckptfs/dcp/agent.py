@@ -264,7 +264,7 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
         open_seat(target.parent, control, task.place, write=True, common=task.common)
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
-    attempt = Attempt(seat, spec, Caller("a StorageWriter", desk.is_given_up))
+    attempt = Attempt(seat, spec, Caller("a StorageWriter", desk.is_given_up, for_call=True))
     try:
         attempt.begin()
         desk.begun.set_result(Begun(attempt, seat.placement.mine.id))

@@ -273,5 +273,5 @@ def claimed(
     if run is not None or if_exists is IfExists.ERROR or unchanged is Unchanged.WRITE:
         yield run
         return
-    with claim(seat, caller=Caller('save(if_exists="replace")')) as holder:
+    with claim(seat, caller=Caller('save(if_exists="replace")', for_call=True)) as holder:
         yield holder

@@ -133,7 +133,7 @@ def collect(
     with (
         SoloControl() as control,
         open_seat(before.uri, control, Place(options), write=True) as seat,
-        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc")) as run,
+        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc", for_call=True)) as run,
     ):
         told += _tidy(run, older_than_s)
     after = look_for_debris(run_uri, older_than_s, storage_options)

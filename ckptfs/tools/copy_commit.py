@@ -48,7 +48,9 @@ def commit_copy(reading: Seat, writing: Seat, item: Item, manner: Manner) -> Com
     with contextlib.ExitStack() as stack:
         seat, generation = writing, None
         if item.status is Status.TO_REPLACE:
-            run = stack.enter_context(claim(writing, keep=(save_id,), caller=Caller("cp")))
+            run = stack.enter_context(
+                claim(writing, keep=(save_id,), caller=Caller("cp", for_call=True))
+            )
             seat, generation = run.seat, run.generation
         spec = spec_of(held, item.original.seal, item.name, generation, save_id)
         # Disks of several nodes have no one place that tells what an earlier try brought.

@@ -46,7 +46,7 @@ def copy_parts(source: Seat, seal: Seal, target: Seat, item: Item, manner: Manne
     fresh = f"{item.origin}{AGAIN}{secrets.token_hex(4)}"
     save_id = control.step("copy id", lambda: None, lambda _: fresh)
     manner = replace(manner, kept=False)
-    with claim(target, caller=Caller("cp")) as run:
+    with claim(target, caller=Caller("cp", for_call=True)) as run:
         ticket = begin_parts(
             run,
             item.name,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckptfs
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.entries import Fence, decode_entry
+from ckptfs.storage.registry import open_storage
+from ckptfs.tools.changing import set_pin
 from ckptfs.tools.verifying import verify
 
 OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
@@ -151,3 +154,63 @@ def test_a_name_that_is_taken_meanwhile_in_a_held_run_leaves_nothing_behind(
         by_save(run / "step_1")
     assert torch.equal(loaded(run / "step_1"), OLD["w"])
     assert os.listdir(run / ".ckptfs" / "attempts") == []
+
+
+# -- when the bytes of a replaced save go ---------------------------------------------------------
+
+
+def homes(run: str, name: str) -> int:
+    """How many saves have data under a name."""
+    storage = open_storage(run)
+    try:
+        return sum(entry.is_dir for entry in storage.list(name))
+    finally:
+        storage.close()
+
+
+@WAYS
+def test_what_a_call_replaced_is_gone_when_it_ends(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Nobody may ever save into this run again. The new one is whole, for stock torch too."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_1")
+    save(run / "step_1")
+    assert homes(str(run), "step_1") == 1
+    assert verify([str(run / "step_1")]).all_findings == ()
+    state = {"w": torch.zeros(8)}
+    dcp.load(state, checkpoint_id=run / "step_1", no_dist=True)
+    assert torch.equal(state["w"], NEW["w"])
+
+
+def test_what_a_call_replaced_is_gone_on_an_object_store_too() -> None:
+    """The release of the run waits for what deletes beside the call."""
+    run = f"memory://{uuid4().hex}/run"
+    ckptfs.save(OLD, f"{run}/step_1?shape=object")
+    result = ckptfs.save(NEW, f"{run}/step_1?shape=object", if_exists="replace")
+    assert homes(f"{run}?shape=object", "step_1") == 1
+    assert result.replaced_bytes == 0
+
+
+def test_what_a_held_run_replaced_goes_with_its_next_commit_and_is_told(tmp_path: Path) -> None:
+    """Readers of a training run have until then; the result says how many bytes stay."""
+    run = tmp_path / "run"
+    with ckptfs.prepare_run(run) as held:
+        old = ckptfs.save(OLD, run / "step_1", run=held)
+        size = sum(p.stat().st_size for p in (run / "step_1" / old.save_id).iterdir())
+        new = ckptfs.save(NEW, run / "step_1", if_exists="replace", run=held)
+        assert homes(str(run), "step_1") == 2
+        assert size / 2 < new.replaced_bytes <= size
+        assert "of older ones stay" in str(new)
+        last = ckptfs.save(NEW, run / "step_2", run=held)
+        assert homes(str(run), "step_1") == 1
+        assert last.replaced_bytes == 0
+
+
+def test_what_is_pinned_stays_and_is_told(tmp_path: Path) -> None:
+    """A pin keeps the bytes of a save that was replaced, also beyond a call that replaces."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_1")
+    set_pin(str(run / "step_1"), pinned=True)
+    assert ckptfs.save(NEW, run / "step_1", if_exists="replace").replaced_bytes > 0
+    assert homes(str(run), "step_1") == 2

@@ -85,7 +85,8 @@ class What:
 
     fine: whether the small files are written one by one (more interleavings). clears: whether it
     deletes what it replaced before it ends, or leaves that to ``clearer``. turns: whether it ends in
-    turns with ``retirer``, as threads of one process do.
+    turns with ``retirer``, as threads of one process do. last: whether what it replaced goes when it ends,
+    because its run is held for it alone.
     """
 
     save_id: str
@@ -98,6 +99,7 @@ class What:
     caps: Capabilities = FILESYSTEM
     clears: bool = True
     turns: bool = False
+    last: bool = False
 
     @property
     def keys(self) -> AttemptKeys:
@@ -269,7 +271,7 @@ def _save(
     yield domain, Tell(("acknowledged", what.save_id))
     holder = what.gen if what.clears else None
     run = in_turns if what.turns else on
-    yield from run(domain, saving.finish(seal, means, state, holder=holder))
+    yield from run(domain, saving.finish(seal, means, state, holder=holder, at_once=what.last))
     yield domain, Tell(("finished", what.save_id, domain))
     return "committed"
 

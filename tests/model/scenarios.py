@@ -216,6 +216,25 @@ def replace_then_next() -> Scenario:
     )
 
 
+def replace_at_once() -> Scenario:
+    """W, which holds the run for one call, replaces a by b, and a goes at once; P2 recovers and replaces by c
+    in the same way; R reads.
+    """
+    a, b = What("aaa", gen=G1), What("bbb", gen=G1, replace=True, last=True)
+    c = What("ccc", gen=G2, replace=True, last=True)
+    whats = _saves(a, b, c)
+    return _one(
+        "replace-at-once",
+        whats,
+        {
+            "W": partial(holder, Holder(G1, acts=(b,), fenced=True)),
+            "P2": partial(holder, Holder(G2, acts=(c,))),
+            "R": partial(reader, whats, "s1"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+    )
+
+
 def delete_saved_again() -> Scenario:
     """D deletes a and stalls anywhere; P2 recovers and saves the same name again."""
     a, c = What("aaa", gen=G1), What("ccc", gen=G2)
@@ -1068,6 +1087,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         replace,
         replace_recovered_twice,
         replace_then_next,
+        replace_at_once,
         delete_saved_again,
         delete_beside_foreign,
         delete_three_generations,
