@@ -215,7 +215,9 @@ def test_after_an_overwrite_nothing_comes_back(local: Place, cli: Cli) -> None:
 def test_replaced_saves_are_told_before_they_go(local: Place, cli: Cli) -> None:
     """The next owner deletes a save one commit after its successor: so does gc, and says so first."""
     a_run(local)
-    ckptfs.save(state_of(11), f"{local.uri}/step_10", step=10, if_exists="replace")
+    with ckptfs.prepare_run(local.uri) as held:
+        where = f"{local.uri}/step_10"
+        ckptfs.save(state_of(11), where, step=10, if_exists="replace", run=held)
     ckptfs.save(state_of(70), f"{local.uri}/step_70")
     shown = cli("gc", local.uri, "--json").json["runs"][0]["found"]
     assert [(f["kind"], f["name"]) for f in shown] == [("replaced save", "step_10")]
