@@ -109,7 +109,7 @@ def lost_answer(error: BaseException, uri: Uri, action: str) -> AnswerLostError:
     )
 
 
-def too_large(uri: object, size_bytes: int, limit_bytes: int) -> StorageError:
+def too_large(uri: Uri, size_bytes: int, limit_bytes: int) -> StorageError:
     """The error for a small file that is none."""
     return StorageError(
         f"read refused: it has {size_bytes} bytes, and no such file has more than {limit_bytes}",

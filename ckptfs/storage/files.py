@@ -69,39 +69,56 @@ def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -
         posix.close(fd)
 
 
-def open_regular(
-    posix: Posix, path: str, uri: object, flags: int = 0
-) -> tuple[int, os.stat_result]:
+def open_regular(posix: Posix, path: str, uri: Uri, flags: int = 0) -> tuple[int, os.stat_result]:
     """A regular file to read from, and what it is. StorageError of anything else, at once: a FIFO is
     opened without waiting for its writer, and of a device nothing is read. OSError as the kernel gave it.
     """
-    try:
-        fd = posix.open(path, READ | os.O_NONBLOCK | flags)
-    except BlockingIOError:
-        # Somebody holds a lease on the file (a file server on this machine); it ends when asked for.
-        if not stat.S_ISREG(posix.stat(path).st_mode):
-            raise
-        fd = posix.open(path, READ | flags)
+    fd = _opened(posix, path, uri, READ | flags)
     try:
         found = posix.fstat(fd)
-        if stat.S_ISDIR(found.st_mode):
-            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a FIFO" if stat.S_ISFIFO(found.st_mode) else "a device"
-            raise StorageError(
-                f"read refused: {kind} stands there, and no regular file",
-                errno=errno.EINVAL,
-                uri=uri,
-                hint="remove it; ckptfs reads regular files alone",
-            )
+        _check_regular(found, uri)
+        posix.set_blocking(fd)  # some FUSE servers see the flag at each read, and answer EAGAIN
     except BaseException:
         posix.close(fd)
         raise
     return fd, found
 
 
+def _opened(posix: Posix, path: str, uri: Uri, flags: int) -> int:
+    """Without waiting for the writer of a FIFO. What a link leads to is looked at before: to open a device is
+    enough to rewind a tape or to start a watchdog.
+    """
+    try:
+        return posix.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
+    except BlockingIOError:
+        # Somebody holds a lease on the file (a file server on this machine); it ends when asked for.
+        at_once = 0
+    except OSError as error:
+        if error.errno != errno.ELOOP or flags & os.O_NOFOLLOW:
+            raise
+        at_once = os.O_NONBLOCK
+    _check_regular(posix.stat(path), uri)
+    try:
+        return posix.open(path, flags | at_once | os.O_NOCTTY)
+    except BlockingIOError:
+        return posix.open(path, flags | os.O_NOCTTY)  # a lease, behind the link
+
+
+def _check_regular(found: os.stat_result, uri: Uri) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(found.st_mode):
+        kind = "a FIFO" if stat.S_ISFIFO(found.st_mode) else "a device"
+        raise StorageError(
+            f"read refused: {kind} stands there, and no regular file",
+            errno=errno.EINVAL,
+            uri=uri,
+            hint="remove it; ckptfs reads regular files alone",
+        )
+
+
 def read_whole(
-    posix: Posix, path: str, uri: object, *, limit_bytes: int | None = None, flags: int = 0
+    posix: Posix, path: str, uri: Uri, *, limit_bytes: int | None = None, flags: int = 0
 ) -> bytes:
     """All bytes of a regular file; StorageError of anything else, and of one that has more than
     ``limit_bytes``, before they are read.

@@ -170,6 +170,10 @@ class Posix:
         with under_way("open", without_mark(path)):
             return _in_holder(path, opened)
 
+    def set_blocking(self, fd: int) -> None:
+        """fcntl(2): without O_NONBLOCK from here on."""
+        os.set_blocking(fd, True)
+
     def close(self, fd: int) -> None:
         """close(2); a network filesystem may report a failed write here."""
         with under_way("close", path_of(fd)):

@@ -19,6 +19,7 @@ from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.files import read_whole, stands, unlink_quietly, write_whole
 from ckptfs.storage.names import remove_tree, sync_dir
 from ckptfs.storage.posix import Posix, without_mark
+from ckptfs.uri import Uri
 
 __all__ = ["PROBE_PREFIX", "probe_posix"]
 
@@ -80,7 +81,7 @@ def _links(posix: Posix, stem: str) -> bool:
     try:
         posix.link(f"{stem}a", f"{stem}b")
     except FileExistsError:
-        return read_whole(posix, f"{stem}b", without_mark(stem)) == b"first"
+        return _content(posix, f"{stem}b") == b"first"
     return False
 
 
@@ -92,7 +93,7 @@ def _replaces(posix: Posix, stem: str) -> bool:
         if error.errno in _CANNOT or isinstance(error, FileExistsError):
             return False
         raise
-    has_new_bytes = read_whole(posix, f"{stem}a", without_mark(stem)) == b"second"
+    has_new_bytes = _content(posix, f"{stem}a") == b"second"
     return has_new_bytes and _is_gone(posix, f"{stem}c")
 
 
@@ -109,6 +110,10 @@ def _moves(posix: Posix, stem: str) -> bool:
     # A rename that copies makes new files: another inode, or both names for a while.
     moved = posix.stat(f"{stem}e/f").st_ino == before
     return moved and _is_gone(posix, f"{stem}d")
+
+
+def _content(posix: Posix, path: str) -> bytes:
+    return read_whole(posix, path, Uri("file", "", without_mark(path)))
 
 
 def _is_gone(posix: Posix, path: str) -> bool:

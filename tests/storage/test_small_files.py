@@ -42,10 +42,16 @@ def _stat(storage: Storage, key: str) -> object:
 
 
 class Reads(Posix):
-    """Counts the bytes that were asked for."""
+    """Counts the bytes that were asked for, and keeps how each file was opened."""
 
     def __init__(self) -> None:
         self.asked_bytes = 0
+        self.opened: list[tuple[str, int]] = []
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+        fd = super().open(path, flags, mode, dir_fd=dir_fd)
+        self.opened.append((os.path.basename(path), flags))
+        return fd
 
     def read(self, fd: int, size_bytes: int) -> bytes:
         self.asked_bytes += size_bytes
@@ -94,6 +100,21 @@ def test_a_device_and_a_socket_are_errors(tmp_path: Path, way: str) -> None:
         with pytest.raises(StorageError):
             WAYS[way](storage, "socket")
     assert posix.asked_bytes == 0
+    assert not [name for name, _ in posix.opened if name == "zeros"], "opening it may be an action"
+
+
+def test_a_regular_file_is_read_blocking_and_is_no_terminal(tmp_path: Path) -> None:
+    """Also behind a link; O_NONBLOCK is for the open alone: a FUSE server may answer EAGAIN to it."""
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("file")
+    posix = Reads()
+    storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
+    for name in ("file", "link"):
+        with storage.open_read(name) as reader:
+            assert os.get_blocking(reader._fds[-1])
+    for _, flags in posix.opened:
+        assert flags & os.O_NOCTTY
+        assert flags & os.O_NONBLOCK
 
 
 def test_a_file_that_is_too_large_is_an_error_before_it_is_read(tmp_path: Path) -> None:
