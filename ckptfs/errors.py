@@ -408,7 +408,8 @@ def _fitted(message: str, where: str, hint: str) -> str:
     """At most ``TEXT_CHARS``: long paths lose their middle, then the hint goes, then the end is cut."""
     if len(message + where + hint) <= TEXT_CHARS:
         return message + where + hint
-    where = _shortened(where, 60)
+    if where:  # as a whole: a URI may have blanks in it
+        where = f"{_cut(where.removesuffix(']'), 100)}]"
     for longest in (TEXT_CHARS, 120, 80, 40):
         message = _shortened(message, longest)
         if len(message + where + hint) <= TEXT_CHARS:
@@ -419,17 +420,17 @@ def _fitted(message: str, where: str, hint: str) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    """Each word of it with at most so many characters: the beginning, and of a path the last name."""
+    """Each word of it with at most so many characters."""
+    return _WORD.sub(lambda found: _cut(found[0], longest), text)
 
-    def short(found: re.Match[str]) -> str:
-        word = found[0]
-        if len(word) <= longest:
-            return word
-        last = word.rpartition("/")[2]
-        end = word[-min(longest // 2, len(last) or longest // 2) :]
-        return f"{word[: longest - len(end) - 1]}…{end}"
 
-    return _WORD.sub(short, text)
+def _cut(text: str, longest: int) -> str:
+    """At most so many characters: the beginning, and of a path the last name."""
+    if len(text) <= longest:
+        return text
+    last = text.rpartition("/")[2]
+    end = text[-min(longest // 2, len(last) or longest // 2) :]
+    return f"{text[: longest - len(end) - 1]}…{end}"
 
 
 class DeadlineError(CkptfsError, TimeoutError):

@@ -216,7 +216,8 @@ class DerivedCollectiveError(CollectiveError):
 
 @given(
     message=st.text(max_size=900),
-    uri=st.none() | st.text(st.characters(codec="ascii", categories=["L", "P", "N"]), max_size=700),
+    uri=st.none()
+    | st.text(st.characters(codec="ascii", categories=["L", "P", "N", "Z"]), max_size=700),
     hint=st.none() | st.text(max_size=500),
 )
 def test_the_text_of_a_collective_error_is_bounded(
@@ -227,6 +228,16 @@ def test_the_text_of_a_collective_error_is_bounded(
     assert len(text) <= 400
     whole = message + (f" [uri {uri}]" if uri is not None else "") + (f" -- {hint}" if hint else "")
     assert text == whole or len(whole) > 400
+
+
+def test_a_place_with_blanks_in_it_is_bounded_as_well() -> None:
+    """Directories may be called so: each word of it alone would be short enough."""
+    text = str(
+        CollectiveError("write failed", uri="file:///my runs" + " and more" * 90 + "/step_1")
+    )
+    assert len(text) <= 400
+    assert text.startswith("write failed [uri file:///my runs and more")
+    assert text.endswith("…step_1]")
 
 
 def test_long_paths_lose_their_middle_before_anything_else_goes() -> None:
