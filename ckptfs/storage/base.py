@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
-from ckptfs.storage.failures import too_large
+from ckptfs.storage.failures import CONTROL, too_large
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.ranged import DataReader, Reach
 from ckptfs.storage.unfinished import Unfinished
@@ -51,9 +51,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-# Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
-CONTROL = ".ckptfs"
 
 # What a small file may have that is nothing in particular.
 SMALL_BYTES = 64 << 20

@@ -32,7 +32,10 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["HARD_TO_TELL", "lost_answer", "too_large", "translated", "typed"]
+__all__ = ["CONTROL", "HARD_TO_TELL", "lost_answer", "too_large", "translated", "typed"]
+
+# Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
+CONTROL = ".ckptfs"
 
 # A network filesystem may answer so although the server did, or will do, what was asked.
 HARD_TO_TELL = frozenset(
@@ -59,7 +62,6 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
 }
 
 _LOOKS = frozenset({"read", "open", "stat", "list"})
-_CONTROL = ".ckptfs"  # where nobody can ask for a link
 
 # Root may do anything on a disk of its own.
 _ROOT_IS_REFUSED = (
@@ -90,7 +92,7 @@ def typed(error: OSError, uri: Uri, action: str) -> StorageError:
         )
     said = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
     if kind is SymlinkError and error.filename is not None:
-        if action in _LOOKS and f"/{_CONTROL}/" not in uri.path:
+        if action in _LOOKS and f"/{CONTROL}/" not in uri.path:
             hint = "ask for what it leads to (follow_links, --follow-links), or remove it"
         refused = f"{action} refused: {os.fsdecode(error.filename)} is a symbolic link"
         return kind(refused, errno=error.errno, uri=uri, hint=hint)
