@@ -45,7 +45,7 @@ from ckptfs.storage.hdfs_client import HdfsClient, Status
 from ckptfs.storage.hdfs_options import arrow_options, web_options
 from ckptfs.storage.hdfs_streams import Reader, Writer
 from ckptfs.storage.options import ObjectOptions
-from ckptfs.storage.retrying import Retrier, RetryPolicy
+from ckptfs.storage.retrying import Retrier, RetryPolicy, notice_of
 from ckptfs.uri import Uri
 
 __all__ = ["HdfsStorage", "open_hdfs"]
@@ -84,7 +84,9 @@ class HdfsStorage(Storage):
         self.root = root
         self._client = client
         self._concurrency = options.concurrency
-        self._aside = Aside(client, Retrier(client.endpoint, RetryPolicy(options.retry_s)))
+        notice = notice_of(client.endpoint)
+        retrier = Retrier(client.endpoint, RetryPolicy(options.retry_s), notice=notice)
+        self._aside = Aside(client, retrier)
         # Staging keys of creates without an answer, with what they may have left.
         self._left: dict[str, list[str]] = {}
 

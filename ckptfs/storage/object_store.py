@@ -43,7 +43,7 @@ from ckptfs.storage.deletes import Deleter, Holds
 from ckptfs.storage.downloads import ObjectReader
 from ckptfs.storage.options import ObjectOptions, parse_options
 from ckptfs.storage.parts import plan_parts
-from ckptfs.storage.retrying import NOT_DONE, Retrier, RetryPolicy
+from ckptfs.storage.retrying import NOT_DONE, Retrier, RetryPolicy, notice_of
 from ckptfs.storage.threads import Threads
 from ckptfs.storage.uploads import ObjectWriter, Route
 from ckptfs.uri import Uri
@@ -80,7 +80,9 @@ class ObjectStorage(Storage):
         self.options = options or ObjectOptions()
         # What an upload may hold: all of it ours, or half of it the library's.
         self._memory_bytes = self.options.memory_bytes // (2 if client.copies_parts else 1)
-        self.retrier = Retrier(client.endpoint, RetryPolicy(self.options.retry_s))
+        self.retrier = Retrier(
+            client.endpoint, RetryPolicy(self.options.retry_s), notice=notice_of(client.endpoint)
+        )
         base = root.path.lstrip("/")
         self._prefix = f"{base}/" if base else ""
         self._pools: dict[int, Threads] = {}

@@ -11,6 +11,7 @@ always, AnswerLostError where doing it twice is the same as once. The clients ma
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import threading
@@ -22,7 +23,7 @@ from typing import Final, TypeVar
 from ckptfs.errors import AnswerLostError, StorageError, TransientError
 from ckptfs.uri import mask_credentials
 
-__all__ = ["IDEMPOTENT", "NOT_DONE", "Retrier", "RetryPolicy", "wait_s"]
+__all__ = ["IDEMPOTENT", "NOT_DONE", "Retrier", "RetryPolicy", "notice_of", "wait_s"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,7 +75,9 @@ def _sleep(seconds: float, stop: threading.Event | None) -> None:
 
 
 class Notice:
-    """When the endpoint's silence was last told. Threads that race may tell it twice, which is harmless."""
+    """When it was last told that requests to an endpoint fail. Threads that race may tell it twice, which is
+    harmless.
+    """
 
     def __init__(self) -> None:
         self._told_s: float | None = None
@@ -85,6 +88,13 @@ class Notice:
             return False
         self._told_s = now_s
         return True
+
+
+@functools.lru_cache(maxsize=256)
+def notice_of(endpoint: str) -> Notice:
+    """That of this process: it has a storage for each run, copy and reader, and one endpoint for all."""
+    del endpoint
+    return Notice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,7 @@ class Retrier:
             and self.notice.is_due(self.clock())
         ):
             log.warning(
-                "no answer from %s for %.0f s: %s; tried again for %.0f s more",
+                "a request to %s has failed for %.0f s: %s; tried again for %.0f s more",
                 self.endpoint,
                 spent_s,
                 mask_credentials(error.message),

@@ -31,9 +31,11 @@ from ckptfs.storage.clients.base import ALWAYS, Buffer, Condition, Conditions, I
 from ckptfs.storage.conditions import Honoured, Spelling
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.retrying import Retrier
 from ckptfs.testing.memory_objects import STORES, Manner, Manners, MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.plan import Fail, Fault, Hold, Lose, Plan
+from ckptfs.uri import Uri
 from tests.storage.objects import bucket, busy, over
 
 # -- conditions ------------------------------------------------------------------------
@@ -612,3 +614,13 @@ def test_unknown_names_are_found_absent() -> None:
         storage.read("b")
     with pytest.raises(UriError):
         storage.create("../x", b"", staging="")
+
+
+def test_all_storages_of_one_endpoint_warn_once_together() -> None:
+    """A process has one for each run, copy and reader; a dead endpoint is one line a minute for all of them."""
+    store = MemoryObjects()
+    first, second = (
+        ObjectStorage(Uri.parse("s3://b/run"), MemoryObjectClient(store)) for _ in "12"
+    )
+    assert first.retrier.notice is second.retrier.notice
+    assert first.retrier.notice is not Retrier(first.client.endpoint).notice

@@ -169,7 +169,7 @@ def test_a_silent_endpoint_is_told_once_after_three_seconds(
             with pytest.raises(TransientError):
                 replace(retrier, policy=RetryPolicy(20.0)).run(dead)
     (line,) = caplog.messages
-    assert line.startswith("no answer from http://host:1 for 3 s: ")
+    assert line.startswith("a request to http://host:1 has failed for 3 s: ")
     assert line.endswith("; tried again for 17 s more")
 
 
