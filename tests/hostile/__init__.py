@@ -14,7 +14,7 @@ the child ended by itself with a result that is right or with an error of ckptfs
 ran, nothing outside the run was touched, nothing that lies outside came out, and the output has no
 control characters.
 
-In CI each input meets its first command and one other; ``make campaign-hostile`` runs every pair, and
+In CI some 290 of the 690 inputs meet one command each; ``make campaign-hostile`` runs every pair, and
 ``python -m tests.hostile 'fifo*'`` prints a table of those that match. A pair that does not hold yet stands in
 ``known.toml`` with its finding, as a strict xfail: whoever mends it takes the line out.
 """

@@ -571,6 +571,47 @@ def test_remove_tree_tells_other_failures(tmp_path: Path) -> None:
     assert "run/log" in str(caught.value.uri)
 
 
+class TakenForAnother(Posix):
+    """An NFS client that takes a name for a file that is gone, until it opens the directory anew."""
+
+    def __init__(self) -> None:
+        self.is_stale = True
+        self.looks = 0
+
+    def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_DIRECTORY:
+            self.is_stale = False
+        elif self.is_stale and not flags & os.O_CREAT:
+            self.looks += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return super().open(path, flags, mode, dir_fd=dir_fd)
+
+    def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
+        if self.is_stale:
+            self.looks += 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return super().stat(path, dir_fd=dir_fd, follow=follow)
+
+
+@pytest.mark.parametrize("key", ["log/f", ".ckptfs/f", "f"])
+def test_a_name_that_is_stale_is_looked_up_anew(tmp_path: Path, key: str) -> None:
+    """The same open again would meet the same answer: the directory is opened first, once."""
+    plain = ready(tmp_path)
+    for folder in ("log", ".ckptfs"):
+        plain.make_dir(folder)
+    plain.replace(key, b"new")
+    ways: list[Callable[[LocalStorage], object]] = [
+        lambda storage: storage.read(key),
+        lambda storage: storage.stat(key).size_bytes,
+        lambda storage: storage.open_read(key).close(),
+    ]
+    for way in ways:
+        kernel = TakenForAnother()
+        storage = LocalStorage(plain.root, posix=kernel)
+        assert way(storage) in (b"new", 3, None)
+        assert kernel.looks == 1
+
+
 # -- the probe -------------------------------------------------------------------------
 
 
