@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from ckptfs.errors import ManifestError
+from ckptfs.schema import Count, Schema, parse
 
 __all__ = [
     "SCHEMA",
@@ -36,6 +38,8 @@ __all__ = [
 
 SCHEMA = 1
 _SHORTEST_S, _LONGEST_S = 1e-12, 1e9  # a rate or a ratio of others would overflow
+_ROUNDED_S = 1e-3  # CPU seconds are a difference of sums: nothing may be a little less than nothing
+Seconds = Annotated[float, msgspec.Meta(ge=-_ROUNDED_S, le=_LONGEST_S)]
 
 # save, load: one call, nothing else to do. steps: the training loop alone; steps_saving: the same
 # loop with asynchronous saves; stall: how long one of its saves held it. load_cold: the page cache
@@ -48,8 +52,8 @@ class Workload:
     """What was moved. tensors and size_bytes: of all ranks together."""
 
     name: str
-    tensors: int
-    size_bytes: int
+    tensors: Count
+    size_bytes: Count
     told: str = ""
 
 
@@ -88,13 +92,13 @@ class Sample:
     workload: str
     target: str
     phase: Phase
-    round: int
-    wall_s: float
-    cpu_s: float
-    size_bytes: int
-    sent_bytes: int | None = None
-    received_bytes: int | None = None
-    peak_memory_bytes: int | None = None
+    round: Count
+    wall_s: Seconds
+    cpu_s: Seconds
+    size_bytes: Count
+    sent_bytes: Count | None = None
+    received_bytes: Count | None = None
+    peak_memory_bytes: Count | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -127,10 +131,7 @@ class Result:
     engines: tuple[Engine, ...]
     samples: tuple[Sample, ...]
     notes: tuple[str, ...] = ()
-    schema: int = field(default=SCHEMA)
-
-
-_T = TypeVar("_T", Workload, Target, Engine, Sample)
+    schema: Count = field(default=SCHEMA)
 
 
 def encode_result(result: Result) -> str:
@@ -138,64 +139,42 @@ def encode_result(result: Result) -> str:
     return json.dumps(asdict(result), indent=1) + "\n"
 
 
+@dataclass(frozen=True, slots=True)
+class _Versioned:
+    """What every version can read of a result."""
+
+    schema: Count
+
+
+_VERSIONED, _RESULT = Schema(_Versioned), Schema(Result)
+
+
 def decode_result(text: str, where: str) -> Result:
     """The result in a file; ManifestError that names ``where`` when it is none, or too new."""
     try:
-        record = _parsed(text)
-        schema = _checked("schema", "int", record["schema"])
+        record = parse(text)
+        schema = _VERSIONED.convert(record).schema
         if schema > SCHEMA:
             raise ManifestError(
                 f"this result has schema {schema}; this version reads up to {SCHEMA}",
                 uri=where,
                 hint="upgrade ckptfs",
             )
-        return Result(
-            **{name: _checked(name, "str", record[name]) for name in ("what", "date", "command")},
-            machine=_checked("machine", "object", record["machine"]),
-            versions=_texts("versions", record["versions"]),
-            settings=_checked("settings", "object", record["settings"]),
-            workloads=_made(Workload, "workloads", record),
-            targets=_made(Target, "targets", record),
-            engines=_made(Engine, "engines", record),
-            samples=_made(Sample, "samples", record),
-            notes=tuple(
-                _checked("notes", "str", one)
-                for one in _checked("notes", "list", record.get("notes", []))
-            ),
-            schema=schema,
-        )
-    except RecursionError as error:
-        raise ManifestError("no benchmark result: nested too deeply", uri=where) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ManifestError):
-            raise
+        # A lone surrogate would fail in the page.
+        json.dumps(record, ensure_ascii=False).encode()
+        _check_depth(record, _MOST_DEEP)
+        return _RESULT.convert(record)
+    except ManifestError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ManifestError(
-            f"no benchmark result: {type(error).__name__}: {error}",
+            f"no benchmark result: {error}",
             uri=where,
             hint="give the JSON file that ckptfs bench wrote",
         ) from error
 
 
-# -- what a value may be: whatever a file says is drawn, divided and compared later
-
-
 _MOST_DEEP = 16  # objects in objects: whoever walks them later walks by calling itself
-_MOST = 2**63  # bytes and counts: beyond it a rate would overflow
-_ROUNDED_S = 1e-3  # CPU seconds are a difference of sums: nothing may be a little less than nothing
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    """ValueError: no JSON object, or one with text that can be written nowhere."""
-    record = json.loads(text, parse_constant=_no_number)
-    if not isinstance(record, dict):
-        raise TypeError(f"the file is {_kind(record)}, not an object")
-    json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate would fail in the page
-    _check_depth(record, _MOST_DEEP)
-    return record
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
 
 
 def _check_depth(value: Any, left: int) -> None:
@@ -207,60 +186,3 @@ def _check_depth(value: Any, left: int) -> None:
             raise ValueError(f"nested more than {_MOST_DEEP} times")
         for one in value.values() if isinstance(value, dict) else value:
             _check_depth(one, left - 1)
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _MOST  # a bool is an int to isinstance
-
-
-def _is_seconds(value: Any) -> bool:
-    return type(value) in {int, float} and -_ROUNDED_S <= value <= _LONGEST_S
-
-
-# By the annotation of a field.
-_CHECKS: Mapping[str, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
-    {
-        "str": ("a text", lambda value: isinstance(value, str)),
-        "Phase": ("a text", lambda value: isinstance(value, str)),
-        "bool": ("true or false", lambda value: isinstance(value, bool)),
-        "int": ("a whole number from 0 on", _is_int),
-        "int | None": ("a whole number from 0 on, or null", lambda v: v is None or _is_int(v)),
-        "float": ("a number of seconds", _is_seconds),
-        "object": ("an object", lambda value: isinstance(value, dict)),
-        "list": ("a list", lambda value: isinstance(value, list)),
-    }
-)
-
-
-def _checked(name: str, kind: str, value: Any) -> Any:
-    told, fits = _CHECKS[kind]
-    if not fits(value):
-        raise TypeError(f"{name} is {_kind(value)}, not {told}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    """How a wrong value is told: short, whatever it is."""
-    if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "a list"
-    return f"{json.dumps(value):.40}"
-
-
-def _texts(name: str, value: Any) -> dict[str, str]:
-    told: dict[str, Any] = _checked(name, "object", value)
-    return {key: _checked(f"{name}: {key}", "str", one) for key, one in told.items()}
-
-
-def _made(cls: type[_T], name: str, record: Mapping[str, Any]) -> tuple[_T, ...]:
-    kinds = {one.name: str(one.type) for one in fields(cls)}
-    made = []
-    for number, told in enumerate(_checked(name, "list", record[name])):
-        where = f"{name}[{number}]"
-        values: dict[str, Any] = _checked(where, "object", told)
-        known = {
-            key: _checked(f"{where}.{key}", kinds[key], value)
-            for key, value in values.items()
-            if key in kinds
-        }
-        made.append(cls(**known))
-    return tuple(made)

@@ -14,7 +14,6 @@ after the first file fences the save like any other, and what a crash leaves is 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ from ckptfs.commit.ops import (
 )
 from ckptfs.commit.planning import SavePlan
 from ckptfs.commit.protocol import name_taken
-from ckptfs.commit.recovery import encode_record
+from ckptfs.commit.recovery_plan import decode_record, encode_record
 from ckptfs.commit.run import Caller, Run
 from ckptfs.commit.saving import Means, survey
 from ckptfs.commit.sealing import undo_here
@@ -53,9 +52,11 @@ from ckptfs.errors import (
     AnswerLostError,
     CkptfsError,
     FencedError,
+    ManifestError,
     NotFoundError,
     StaleError,
 )
+from ckptfs.schema import SchemaError
 from ckptfs.storage.base import DataWriter, Shape, Storage
 from ckptfs.topology.control import SoloControl
 
@@ -80,8 +81,10 @@ def begun_by(keys: AttemptKeys) -> Program[Generation | None]:
         raw: bytes = yield Read(keys.record)
     except (NotFoundError, StaleError):
         return None
-    number, nonce = json.loads(raw)["base"]
-    return Generation(int(number), str(nonce))
+    try:
+        return decode_record(raw).base
+    except SchemaError as error:
+        raise ManifestError(f"{keys.record} is damaged: {error}", uri=keys.record) from error
 
 
 def join(keys: AttemptKeys, ids: Iterator[str], *, exclusive: bool) -> Program[Generation]:
@@ -171,8 +174,8 @@ def on_the_way(storage: Storage) -> dict[str, str]:
     with contextlib.suppress(NotFoundError):
         for entry in storage.list(ATTEMPTS):
             record = AttemptKeys(Shape.OBJECT, "", entry.name).record
-            with contextlib.suppress(NotFoundError, ValueError, KeyError, TypeError):
-                found[entry.name] = str(json.loads(read_limited(storage, record))["name"])
+            with contextlib.suppress(NotFoundError, ValueError):
+                found[entry.name] = decode_record(read_limited(storage, record)).name
     return found
 
 

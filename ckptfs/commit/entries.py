@@ -23,9 +23,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptfs.errors import ManifestError
+from ckptfs.schema import Component, Number, Schema, SchemaError, parse
 
 __all__ = [
     "GENESIS",
@@ -49,26 +50,25 @@ __all__ = [
     "Seal",
     "Snapshot",
     "Stamp",
-    "UnknownValueError",
+    "Step",
     "body_fields",
-    "body_from",
-    "component",
     "decode_entry",
-    "decode_parts",
     "encode_entry",
     "encode_parts",
-    "member",
 ]
 
 FORMAT = 1
 
-_E = TypeVar("_E", bound=StrEnum)
+if TYPE_CHECKING:
+    Step = int | None
+else:
+    Step = Number | float | bool | None  # 1.5 and true were written once, and are read for ever
 
 
 class Generation(NamedTuple):
     """Who owns the run: ordered as a pair, so that two newcomers with one number never tie."""
 
-    number: int
+    number: Number
     nonce: str
 
 
@@ -113,8 +113,8 @@ class PartRef:
     its manifest, and where it lies. hosts: of each domain in turn, for people who look for it.
     """
 
-    name: str
-    save_id: str
+    name: Component
+    save_id: Component
     digest: str
     domains: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -134,12 +134,12 @@ class Seal:
     is the decision; the same seal in another domain records that decision there.
     """
 
-    save_id: str
+    save_id: Component
     base: Generation
-    seq: int
+    seq: Number
     fenced: bool
-    name: str
-    step: int | None
+    name: Component
+    step: Step
     artifact: Kind
     domains: tuple[str, ...]
     digest: str
@@ -164,12 +164,12 @@ class Part:
     home: the domain that decides; home_host: who reaches that. digest: of this part's manifest.
     """
 
-    save_id: str
-    of: str
-    part: str
+    save_id: Component
+    of: Component
+    part: Component
     base: Generation
-    name: str
-    step: int | None
+    name: Component
+    step: Step
     home: str
     home_host: str
     domains: tuple[str, ...]
@@ -180,7 +180,7 @@ class Part:
 class Abort:
     """The save will not be sealed here; void after a seal. ``by``: the generation that aborts."""
 
-    save_id: str
+    save_id: Component
     by: Generation
 
 
@@ -188,7 +188,7 @@ class Abort:
 class Decided:
     """A record of what all listed domains came to."""
 
-    save_id: str
+    save_id: Component
     outcome: Outcome
 
 
@@ -199,7 +199,7 @@ class Fence:
     generation: Generation
     mode: FenceMode = FenceMode.RESUME
     host: str = ""
-    pid: int = 0
+    pid: Number = 0
     job: str | None = None
     node: str = ""
     started: str = ""
@@ -216,7 +216,7 @@ class Release:
 class Delete:
     """The save is deleted, in whichever listed domain this lies. Bytes go later."""
 
-    save_id: str
+    save_id: Component
     by: Generation
     reason: str = ""
 
@@ -228,7 +228,7 @@ class Gone:
     Until then a plain save does not get the name: its projection would run into the deletion.
     """
 
-    save_id: str
+    save_id: Component
     by: Generation
 
 
@@ -236,7 +236,7 @@ class Gone:
 class Pin:
     """Retention leaves a pinned save alone."""
 
-    save_id: str
+    save_id: Component
     pinned: bool = True
 
 
@@ -293,15 +293,8 @@ _KINDS: dict[str, type] = {
 }
 _NAMES = {cls: name for name, cls in _KINDS.items()}
 _OMITTED_WHEN_EMPTY = ("metrics", "hosts", "origins")
-# What is compared or shown as it stands: of another type it would fail far from here, and untyped.
-_TYPES: dict[str, Any] = {
-    **dict.fromkeys(("seq", "fenced", "failure", "pinned", "pid"), int),
-    **dict.fromkeys(("digest", "home", "home_host", "host", "node", "started", "reason"), str),
-    "job": str | None,
-    "step": int | float | None,
-    "state": dict,
-}
 _SAVES = "\0saves"  # stands in a snapshot for what is put there as text; no word has a NUL
+_WORDS: dict[str, type[StrEnum]] = {"outcome": Outcome, "mode": FenceMode, "artifact": Kind}
 _ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
@@ -349,103 +342,52 @@ def _plain(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    """What every entry says, whatever its kind."""
+
+    kind: str
+    id: str
+    at: str = ""
+    by_host: str = ""
+    by_pid: Number = 0
+    by_rank: Number | None = None
+
+
+_ENVELOPE_SCHEMA = Schema(_Envelope)
+_SCHEMAS: dict[type, Schema[Any]] = {cls: Schema(cls) for cls in _KINDS.values()}
+
+
 def decode_entry(data: bytes, where: str) -> Entry:
     """The entry in ``data``; ManifestError that names ``where`` when it is none."""
     try:
-        record = json.loads(data)
-        kind, write_id = str(record["kind"]), str(record["id"])
-        stamp = Stamp(
-            str(record.get("at", "")),
-            str(record.get("by_host", "")),
-            int(record.get("by_pid", 0)),
-            record.get("by_rank"),
-        )
-        if kind not in _KINDS:
-            return Entry(write_id, Foreign(kind), stamp)
-        cls = _KINDS[kind]
+        record = parse(data)
+        head = _ENVELOPE_SCHEMA.convert(record)
+        stamp = Stamp(head.at, head.by_host, head.by_pid, head.by_rank)
+        cls = _KINDS.get(head.kind)
+        if cls is None or _has_unknown_word(cls, record):
+            return Entry(head.id, Foreign(head.kind), stamp)
         partial = not {*[f.name for f in fields(cls)], *_ENVELOPE}.issuperset(record)
-        try:
-            return Entry(write_id, body_from(cls, record), stamp, partial)
-        except UnknownValueError:
-            return Entry(write_id, Foreign(kind), stamp)
-    except (
-        ValueError,
-        OverflowError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        IndexError,
-        RecursionError,
-    ) as error:
+        return Entry(head.id, _SCHEMAS[cls].convert(record), stamp, partial)
+    except SchemaError as error:
         raise ManifestError(
-            f"not a run log entry: {error!r}",
+            f"not a run log entry: {error}",
             uri=where,
             hint="entries are never rewritten: this file was damaged or placed by hand",
         ) from error
 
 
-def body_from(cls: type, record: Mapping[str, Any]) -> Any:
-    """A body of type ``cls`` from JSON values; unknown fields are ignored."""
-    known = [f.name for f in fields(cls)]
-    return cls(**{name: _rich(name, record[name]) for name in known if name in record})
-
-
-def _rich(name: str, value: Any) -> Any:
-    match name:
-        case "base" | "by" | "generation":
-            return Generation(int(value[0]), str(value[1]))
-        case "domains" | "references" | "origins":
-            return tuple(str(item) for item in value)
-        case "parts":
-            return decode_parts(value)
-        case "metrics":
-            return tuple((str(name), float(number)) for name, number in value)
-        case "save_id" | "name" | "of" | "part":
-            return component(value)
-        case "outcome":
-            return member(Outcome, value)
-        case "mode":
-            return member(FenceMode, value)
-        case "artifact":
-            return member(Kind, value)
-    if not isinstance(value, _TYPES.get(name, object)):
-        raise TypeError(f"{name} is {value!r}")
-    return value
+def _has_unknown_word(cls: type, record: Mapping[str, Any]) -> bool:
+    """Whether a closed field has a word that this version does not know: the entry means something to a
+    newer one only.
+    """
+    return any(
+        isinstance(word := record.get(name), str) and word not in [*kind]
+        for name, kind in _WORDS.items()
+        if name in cls.__dataclass_fields__  # type: ignore[attr-defined]
+    )
 
 
 def encode_parts(parts: Sequence[PartRef]) -> list[dict[str, Any]]:
     """References to parts as JSON values."""
     return [_fields(part) for part in parts]
-
-
-def decode_parts(value: Sequence[Mapping[str, Any]]) -> tuple[PartRef, ...]:
-    """What ``encode_parts`` made."""
-    return tuple(
-        PartRef(
-            component(p["name"]),
-            component(p["save_id"]),
-            str(p["digest"]),
-            tuple(str(domain) for domain in p.get("domains", ())),
-            tuple(str(host) for host in p.get("hosts", ())),
-        )
-        for p in value
-    )
-
-
-def component(value: Any) -> str:
-    """One path component: keys are made of it, and a log in a bucket is not trusted."""
-    if not isinstance(value, str) or value in ("", ".", "..") or "/" in value or "\0" in value:
-        raise ValueError(f"{value!r} is not one path component")
-    return value
-
-
-class UnknownValueError(Exception):
-    """A word that this version does not know: the entry means something to a newer one only."""
-
-
-def member(kind: type[_E], value: Any) -> _E:
-    """The word of a closed set; UnknownValueError where this version does not have it."""
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise UnknownValueError(str(error)) from error

@@ -29,12 +29,11 @@ from ckptfs.commit.entries import (
     Release,
     Seal,
     Snapshot,
-    UnknownValueError,
     body_fields,
-    body_from,
 )
-from ckptfs.commit.saves import Draft, Saves, SaveState, flag_from, number_from
+from ckptfs.commit.saves import Draft, Saves, SaveState
 from ckptfs.errors import ManifestError
+from ckptfs.schema import Number, Schema, SchemaError
 
 __all__ = [
     "LogState",
@@ -184,37 +183,39 @@ def state_from_snapshot(number: int, snapshot: Snapshot) -> LogState:
     """
     try:
         return _state_from(number, snapshot.state)
-    except (
-        UnknownValueError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
-        raise ManifestError(
-            f"snapshot {number} of the run log cannot be read: {error!r}"
-        ) from error
+    except SchemaError as error:
+        raise ManifestError(f"snapshot {number} of the run log cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _SnapshotState:
+    """What a snapshot says. Its saves are decoded one by one."""
+
+    fence: Fence
+    fence_at: Number
+    released: bool
+    overwrites: tuple[tuple[Generation, Number], ...]
+    saves: list[dict[str, Any]]
+
+
+_SNAPSHOT = Schema(_SnapshotState)
 
 
 def _state_from(number: int, raw: Mapping[str, Any]) -> LogState:
-    """The state that a snapshot's fields say; what is wrong with them is raised as it comes."""
+    """The state that a snapshot's fields say; SchemaError where they are none."""
+    told = _SNAPSHOT.convert(raw)
     fields = {*SaveState.__dataclass_fields__}
     # A newer version's snapshot tells more than is read here: it must not be summed up again.
     newer = not _SNAPSHOT_FIELDS.issuperset(raw) or any(
-        not fields.issuperset(s) for s in raw["saves"]
+        not fields.issuperset(save) for save in told.saves
     )
     return LogState(
         next=number + 1,
-        fence=body_from(Fence, raw["fence"]),
-        fence_at=number_from(raw["fence_at"]),
-        released=flag_from(raw["released"]),
-        overwrites=tuple(
-            Overwrite(Generation(int(g[0]), str(g[1])), number_from(at))
-            for g, at in raw["overwrites"]
-        ),
+        fence=told.fence,
+        fence_at=told.fence_at,
+        released=told.released,
+        overwrites=tuple(Overwrite(generation, at) for generation, at in told.overwrites),
         foreign=newer,
         snapshot_at=number,
-        saves=Saves.read(raw["saves"]),
+        saves=Saves.read(told.saves),
     )

@@ -13,7 +13,6 @@ told to replace it does.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 
@@ -23,7 +22,9 @@ from ckptfs.commit.layout import MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.manifest import digest_of
 from ckptfs.commit.ops import Program, Read, StatOf
+from ckptfs.commit.recovery_plan import decode_record
 from ckptfs.errors import NotFoundError
+from ckptfs.schema import Schema, SchemaError
 from ckptfs.storage.base import Shape
 
 __all__ = [
@@ -87,11 +88,10 @@ def was_to_replace(name: str, save_id: str, metadata: bytes) -> Program[bool]:
             if record == moved:
                 # Once it was projected, what stands there came later.
                 yield StatOf(f"{keys.attempt}/{METADATA}")
-            told = json.loads((yield Read(record)))
-            return bool(told.get("replaces") == digest_of(metadata))
+            return decode_record((yield Read(record))).replaces == digest_of(metadata)
         except NotFoundError:
             continue
-        except (ValueError, AttributeError):
+        except ValueError:
             return False
     return False
 
@@ -105,9 +105,19 @@ def saves_named(metadata: bytes, state: LogState) -> frozenset[str]:
     return frozenset(save_id for save_id in ids if save_id in state.saves)
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """The one field of a manifest that says whose it is, whatever else is in it."""
+
+    save_id: str
+
+
+_NAMED = Schema(_Named)
+
+
 def names_save(manifest: bytes) -> str | None:
     """The save_id that a projected ``ckptfs.json`` names, or None where it is not ours."""
     try:
-        return str(json.loads(manifest)["save_id"])
-    except (ValueError, KeyError, TypeError):
+        return _NAMED.decode(manifest).save_id
+    except SchemaError:
         return None

@@ -47,6 +47,7 @@ from ckptfs.errors import (
     StorageError,
     TransientError,
 )
+from ckptfs.schema import Number, Schema, SchemaError
 from ckptfs.storage.base import Entry as Listed
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "check_whole",
     "gap_in",
     "make_log",
+    "read_hint",
     "write_snapshot",
 ]
 
@@ -192,6 +194,21 @@ def catch_up_again(known: LogState | None) -> Program[LogState]:
     return (yield from catch_up(known))
 
 
+@dataclass(frozen=True, slots=True)
+class _Hint:
+    """Which entry is the newest snapshot that its writer knew."""
+
+    snapshot: Number
+
+
+_HINT = Schema(_Hint)
+
+
+def read_hint(data: bytes) -> int:
+    """The number of the snapshot that a hint names; SchemaError where it is none."""
+    return _HINT.decode(data).snapshot
+
+
 def _from_snapshot() -> Program[LogState]:
     """Start at the snapshot that the hint names; the hint is no authority, the entry is.
 
@@ -200,22 +217,14 @@ def _from_snapshot() -> Program[LogState]:
     """
     try:
         yield Refresh(CONTROL)
-        number = int(json.loads((yield Read(HINT)))["snapshot"])
+        number = read_hint((yield Read(HINT)))
         if number < 0:
             return LogState()
         entry = yield from _read_entry(number)
         if entry is None or not isinstance(entry.body, Snapshot):
             return LogState()
         state = state_from_snapshot(number, entry.body)
-    except (
-        StorageError,
-        ManifestError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-    ) as error:
+    except (StorageError, ManifestError, SchemaError) as error:
         if not isinstance(error, NotFoundError):
             logger.warning("the run log is read from its first entry on: %s", error)
         return LogState()

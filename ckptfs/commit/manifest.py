@@ -22,10 +22,11 @@ from ckptfs.commit.entries import (
     Generation,
     Kind,
     PartRef,
-    decode_parts,
+    Step,
     encode_parts,
 )
 from ckptfs.errors import ManifestError
+from ckptfs.schema import Component, Count, Number, Schema, SchemaError, parse
 
 __all__ = [
     "FORMAT_VERSION",
@@ -78,7 +79,7 @@ class DomainRecord:
     """A domain that holds part of the checkpoint: its id, ranks and the hosts people know."""
 
     id: str
-    ranks: tuple[int, ...]
+    ranks: tuple[Count, ...]
     hosts: tuple[str, ...] = ()
 
 
@@ -152,16 +153,59 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return json.dumps(record, indent=1).encode() + b"\n"
 
 
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """What every version can read of a manifest."""
+
+    min_reader_version: Number
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """``FileRecord`` as it is written; paths are looked at one by one."""
+
+    path: str
+    size: Count
+    domain: str | None = None
+    digests: str | None = None
+    digest: str | None = None
+    origin: Component | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """A manifest as it is written."""
+
+    format_version: Number
+    min_reader_version: Number
+    save_id: Component
+    name: Component
+    files: tuple[_File, ...]
+    domains: tuple[DomainRecord, ...]
+    step: Step = None
+    artifact: Kind = Kind.CHECKPOINT
+    base: Generation = GENESIS
+    world_size: Count = 1
+    created_at: str = ""
+    writer: str = ""
+    references: tuple[str, ...] = ()
+    per_rank: tuple[str, ...] = ()
+    parts: tuple[PartRef, ...] = ()
+
+
+_READER, _RECORD = Schema(_Reader), Schema(_Record)
+
+
 def decode_manifest(data: bytes, where: object) -> Manifest:
     """The manifest in ``data``; ManifestError that names ``where`` when it is foreign, damaged,
     escapes its directory, or asks for a newer reader.
     """
     try:
-        record = json.loads(data)
-        needs = int(record["min_reader_version"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        record = parse(data)
+        needs = _READER.convert(record).min_reader_version
+    except SchemaError as error:
         raise ManifestError(
-            f"not a ckptfs manifest: {error!r}",
+            f"not a ckptfs manifest: {error}",
             uri=where,
             hint="it was damaged or written by another tool; plain DCP checkpoints load without it",
         ) from error
@@ -172,42 +216,38 @@ def decode_manifest(data: bytes, where: object) -> Manifest:
             hint="upgrade ckptfs, or load the step directory with torch.distributed.checkpoint",
         )
     try:
-        return _from_record(record)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ManifestError(f"damaged manifest: {error!r}", uri=where) from error
+        return _from_record(_RECORD.convert(record))
+    except ValueError as error:
+        raise ManifestError(f"damaged manifest: {error}", uri=where) from error
 
 
-def _from_record(record: Mapping[str, Any]) -> Manifest:
-    base = record.get("base", GENESIS)
+def _from_record(record: _Record) -> Manifest:
     return Manifest(
-        save_id=_name(record["save_id"]),
-        name=_name(record["name"]),
-        step=record.get("step"),
+        save_id=_name(record.save_id),
+        name=_name(record.name),
+        step=record.step,
         files=tuple(
             FileRecord(
-                _path(f["path"]),
-                _size(f["size"]),
-                f.get("domain"),
-                None if f.get("digests") is None else _path(f["digests"]),
-                f.get("digest"),
-                None if f.get("origin") is None else _name(f["origin"]),
+                _path(f.path),
+                f.size,
+                f.domain,
+                None if f.digests is None else _path(f.digests),
+                f.digest,
+                None if f.origin is None else _name(f.origin),
             )
-            for f in record["files"]
+            for f in record.files
         ),
-        domains=tuple(
-            DomainRecord(str(d["id"]), tuple(d["ranks"]), tuple(d.get("hosts", ())))
-            for d in record["domains"]
-        ),
-        base=Generation(int(base[0]), str(base[1])),
-        artifact=Kind(record.get("artifact", "checkpoint")),
-        world_size=int(record.get("world_size", 1)),
-        created_at=str(record.get("created_at", "")),
-        writer=str(record.get("writer", "")),
-        references=tuple(record.get("references", ())),
-        per_rank=tuple(record.get("per_rank", ())),
-        format_version=int(record["format_version"]),
-        min_reader_version=int(record["min_reader_version"]),
-        parts=decode_parts(record.get("parts", ())),
+        domains=record.domains,
+        base=record.base,
+        artifact=record.artifact,
+        world_size=record.world_size,
+        created_at=record.created_at,
+        writer=record.writer,
+        references=record.references,
+        per_rank=record.per_rank,
+        format_version=record.format_version,
+        min_reader_version=record.min_reader_version,
+        parts=record.parts,
     )
 
 
@@ -219,12 +259,6 @@ def _path(path: str) -> str:
     if "\\" in path or "\0" in path or "://" in path:
         raise ValueError(f"path {path!r} is not a relative path")
     return path
-
-
-def _size(size: Any) -> int:
-    if not isinstance(size, int) or size < 0:
-        raise ValueError(f"{size!r} is not a size in bytes")
-    return size
 
 
 def _name(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
 from ckptfs.commit.layout import CONTROL, step_in
 from ckptfs.commit.seat import Common, Seat
+from ckptfs.commit.spec import whole_step
 from ckptfs.errors import StateError, UriError
 from ckptfs.storage.base import Capabilities, Storage
 from ckptfs.storage.registry import open_storage
@@ -171,11 +172,7 @@ class _Found:
 
 def step_of(name: str, step: int | None) -> int | None:
     """The step that was told, else the number that ends the name (``step_100``, ``ckpt-100``)."""
-    if step is not None:
-        if step < 0:
-            raise StateError(f"step is {step}; it counts completed optimizer steps")
-        return step
-    return step_in(name)
+    return step_in(name) if step is None else whole_step(step)
 
 
 def control_for(process_group: Any, timeout_s: float | None) -> Control:

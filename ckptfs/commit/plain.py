@@ -15,7 +15,6 @@ and a writer that stalls between the two may still complete it. That window is d
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from ckptfs.commit.entries import Generation
@@ -23,6 +22,7 @@ from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import List, Pause, Program, Read, Replace, StatOf
+from ckptfs.commit.recovery_plan import decode_record
 from ckptfs.errors import (
     AlreadyExistsError,
     AnswerLostError,
@@ -48,8 +48,8 @@ def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...
             continue
         try:
             raw: bytes = yield Read(AttemptKeys(keys.shape, "", entry.name).record)
-            name = str(json.loads(raw)["name"])
-        except (NotFoundError, ValueError, KeyError, TypeError):
+            name = decode_record(raw).name
+        except (NotFoundError, ValueError):
             continue
         if name == keys.name:
             found += (entry.name,)

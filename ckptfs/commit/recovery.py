@@ -13,7 +13,6 @@ published where its home committed it, and kept where the home is out of reach.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
@@ -40,6 +39,7 @@ from ckptfs.commit.recovery_plan import (
     AttemptRecord,
     Plan,
     Report,
+    decode_record,
     encode_record,
     plan_recovery,
 )
@@ -64,17 +64,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# What an attempt.json that is damaged, or that somebody made up, is read with.
-_SAYS_NOTHING = (
-    NotFoundError,
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    OverflowError,
-    RecursionError,
-)
 
 
 def report(
@@ -109,18 +98,18 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
     """What an attempt says of itself; without a base where it died before it said so."""
     key = AttemptKeys(caps.shape, "?", save_id).record
     try:
-        raw = json.loads((yield Read(key)))
-        number, nonce = raw["part_base"] if "of" in raw else raw["base"]
-        base = Generation(int(number), str(nonce))
-        of, home = str(raw.get("of", "")), str(raw.get("home", ""))
-        name = str(raw["name"])
-    except _SAYS_NOTHING:
+        told = decode_record((yield Read(key)))
+    except (NotFoundError, ValueError):  # ManifestError and SchemaError among them
+        return AttemptRecord(save_id, "", None)
+    name, of = told.name, told.of
+    base = told.part_base if of else told.base
+    if base is None:
         return AttemptRecord(save_id, "", None)
     if not is_checkpoint_name(name, is_part=bool(of)):
         # Recovery moves what lies below the name to the trash: it has to be a checkpoint's.
         logger.warning("%s names %r, which is no checkpoint: it is passed over", key, name[:200])
         return AttemptRecord(save_id, "", None)
-    return AttemptRecord(save_id, name, base, of, home)
+    return AttemptRecord(save_id, name, base, of, told.home)
 
 
 def settle(

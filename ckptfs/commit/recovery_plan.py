@@ -16,11 +16,14 @@ from ckptfs.commit.fold import LogState, SaveState
 from ckptfs.commit.pieces import part_in, part_name, promise, split_name
 from ckptfs.commit.promises import not_told, unheard
 from ckptfs.commit.protocol import Standing, living, seal_of, standing
+from ckptfs.schema import Schema
 
 __all__ = [
+    "AttemptFile",
     "AttemptRecord",
     "Plan",
     "Report",
+    "decode_record",
     "encode_record",
     "plan_recovery",
     "with_equal_seals_once",
@@ -106,6 +109,26 @@ def encode_record(
     else:
         record["base"] = list(base)
     return json.dumps(record).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFile:
+    """attempt.json as it is written: see ``encode_record``."""
+
+    name: str
+    base: Generation | None = None
+    part_base: Generation | None = None
+    of: str = ""
+    home: str = ""
+    replaces: str | None = None
+
+
+_FILE = Schema(AttemptFile)
+
+
+def decode_record(data: bytes) -> AttemptFile:
+    """What attempt.json says; SchemaError where it was damaged, or somebody made it up."""
+    return _FILE.decode(data)
 
 
 def plan_recovery(

@@ -13,7 +13,6 @@ that wakes up). A mapping of both kinds; each version is a value, and shares wha
 from __future__ import annotations
 
 import json
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -21,15 +20,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ckptfs.commit.entries import (
     EncodedSave,
     Generation,
-    Kind,
     Outcome,
     Part,
     Seal,
     body_fields,
-    body_from,
-    component,
-    member,
 )
+from ckptfs.schema import Component, Number, Schema, SchemaError, parse
 
 __all__ = ["Draft", "Rank", "SaveState", "Saves", "Settled", "rank_of"]
 
@@ -47,15 +43,18 @@ class SaveState:
     go; gone: they went. part: the save is a part of another, and whole here.
     """
 
-    save_id: str
+    save_id: Component
     seal: Seal | None = None
-    sealed_at: int | None = None
+    sealed_at: Number | None = None
     aborted: bool = False
     decided: Outcome | None = None
     deleted: bool = False
     gone: bool = False
     pinned: bool = False
     part: Part | None = None
+
+
+_SAVE = Schema(SaveState)
 
 
 class Rank(NamedTuple):
@@ -91,83 +90,39 @@ def save_fields(save: SaveState) -> dict[str, Any]:
     } | ({} if save.part is None else {"part": body_fields(save.part)})
 
 
-def save_from(raw: Mapping[str, Any]) -> SaveState:
-    """One save of a snapshot; what is wrong with it is raised as it comes."""
-    return SaveState(
-        component(raw["save_id"]),
-        None if raw["seal"] is None else body_from(Seal, raw["seal"]),
-        None if raw["sealed_at"] is None else number_from(raw["sealed_at"]),
-        flag_from(raw["aborted"]),
-        None if raw["decided"] is None else member(Outcome, raw["decided"]),
-        flag_from(raw["deleted"]),
-        flag_from(raw["gone"]),
-        flag_from(raw["pinned"]),
-        body_from(Part, raw["part"]) if "part" in raw else None,
-    )
-
-
-def number_from(value: Any) -> int:
-    """An entry's number: compared with others, and used to find that entry."""
-    if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no entry number")
-    return value
-
-
-def flag_from(value: Any) -> bool:
-    """True or false, and nothing that merely counts as one of them."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value
+def save_from(raw: Any) -> SaveState:
+    """One save of a snapshot; SchemaError where it is none."""
+    save = _SAVE.convert(raw)
+    if not raw.keys() >= _ALWAYS:
+        raise SchemaError(f"a save of a snapshot says nothing of {min(_ALWAYS - raw.keys())}")
+    return save
 
 
 _encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _IN_ALL_SAVES = [field.name for field in fields(SaveState) if field.name != "part"]
-_IN_ALL_SEALS = (
+_ALWAYS = frozenset(_IN_ALL_SAVES)  # "not deleted" is said, and never concluded from silence
+_IN_ALL_SEALS = {
     *("base", "domains", "references", "parts"),
     *("save_id", "seq", "fenced", "name", "step", "artifact", "digest", "failure"),
-)
-_in_all_seals = operator.itemgetter(*_IN_ALL_SEALS)
-_TYPES = {
-    (list, list, list, list, str, int, bool, str, step, str, str, bool)
-    for step in (int, type(None))
 }
-_ARTIFACTS = frozenset(kind.value for kind in Kind)
-_STRINGS = {str}
+_IN_SOME_SEALS = {"metrics", "origins"}
 
 
-def _is_plainly_gone(raw: Mapping[str, Any]) -> bool:
+def _is_plainly_gone(save: SaveState, raw: Mapping[str, Any]) -> bool:
     """Whether a record of a snapshot can be kept as it lies there: the bytes of the save are gone, and
-    every field is as this version writes it. Whatever else it is, it is decoded and judged.
+    it has the fields that this version writes, as this version writes them.
     """
+    if save.seal is None or save.sealed_at is None or save.part is not None or save.seal.parts:
+        return False
     seal = raw["seal"]
-    if (
-        raw["gone"] is not True
-        or raw["deleted"] is not True
-        or raw["pinned"] is not False
-        or raw["aborted"] is not False
-        or raw["decided"] not in (None, Outcome.COMMITTED.value)
-        or type(raw["sealed_at"]) is not int
-        or type(seal) is not dict
-        or "part" in raw
-        or len(raw) != len(_IN_ALL_SAVES)
-    ):
-        return False
-    metrics, origins = seal.get("metrics", ()), seal.get("origins", ())
-    if len(seal) != len(_IN_ALL_SEALS) + ("metrics" in seal) + ("origins" in seal):
-        return False
-    try:
-        values = _in_all_seals(seal)
-    except KeyError:
-        return False
-    base, domains, references, parts = values[:4]
     return (
-        tuple(map(type, values)) in _TYPES
-        and [*map(type, base)] == [int, str]
-        and not parts
-        and seal["artifact"] in _ARTIFACTS
-        and _STRINGS.issuperset(map(type, (*domains, *references, *origins)))
-        and all([*map(type, pair)] == [str, float] for pair in metrics)
+        (save.gone, save.deleted, save.pinned, save.aborted) == (True, True, False, False)
+        and save.decided is not Outcome.ABORTED
+        and raw.keys() == _ALWAYS
+        and seal.keys() - _IN_SOME_SEALS == _IN_ALL_SEALS
+        and type(seal["step"]) in (int, type(None))
+        and all(type(number) is float for _, number in seal.get("metrics", ()))
     )
 
 
@@ -240,7 +195,7 @@ class Settled(NamedTuple):
     def get(self, save_id: str) -> SaveState | None:
         """What was known of a save when it was settled."""
         text = self.texts.get(save_id)
-        return None if text is None else save_from(json.loads(text))
+        return None if text is None else save_from(parse(text))
 
     def knows_name(self, name: str) -> bool:
         """Whether one of them has that name."""
@@ -293,7 +248,7 @@ class Saves(Mapping[str, SaveState]):
 
     @classmethod
     def read(cls, records: Iterable[Mapping[str, Any]]) -> Saves:
-        """The saves of a snapshot; what is wrong with one is raised as it comes."""
+        """The saves of a snapshot; SchemaError where one of them is none."""
         draft = Draft(cls())
         for raw in records:
             draft.put_record(raw)
@@ -456,7 +411,7 @@ class Draft:
         living = self._base.living if self._living is None else self._living
         found = living.get(save_id)
         if found is None and (record := self._records.get(save_id)) is not None:
-            return save_from(json.loads(record.text or ""))
+            return save_from(parse(record.text or ""))
         return found or self._settled.get(save_id) or SaveState(save_id)
 
     def put(self, save: SaveState) -> None:
@@ -482,20 +437,19 @@ class Draft:
             self._erased.add(whole.save_id)
 
     def put_record(self, raw: Mapping[str, Any]) -> None:
-        """Put one save of a snapshot; what is wrong with it is raised as it comes."""
-        save_id = component(raw["save_id"])
-        living = self._living or ()
-        if save_id in self._records or save_id in living or not _is_plainly_gone(raw):
-            self.put(save_from(raw))
+        """Put one save of a snapshot; SchemaError where it is none."""
+        save = save_from(raw)
+        save_id, seal, rank = save.save_id, save.seal, rank_of(save)
+        is_known = save_id in self._records or save_id in (self._living or ())
+        if seal is None or is_known or not _is_plainly_gone(save, raw):
+            self.put(save)
             return
         if self._living is None:
             self._living = dict(self._base.living)
-        seal = raw["seal"]
-        base = Generation(*seal["base"])
-        rank = Rank(base, seal["seq"], not seal["fenced"], raw["sealed_at"])
-        text = EncodedSave(_encode(raw))
-        name, elsewhere = component(seal["name"]), len(seal["domains"]) > 1
-        self._records[save_id] = _Ended(save_id, name, rank, elsewhere, text, len(self._living))
+        text, elsewhere = EncodedSave(_encode(raw)), len(seal.domains) > 1
+        self._records[save_id] = _Ended(
+            save_id, seal.name, rank, elsewhere, text, len(self._living)
+        )
 
     def saves(self) -> Saves:
         """The value, with everything settled that does not matter any more."""

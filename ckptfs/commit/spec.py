@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from datetime import UTC, datetime
 
 from ckptfs.commit.entries import Generation, Kind
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.errors import ArgumentChoice
+from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.events import Counters, SaveResult
 
 __all__ = [
@@ -31,6 +32,20 @@ class IfExists(ArgumentChoice):
 
     ERROR = "error"
     REPLACE = "replace"  # the old one stays until the new one is committed
+
+
+def whole_step(step: int) -> int:
+    """The step as Python's own int: numpy's and torch's are taken. StateError for what is none, and below 0."""
+    try:
+        whole = operator.index(step)
+    except TypeError:
+        raise StateError(
+            f"step is {step!r}, which is no whole number",
+            hint="it counts completed optimizer steps",
+        ) from None
+    if whole < 0:
+        raise StateError(f"step is {whole}; it counts completed optimizer steps")
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +70,11 @@ class SaveSpec:
     save_id: str | None = None
     world_size: int | None = None
     spares_foreign: bool = False
+
+    def __post_init__(self) -> None:
+        """A step of numpy's or torch's cannot be written. A copy of a save keeps what it says."""
+        if self.step is not None and not isinstance(self.step, float):
+            object.__setattr__(self, "step", whole_step(self.step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from ckptfs.commit.layout import CONTROL
+from ckptfs.commit.spec import whole_step
 from ckptfs.errors import StateError
 
 __all__ = ["Template"]
@@ -52,8 +53,7 @@ class Template:
 
     def name(self, step: int) -> str:
         """The name of a step. StateError for a negative one."""
-        if step < 0:
-            raise StateError(f"step is {step}; it counts completed optimizer steps")
+        step = whole_step(step)
         return _PLACE.sub(lambda place: f"{step:0{int(place['width'] or 1)}d}", self.text)
 
     def step_of(self, name: str) -> int | None:

@@ -7,8 +7,7 @@ listed_by_copies    shared data that copies need
 
 from __future__ import annotations
 
-import json
-
+from ckptfs.commit import foreign
 from ckptfs.commit.beside import look_beside, names_beside
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import MANIFEST, METADATA
@@ -40,9 +39,9 @@ def names_save(storage: Storage, directory: str, save_id: str) -> bool:
     True where the manifest is damaged: nobody can tell. Errors are the storage's.
     """
     try:
-        told = json.loads(read_limited(storage, f"{directory}/{MANIFEST}"))
-        return not isinstance(told, dict) or told.get("save_id") == save_id
-    except ValueError:
+        named = foreign.names_save(read_limited(storage, f"{directory}/{MANIFEST}"))
+        return named is None or named == save_id
+    except ManifestError:
         return True
     except NotFoundError:
         pass
