@@ -86,10 +86,13 @@ class StepKeys:
         """Delete that rank's piece, which it will never take; absent is fine."""
         drop(store, self._key(f"for/{rank}"))
 
-    def end(self, store: Any, data: bytes) -> None:
-        """Offer a verdict out of turn, and wake the coordinator, who waits for values."""
-        self.offer_verdict(store, data)
+    def end(self, store: Any, data: bytes) -> bool:
+        """Offer a verdict out of turn, and wake the coordinator, who waits for values. True when ours
+        is the one that all obey.
+        """
+        ours = self.offer_verdict(store, data)
         store.set(self._key("all"), b"1")
+        return ours
 
     def read_verdict(self, store: Any) -> bytes:
         """Wait for the verdict and read it, whoever wrote it."""

@@ -41,6 +41,7 @@ __all__ = [
     "failure_of",
     "for_rank",
     "joined",
+    "log_left_out",
     "said_by",
     "settle",
     "split",
@@ -147,7 +148,19 @@ def attempt(label: str, local: Callable[[], T], world: World) -> tuple[Said, Bas
 def settle(
     said: Sequence[Said], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
 ) -> tuple[Verdict[R], BaseException | None]:
-    """Make the one answer, on the coordinator. Also returns what ``decide`` raised, if it did."""
+    """Make the one answer, on the coordinator. Also returns what ``decide`` raised, if it did.
+
+    Logs what the text of an error leaves out: ranks learn from this answer, once.
+    """
+    verdict, raised = _settled(said, decide, worlds)
+    if verdict.error is not None:
+        log_left_out(verdict.error, worlds)
+    return verdict, raised
+
+
+def _settled(
+    said: Sequence[Said], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
+) -> tuple[Verdict[R], BaseException | None]:
     here = [s for s in said if not s.has_left]
     if len({s.label for s in here}) > 1:
         return Verdict(error=_out_of_step(said)), None
@@ -170,7 +183,10 @@ def settle(
 def collective_error(
     label: str, failures: Mapping[int, Failure], worlds: Sequence[World]
 ) -> CollectiveError:
-    """The error of a step that failed on these ranks: names ranks, places, nodes and messages."""
+    """The error of a step that failed on these ranks: names ranks, places, nodes and messages.
+
+    Pure: whoever waits may make it many times before it is anybody's answer.
+    """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
         groups.setdefault((failure.type, _gist(failure)), []).append(rank)
@@ -193,7 +209,6 @@ def collective_error(
     choices = [showing(count) for count in range(min(len(told), _SHOWN), 0, -1)] or [showing(0)]
     error = next((e for e in choices if e.hint and e.hint in str(e)), choices[0])
     _note(error)
-    _log_what_is_left_out(label, error, worlds)
     return error
 
 
@@ -225,16 +240,21 @@ def _few(things: Sequence[object], shown: int) -> str:
     return ", ".join(str(thing) for thing in things[:shown]) + more
 
 
-def _log_what_is_left_out(label: str, error: CollectiveError, worlds: Sequence[World]) -> None:
-    """One record with every failure in full, where the text of the error does not have them all."""
+def log_left_out(error: CkptfsError, worlds: Sequence[World]) -> None:
+    """One record with every failure in full, where the text of the error does not have them all.
+
+    For whoever makes it the answer of a step.
+    """
+    failures = getattr(error, "failures", {})
     text = str(error)
     left_out = any(
         f"rank {rank} on" not in text or (f.summary or f.message) not in text
-        for rank, f in error.failures.items()
+        for rank, f in failures.items()
     )
     if left_out:
-        lines = [f"rank {r} on {worlds[r].place}: {f.message}" for r, f in error.failures.items()]
-        logger.warning("%s failed:\n%s", label, "\n".join(lines))
+        lines = [f"rank {r} on {worlds[r].place}: {f.message}" for r, f in failures.items()]
+        what = error.message.partition(" failed on ")[0]
+        logger.warning("%s failed:\n%s", what, "\n".join(lines))
 
 
 def _out_of_step(said: Sequence[Said]) -> CollectiveError:

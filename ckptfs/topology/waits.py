@@ -20,7 +20,7 @@ from ckptfs.errors import CkptfsError, ControlPlaneLostError
 from ckptfs.topology.client import StoreClient, answer
 from ckptfs.topology.heartbeat import Alarm, Monitor
 from ckptfs.topology.stepkeys import StepKeys
-from ckptfs.topology.verdict import Verdict, decode_verdict, encode_verdict
+from ckptfs.topology.verdict import Verdict, decode_verdict, encode_verdict, log_left_out
 from ckptfs.topology.world import World
 
 __all__ = ["LEAVE_S", "Ground", "Waits"]
@@ -89,18 +89,24 @@ class Waits:
         error = alarm.error(label, self._ground.worlds, self._ground.timeout_s)
         data = encode_verdict(Verdict(error=error, final=bool(alarm.dead)))
 
+        ours: list[bool] = []
+
         def end(store: Any) -> bool:
             # Everybody has called and the coordinator is at work: its answer counts, not the fate
             # of a rank that has already said what it had to say.
             if not keys.claim(store, "alarm") and not alarm.names(0):
                 return False
-            keys.end(store, data)
+            ours.append(keys.end(store, data))
             return True
 
         try:
-            return self._ground.pulse.call_short(end, self._ground.timeout_s)
+            ended = self._ground.pulse.call_short(end, self._ground.timeout_s)
         except ControlPlaneLostError as lost:
             raise self._ground.monitor.with_gone(lost) from lost
+        if any(ours):
+            # Not each time that it was made: while the coordinator decides, that is five times a second.
+            log_left_out(error, self._ground.worlds)
+        return ended
 
     def hangs(
         self,

@@ -20,6 +20,7 @@ from ckptfs.topology.verdict import (
     encode_said,
     encode_verdict,
     failure_of,
+    settle,
 )
 from ckptfs.topology.world import World
 
@@ -66,7 +67,8 @@ def _world(rank: int, host: str) -> World:
 
 def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixture) -> None:
     """One sentence: ranks and hosts, what the first met and where, what to do; no ids of nodes. What is
-    left out is in ``failures`` and in one record of the log; the error is both types on every rank.
+    left out is in ``failures`` and in one record of the log, where it is the answer of a step and not
+    each time that it is made; the error is both types on every rank.
     """
     worlds = [_world(rank, f"host-{rank // 3}") for rank in range(9)]
     failures = {}
@@ -75,8 +77,12 @@ def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixt
             f"write failed: {rank} MB missing", uri=f"file:///r/__{rank}_0.distcp", hint="free it"
         )
         failures[rank] = failure_of(error, worlds[rank])
+    said = [Said("write", failure=failures.get(rank)) for rank in range(9)]
     with caplog.at_level("WARNING"):
-        made = collective_error("write", failures, worlds)
+        for _ in range(3):
+            made = collective_error("write", failures, worlds)
+        assert not caplog.records
+        assert str(settle(said, None, worlds)[0].error) == str(made)
     got = decode_verdict(encode_verdict(Verdict(error=made))).error
     assert isinstance(got, CollectiveError)
     assert isinstance(got, NoSpaceError)
