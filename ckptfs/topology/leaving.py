@@ -71,7 +71,7 @@ def leave(
     """
     world = worlds[rank]
     why = f"closed its control, or ended: {world.place}"
-    failure = Failure(rank, world.node, "ckptfs.errors.StateError", why)
+    failure = Failure(rank, world.node, "ckptfs.errors.CollectiveError", why)
     if rank == 0:
         error = collective_error("the next step", {0: failure}, worlds)
         keys.end(store, encode_verdict(Verdict(error=error, final=True)))
