@@ -18,6 +18,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 
 from ckptfs import _torch
 from ckptfs.errors import CkptfsError, ControlPlaneLostError
-from ckptfs.topology.connection_pool import pool_of
+from ckptfs.topology.connection_pool import ConnectionPool, pool_of
 
 __all__ = [
     "CHUNK_BYTES",
@@ -45,6 +46,9 @@ _Job = tuple["Future[Any]", Callable[[Any], Any], bool]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
 _AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
+_ABSENT = (
+    b"ckptfs/absent"  # no value begins so: a store says what it is compared with for a missing key
+)
 _LONG = timedelta(days=20)  # c10d counts milliseconds in 32 bits: 24 days is the most it can wait
 
 
@@ -123,26 +127,30 @@ def _first_line(error: BaseException) -> str:
 class _Connections:
     """What one client runs its operations over; of its thread alone.
 
-    Once an operation broke, all later ones run over what it broke, and fail at once: to connect again
-    takes a minute where the store is gone, and whoever leaves it would wait for that.
+    Once an operation broke, each later one first asks what it broke, and fails at once where that does
+    not answer: to connect again takes a minute where the store is gone, and whoever leaves it would wait
+    for that. One that answers was not what broke; it is not used again all the same.
     """
 
     def __init__(self, source: Any) -> None:
         self._source = source
         self._pool = pool_of(source)
         self._shared: Any = None
-        self._last: Any = None  # the broken one, or the only one where connections are not pooled
+        self._shared_used = 0.0
+        self._only: Any = None  # where connections are not pooled
+        self._broken: Any = None
 
     def run(self, op: Callable[[Any], T], *, waits: bool) -> T:
         """The operation over a connection of its kind."""
-        if self._pool is None and self._last is None:
-            self._last = _torch.clone_store(self._source)
-        if self._pool is None or self._last is not None:
-            return op(self._last)
-        if waits:
-            store = self._pool.own(self._source)
-        else:
-            self._shared = store = self._shared or self._pool.shared(self._source)
+        if self._pool is None:
+            if self._only is None:
+                self._only = _torch.clone_store(self._source)
+            return op(self._only)
+        if self._broken is not None:
+            # Never the operation itself: it may wait, and other threads share what broke.
+            self._broken.check(["ckptfs/idle"])
+            self._broken = self._shared = None
+        store = self._pool.own(self._source) if waits else self._common(self._pool)
         try:
             result = op(store)
         except CkptfsError:  # of ours, after an answer
@@ -152,11 +160,19 @@ class _Connections:
         except BaseException:
             # Whatever broke half-way, an answer may still be on its way over this connection.
             self._pool.drop(store)
-            self._last = store
+            self._broken = store
             raise
         if waits:
             self._pool.give(store)
         return result
+
+    def _common(self, pool: ConnectionPool) -> Any:
+        """The connection that all threads share; after a pause, one that was not cut meanwhile."""
+        now = time.monotonic()
+        if self._shared is None or now - self._shared_used >= pool.idle_s:
+            self._shared = pool.shared(self._source)
+        self._shared_used = now
+        return self._shared
 
 
 def _serve(source: Any, jobs: queue.SimpleQueue[_Job | None]) -> None:
@@ -268,9 +284,10 @@ def offer(store: Any, key: str, data: bytes) -> bool:
 
 def drop(store: Any, key: str) -> None:
     """Delete what ``put`` or ``offer`` wrote, chunks and all; absent is fine."""
-    # Never get(): where somebody else has just deleted the key, that would wait for it to come back.
-    head = bytes(store.compare_set(key, b"", b""))
-    if head:
+    # Never get(): where somebody else has just deleted the key, that would wait for it to come back. Nor
+    # an empty value to compare with: that would make the key, for others to read.
+    head = bytes(store.compare_set(key, _ABSENT, _ABSENT))
+    if head != _ABSENT:
         count, place = head.partition(b"\n")[0].decode().split(" ", 1)
         for i in range(1, int(count)):
             store.delete_key(f"{place}/{i}")

@@ -127,7 +127,7 @@ def test_nothing_that_is_dropped_is_waited_for(relay: Relay) -> None:
     assert client.call_short(lambda s: s.num_keys(), 10.0) == keys - 2
 
     class Races:
-        """Another client deletes a key whenever this one has seen it."""
+        """Another client looks, and deletes a key whenever this one has seen it."""
 
         def __getattr__(self, name: str) -> Any:
             return getattr(store, name)
@@ -138,13 +138,19 @@ def test_nothing_that_is_dropped_is_waited_for(relay: Relay) -> None:
                 store.delete_key(key)
             return there
 
+        def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+            told: bytes = store.compare_set(key, expected, desired)
+            assert key == "small" or not store.check([key]), "somebody may take it"
+            return told
+
         def get(self, key: str) -> bytes:
             assert store.check([key]), "it would wait"
             return bytes(store.get(key))
 
     client.call_short(lambda s: put(s, "small", b"x"), 10.0)
-    drop(Races(), "small")
-    assert not store.check(["small"])
+    for key in ("small", "absent"):
+        drop(Races(), key)
+        assert not store.check([key])
 
 
 def test_a_connection_that_was_cut_is_replaced(relay: Relay) -> None:
@@ -198,6 +204,40 @@ def test_a_client_whose_connection_broke_does_not_make_another(relay: Relay) -> 
         with pytest.raises(ControlPlaneLostError, match="is gone"):
             call(lambda s: s.check(["key"]), 10.0)
     assert relay.accepted == made
+
+
+def test_after_an_odd_error_a_wait_holds_up_nobody(relay: Relay) -> None:
+    """The operation failed and the connection did not: it is still what others share, so what waits
+    next waits over another one.
+    """
+    store = client_of(relay)
+    heart, client = StoreClient(store, "heart"), StoreClient(store, "test")
+    heart.call_short(lambda s: s.set("beat", "1"), 10.0)
+    with pytest.raises(ValueError, match="invalid literal"):
+        client.call_short(lambda s: int(s.compare_set("odd", "", "no number")), 10.0)
+    waiting = client.submit(lambda s: s.wait(["never"]))
+    other = StoreClient(store, "other")
+    other.call_short(lambda s: s.set("beat", "2"), 10.0)
+    for _ in range(50):
+        heart.call_short(lambda s: s.set("beat", "3"), 10.0)
+    assert not waiting.done()
+    other.call_short(lambda s: s.set("never", "1"), 10.0)
+    waiting.result(10)
+
+
+def test_a_client_that_slept_does_not_use_what_was_cut_meanwhile(relay: Relay) -> None:
+    """A firewall closes the connection that all threads share while nobody speaks: neither a new client
+    nor one that used it before fails for that.
+    """
+    store = client_of(relay)
+    client = StoreClient(store, "test")
+    client.call_short(lambda s: s.set("key", "1"), 10.0)
+    relay.cut()
+    pool = pool_of(store)
+    assert pool is not None
+    pool.idle_s = 0.0  # as after a night
+    client.call_short(lambda s: s.set("key", "2"), 10.0)
+    assert client_of(relay).get("key") == b"2"
 
 
 def test_connections_go_with_their_store(relay: Relay) -> None:
