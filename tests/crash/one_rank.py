@@ -358,11 +358,16 @@ def verdict(stage: Stage, case: Case, error: type[Exception]) -> str:
     "succeeded", every rank did, and what it saved is there; "was not asked", the operation did not come
     this time; else what is wrong.
     """
-    plan = _Watched(case.call, case.rank, case, Fail(error(CAUSE)))
-    started = time.monotonic()
-    ends = stage.run(CALLS[case.call], {case.rank: plan})
-    if time.monotonic() - started > DEADLINE_S / 2:
-        return f"took {time.monotonic() - started:.1f} s"
+    # A busy machine may stop us for so long once; what waits for a timeout does so each time.
+    for _ in range(3):
+        plan = _Watched(case.call, case.rank, case, Fail(error(CAUSE)))
+        started = time.monotonic()
+        ends = stage.run(CALLS[case.call], {case.rank: plan})
+        took_s = time.monotonic() - started
+        if took_s <= DEADLINE_S / 2:
+            break
+    else:
+        return f"took {took_s:.1f} s"
     errors = [end.error for end in ends]
     if not plan.failed:
         return "was not asked"
