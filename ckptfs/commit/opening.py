@@ -35,7 +35,10 @@ class Place:
 
 
 def agree_uri(control: Control, given: object) -> Uri:
-    """Collective. The one URI that all ranks were given, absolute on the coordinator's terms."""
+    """Collective. The one URI that all ranks were given, absolute on the coordinator's terms.
+
+    Its credentials are each rank's own: what ranks say to each other has none.
+    """
 
     def text() -> str | UriError:
         try:
@@ -45,7 +48,7 @@ def agree_uri(control: Control, given: object) -> Uri:
             return error
         relative = parsed.protocol == "file" and "://" not in str(given)
         raw = str(getattr(given, "__fspath__", lambda: given)())
-        return raw if relative and not raw.startswith(("/", "~")) else parsed.full
+        return raw if relative and not raw.startswith(("/", "~")) else str(parsed)
 
     def same(told: Sequence[str | UriError]) -> str:
         wrong = next((t for t in told if isinstance(t, UriError)), None)
@@ -59,9 +62,11 @@ def agree_uri(control: Control, given: object) -> Uri:
                 f"{Uri.parse(texts[odd])} on rank {odd}",
                 hint="on node-local disks the path is the same and the domains differ by themselves",
             )
-        return Uri.parse(texts[0]).full
+        return str(Uri.parse(texts[0]))
 
-    return Uri.parse(control.step("uri", text, same))
+    agreed = control.step("uri", text, same)
+    own = Uri.parse(given)  # type: ignore[arg-type]  # it could be read above
+    return own if str(own) == agreed else Uri.parse(agreed)
 
 
 @contextlib.contextmanager

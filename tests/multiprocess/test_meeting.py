@@ -290,3 +290,47 @@ def test_rank_0_that_dies_in_the_handshake_is_the_one_that_is_blamed(
         first, *others = ranks.results()
     assert first.died
     assert [other.value for other in others] == [blamed] * 3, others[0].log
+
+
+class _Overhears:
+    """A store that keeps every value that was written into it."""
+
+    def __init__(self, inner: Any, heard: list[bytes]) -> None:
+        self._inner = inner
+        self._heard = heard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def clone(self) -> _Overhears:
+        return _Overhears(self._inner.clone(), self._heard)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._heard.append(value.encode() if isinstance(value, str) else value)
+        self._inner.set(key, value)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        self._heard.append(desired.encode() if isinstance(desired, str) else desired)
+        return bytes(self._inner.compare_set(key, expected, desired))
+
+
+def test_ranks_agree_on_a_uri_and_keep_their_credentials() -> None:
+    """Each opens with its own; whoever reaches the store hears of none."""
+    from ckptfs.commit.opening import agree_uri
+
+    heard: list[bytes] = []
+    store = _Overhears(_store(), heard)
+    ends: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        with _open(store, rank, 2, timeout_s=20.0) as control:
+            ends[rank] = agree_uri(control, f"s3://key:secret{rank}@bucket/run?token=secret").full
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert ends == {r: f"s3://key:secret{r}@bucket/run?token=secret" for r in range(2)}
+    assert any(b"bucket/run" in value for value in heard)
+    assert not any(b"secret" in value for value in heard)
