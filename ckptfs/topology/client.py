@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from ckptfs import _torch
-from ckptfs.errors import CkptfsError, ControlPlaneLostError
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, StateError
 from ckptfs.topology.connection_pool import ConnectionPool, pool_of
 
 __all__ = [
@@ -45,6 +45,9 @@ T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[Any], Any], bool]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
+_MOST_CHUNKS = (
+    4096  # nearly 4 GiB: more is no plan of any save, and was made up to take memory and time
+)
 _AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
 _ABSENT = (
     b"ckptfs/absent"  # no value begins so: a store says what it is compared with for a missing key
@@ -265,10 +268,35 @@ def take_many(store: Any, keys: list[str]) -> list[tuple[bytes, list[str]]]:
 
 
 def _take_rest(store: Any, key: str, head: bytes) -> tuple[bytes, list[str]]:
-    line, _, first = head.partition(b"\n")
-    count, place = line.decode().split(" ", 1)
-    rest = [f"{place}/{i}" for i in range(1, int(count))]
-    return b"".join([first, *(store.get(name) for name in rest)]), [key, *rest]
+    rest = _rest_of(key, head)
+    first = head.partition(b"\n")[2]
+    return b"".join([first, *(_chunk(store, name) for name in rest)]), [key, *rest]
+
+
+def _chunk(store: Any, name: str) -> bytes:
+    data = bytes(store.get(name))
+    if len(data) > CHUNK_BYTES:
+        raise _forged(name, f"has {len(data)} bytes")
+    return data
+
+
+def _rest_of(key: str, head: bytes) -> list[str]:
+    """The other keys that a value lies under, by its first chunk. StateError where no ckptfs wrote it."""
+    line, newline, first = head.partition(b"\n")
+    count, _, place = line[:4096].decode(errors="replace").partition(" ")
+    if not newline or not count.isdecimal() or not 1 <= len(count) <= len(str(_MOST_CHUNKS)):
+        raise _forged(key, "has no header")
+    # Of this key alone: whoever drops it deletes them.
+    if not 1 <= int(count) <= _MOST_CHUNKS or not place.startswith(key) or len(first) > CHUNK_BYTES:
+        raise _forged(key, f"says {count} chunks at {place[:200]}")
+    return [f"{place}/{i}" for i in range(1, int(count))]
+
+
+def _forged(key: str, what: str) -> StateError:
+    return StateError(
+        f"the value of {key} in torch's store {what}: ckptfs did not write it",
+        hint="the store is open to another program; give the job a port of its own",
+    )
 
 
 def offer(store: Any, key: str, data: bytes) -> bool:
@@ -288,9 +316,8 @@ def drop(store: Any, key: str) -> None:
     # an empty value to compare with: that would make the key, for others to read.
     head = bytes(store.compare_set(key, _ABSENT, _ABSENT))
     if head != _ABSENT:
-        count, place = head.partition(b"\n")[0].decode().split(" ", 1)
-        for i in range(1, int(count)):
-            store.delete_key(f"{place}/{i}")
+        for name in _rest_of(key, head):
+            store.delete_key(name)
     store.delete_key(key)
 
 
@@ -301,6 +328,11 @@ def _count(data: bytes) -> int:
 def _put_tail(store: Any, place: str, data: bytes) -> bytes:
     """Write all chunks but the first; return the first with its header, ``<chunks> <place>``."""
     count = _count(data)
+    if count > _MOST_CHUNKS:
+        raise StateError(
+            f"a rank would tell the others {len(data) >> 20} MiB, and {_MOST_CHUNKS} is the most",
+            hint="save fewer items, or larger ones: this is what the plan of a save takes",
+        )
     view = memoryview(data)
     for i in range(1, count):
         store.set(f"{place}/{i}", bytes(view[i * CHUNK_BYTES : (i + 1) * CHUNK_BYTES]))

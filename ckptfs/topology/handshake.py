@@ -267,7 +267,7 @@ def _follow(
             absent = lambda: _absent(place, nonce)  # noqa: B023, E731 - called in this turn only
             if _await_told(place, _go(place, nonce), silent=absent) == "go":
                 table = place.call(lambda s: take(s, _table(place, nonce))[0])  # noqa: B023
-                return _meeting(nonce, decode_table(table))
+                return _meeting(nonce, decode_table(table, place.size))
     except BaseException:
         # So that rank 0 does not offer again to a process that has given up.
         place.client.submit(lambda s: _withdraw(s, place, hello))
