@@ -139,8 +139,9 @@ def test_what_is_on_its_way_and_who_holds_the_run(cli: Cli, golden: Golden, plac
 
 def test_history_is_shown_when_asked_for(cli: Cli, local: Place) -> None:
     """Replaced, overwritten and aborted saves are lines of -a alone."""
-    for seed in (1, 2):
-        ckptfs.save(state_of(seed), f"{local.uri}/step_1", if_exists="replace")
+    with ckptfs.prepare_run(local.uri) as held:
+        for seed in (1, 2):
+            ckptfs.save(state_of(seed), f"{local.uri}/step_1", if_exists="replace", run=held)
     states = [
         [
             line["state"]

@@ -87,7 +87,7 @@ def test_a_save_costs_what_the_page_says(counted: Counted) -> None:
         assert counted.since() == _documented(1, 3)
         ckptfs.save(_state(), f"{counted.run}/step_2", run=run, if_exists="replace")
         _quiet(run)
-        assert counted.since() - _documented(1, 1) == Counter(GET=2)
+        assert counted.since() - _documented(1, 1) == Counter(GET=3)
         began = counted.count
         ckptfs.save(_state(), f"{counted.run}/step_3", run=run)
         _quiet(run)
