@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.claim import claim
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.entries import Generation, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, AttemptKeys, staging_key
@@ -58,7 +58,7 @@ from ckptfs.errors import (
 )
 from ckptfs.schema import SchemaError
 from ckptfs.storage.base import DataWriter, Shape, Storage
-from ckptfs.topology.control import SoloControl
+from ckptfs.topology.control import SoloControl, default_timeout_s
 
 __all__ = [
     "Arrived",
@@ -266,4 +266,6 @@ def _claimed(joined: Joined, spec: SaveSpec, stack: contextlib.ExitStack) -> Run
     if name_taken(spec.name, view) is None:
         return None
     keep, call = (joined.keys.save_id,), "a write by URL"
-    return stack.enter_context(claim(joined.seat, keep=keep, caller=Caller(call, for_call=True)))
+    caller = Caller(call, for_call=True, wait_s=default_timeout_s())
+    run = claim(joined.seat, takeover=Takeover.DEAD, keep=keep, caller=caller)
+    return stack.enter_context(run)

@@ -28,7 +28,7 @@ from functools import partial
 
 from ckptfs.commit.advisory import ADVICE
 from ckptfs.commit.catalog import find
-from ckptfs.commit.claim import claim
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.decisions import may_seal
 from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
@@ -150,7 +150,7 @@ class Attempt:
         self._began = False
         self._claimed: Run | None = None  # for this save alone
         call = 'save(if_exists="replace")' if spec.if_exists is IfExists.REPLACE else "a save"
-        self._caller = caller or Caller(call, for_call=True)
+        self._caller = caller or Caller(call, for_call=True, wait_s=spec.wait_s)
         self._manifest: Manifest | None = None  # the coordinator's
 
     # -- what the writer of files needs -------------------------------------------------
@@ -367,7 +367,8 @@ class Attempt:
 
     def _claim(self, keep: tuple[str, ...] = ()) -> None:
         """Collective. Claim the run for this save, until it ends. RunBusyError: an owner lives."""
-        self._claimed = claim(self.seat, keep=keep, caller=self._caller)
+        # What runs in a job beside its manager takes nothing from that.
+        self._claimed = claim(self.seat, takeover=Takeover.DEAD, keep=keep, caller=self._caller)
         self.seat = self._claimed.seat
         self.spec = replace(self.spec, run=self._claimed.generation)
 

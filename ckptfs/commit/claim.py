@@ -1,7 +1,8 @@
 """Claiming a run: ``prepare_run`` fences every older writer, then recovers what they left.
 
     survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
-    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free
+    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free;
+                                                        it moves for another call: survey again
     fence     every owner appends fence(generation)  -> another one came first: undo, survey again
     report    what lies in every domain              -> one plan for all
     settle    abort, record, project, wipe
@@ -13,22 +14,23 @@ moves nothing: it is a flag in the fence.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import secrets
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from ckptfs.commit.background import Background
 from ckptfs.commit.decisions import may_claim, unreleased
 from ckptfs.commit.entries import GENESIS, Fence, FenceMode, Generation, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import LOG, log_key
-from ckptfs.commit.lease import Keeper, LeaseTimes, moves
+from ckptfs.commit.lease import Keeper, LeaseTimes, Pulse, Watch
 from ckptfs.commit.links import control_is_plain
-from ckptfs.commit.log import Appended, Refused, append
+from ckptfs.commit.log import Appended, Refused, append, catch_up_again
 from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.owners import alive_here, describe, who_am_i
 from ckptfs.commit.protocol import catalog
@@ -65,6 +67,10 @@ ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago 
 _Refusal = SymlinkError | ManifestError
 LEFT_S = 60.0  # how long a claim waits for an earlier one of its process that is being released
 GIVE_BACK_S = 5.0  # and a claim that failed tries to release its fence
+LOOK_S = (
+    0.25  # a call that waits for another one watches its lease so long between two looks at the log
+)
+LONGEST_LOOK_S = 2.0  # ... and twice as long each time, up to this
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
@@ -85,14 +91,16 @@ class Takeover(ArgumentChoice):
     DEAD = "dead"  # as AUTO, but the same job is no reason: for what is run beside a job
 
 
-class _Holder(Enum):
-    FREE = "free"
-    WATCH = "watch"
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one owner saw of its lease. is_of_call: it moved, and says that its run is held for one call."""
+
+    pulse: Pulse
+    is_of_call: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    holder: _Holder
     number: int
     fence: Fence | None  # whom to watch
     last: Seal | None
@@ -126,7 +134,8 @@ def claim(
     defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
     they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
     before the fence is otherwise aborted. caller: who asks, for the message that names this process as
-    the owner.
+    the owner; with its wait_s it waits so long for others that hold the run for one call, and is
+    RunBusyError at once where the owner lives beyond that.
     """
     claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
     claimant.caller = caller or Caller()
@@ -154,15 +163,16 @@ class _Claimant:
         self._stamp = Stamp(now_text(), world.hostname, os.getpid(), seat.control.rank)
         self._judged = GENESIS  # the fence that stood in this domain when its owner was judged
         self._fenced: Appended | None = None
+        self._until = math.inf  # the coordinator's, of a call that waits
         self.caller = Caller()
 
     def claim(self) -> Run:
         control = self._seat.control
-        for _ in range(TRIES):
-            found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
-            if found.holder is _Holder.WATCH:
-                self._watch(found)
-            fence = control.step("number", lambda: None, lambda _: self._new_fence(found.number))  # noqa: B023
+        self._until = time.monotonic() + self.caller.wait_s
+        # Of many calls that wait for their turn each may lose it to all others.
+        for tries in itertools.count():
+            number = self._until_free()
+            fence = control.step("number", lambda: None, lambda _: self._new_fence(number, tries))  # noqa: B023
             try:
                 outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
                 if outcome.beaten_by is not None:
@@ -182,19 +192,37 @@ class _Claimant:
             except Exception:
                 self._let_go(fence.generation)
                 raise
-        raise RunBusyError(
-            f"{TRIES} newcomers took the run one after the other",
-            uri=self._seat.storage.root,
-            hint="several jobs start on one run at once: give each its own, or wait",
-        )
+        raise AssertionError("nobody ends this loop but by an answer")
+
+    @property
+    def _waits(self) -> bool:
+        """Whether it is worth to wait for another call."""
+        return self.caller.wait_s > 0
+
+    def _until_free(self) -> int:
+        """Collective. The number of the fence that stands, once its owner left, or is gone."""
+        control, look_s = self._seat.control, LOOK_S
+        watch = Watch(self._seat.storage, self._times)
+        watched: Fence | None = None
+        while True:
+            found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
+            if found.fence is None:
+                return found.number
+            if found.fence != watched:
+                watched, watch = found.fence, Watch(self._seat.storage, self._times)
+            if not self._watch(found, watch, look_s):
+                return found.number
+            look_s = min(2 * look_s, LONGEST_LOOK_S)
 
     def _survey(self, ids: Collection[str]) -> View | _Refusal | None:
         wait_until_left(self._seat.storage.root, LEFT_S)
         if not self._owner:
             return None
+        again = self._judged != GENESIS
         try:
             drive(control_is_plain(self._seat.caps.shape), self._seat.storage)
-            state = drive(survey(), self._seat.storage)
+            look = catch_up_again(self._known) if again else survey()
+            state = drive(look, self._seat.storage)
         except (SymlinkError, ManifestError) as error:
             # A value, so that it is raised as its type: somebody has to look, and nothing is fenced.
             error.uri = error.uri or str(self._seat.storage.root)
@@ -226,28 +254,39 @@ class _Claimant:
         if self._takeover is not Takeover.DEAD and me.job is not None:
             claims = tuple(fence for fence in claims if fence.job != me.job)
         if not claims or self._takeover is Takeover.FORCE:
-            return _Survey(_Holder.FREE, number, None, last)
+            return _Survey(number, None, last)
         if self._takeover is Takeover.NEVER:
-            raise self._busy(claims[0], last)
+            raise self._busy(claims[0], last, waited=False)
         # A process of this very node whose pid is gone needs no waiting for its lease.
         perhaps = [fence for fence in claims if fence.node != me.node or alive_here(fence)]
         if not perhaps:
-            return _Survey(_Holder.FREE, number, None, last)
-        return _Survey(_Holder.WATCH, number, perhaps[0], last)
+            return _Survey(number, None, last)
+        return _Survey(number, perhaps[0], last)
 
-    def _watch(self, found: _Survey) -> None:
-        """RunBusyError on every rank while any domain's lease moves."""
+    def _watch(self, found: _Survey, watch: Watch, look_s: float) -> bool:
+        """Whether to look at the log again; False: the leases of all domains stand still. RunBusyError on
+        every rank where one of them moves, unless it does for a call and there is time to wait for that.
+        """
+        waits = self._waits
 
-        def local() -> bool:
-            return self._owner and moves(self._seat.storage, self._times)
+        def local() -> _Look | None:
+            if not self._owner:
+                return None
+            pulse = watch.look(look_s if waits else math.inf)
+            return _Look(pulse, pulse is Pulse.MOVES and watch.is_of_call)
 
-        def decide(moved: Sequence[bool]) -> None:
-            if any(moved) and found.fence is not None:
-                raise self._busy(found.fence, found.last)
+        def decide(answers: Sequence[_Look | None]) -> bool:
+            looks = [look for look in answers if look is not None]
+            moved = [look for look in looks if look.pulse is Pulse.MOVES]
+            if moved and found.fence is not None:
+                of_calls = waits and all(look.is_of_call for look in moved)
+                if not of_calls or self._until <= time.monotonic():
+                    raise self._busy(found.fence, found.last, waited=of_calls)
+            return any(look.pulse is not Pulse.STILL for look in looks)
 
-        self._seat.control.step("watch", local, decide)
+        return self._seat.control.step("watch", local, decide)
 
-    def _busy(self, fence: Fence, last: Seal | None) -> RunBusyError:
+    def _busy(self, fence: Fence, last: Seal | None, *, waited: bool) -> RunBusyError:
         told = "nothing committed yet" if last is None else f"last commit {last.name}"
         root, me = self._seat.storage.root, who_am_i(self._seat.control.world)
         own = ownership_of(fence.generation)
@@ -258,13 +297,33 @@ class _Claimant:
                 uri=root,
                 hint="close that one, or drop every reference to it; or go on with it",
             )
+        if waited:
+            return RunBusyError(
+                f"the run was held by other calls for {self.caller.wait_s:g} s, now by "
+                f"{describe(fence)}, {told}",
+                uri=root,
+                hint="one call replaces in a run at a time: try again, or with a longer timeout_s",
+            )
+        if self._waits:
+            return RunBusyError(
+                f"the run is held by {describe(fence)} beyond one call, {told}",
+                uri=root,
+                hint="save through its holder (a manager, or run=), choose a name that nobody has, or wait "
+                "for it to end",
+            )
         return RunBusyError(
             f"the run is held by {describe(fence)}, {told}",
             uri=root,
             hint='wait for it to end, give this job another run, or takeover="force"',
         )
 
-    def _new_fence(self, number: int) -> Fence:
+    def _new_fence(self, number: int, tries: int) -> Fence:
+        if tries >= TRIES and time.monotonic() >= self._until:
+            raise RunBusyError(
+                f"{tries} newcomers took the run one after the other",
+                uri=self._seat.storage.root,
+                hint="several jobs start on one run at once: give each its own, or wait",
+            )
         mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
         me = who_am_i(self._seat.control.world)
         generation = Generation(number + 1, secrets.token_hex(4))
@@ -368,8 +427,10 @@ class _Claimant:
         self._read_token(generation)
         for name in in_doubt:
             logger.warning("%s is in doubt: a domain of it is out of reach", name)
-        keeper = Keeper(seat.storage, generation, self._times) if self._owner else None
-        if keeper is not None:
+        keeper = None
+        if self._owner:
+            brief = self.caller.for_call
+            keeper = Keeper(seat.storage, generation, self._times, for_call=brief)
             keeper.start()
         if self._owner and caps.shape is Shape.OBJECT:
             _sweep(seat.storage)

@@ -73,12 +73,14 @@ class Caller:
     """Which call claims a run. given_up: asked by the next claim of this process; True where the call will
     not come to its end, and its run is being released. behind: closed after a run that was collected.
     for_call: the run is released when this very call ends; else its holder lives on, and commits again.
+    wait_s: how long it waits for others that hold the run for a call.
     """
 
     call: str = "claim()"
     given_up: Callable[[], bool] = _never
     behind: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     for_call: bool = False
+    wait_s: float = 0.0
 
 
 @dataclass

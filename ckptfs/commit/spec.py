@@ -55,7 +55,8 @@ class SaveSpec:
     run: the generation of a held run; None is an unfenced save. metrics: numbers about the model, for
     retention. save_id, world_size: of the save that this one is a copy of; None takes a fresh id, and
     counts the ranks that save. spares_foreign: what another program saved under that name is an error
-    even where a save of ours would be replaced, because nobody asked for that.
+    even where a save of ours would be replaced, because nobody asked for that. wait_s: where it claims the
+    run for itself, how long it waits for others that do so too.
     """
 
     name: str
@@ -70,6 +71,7 @@ class SaveSpec:
     save_id: str | None = None
     world_size: int | None = None
     spares_foreign: bool = False
+    wait_s: float = 0.0
 
     def __post_init__(self) -> None:
         """A step of numpy's or torch's cannot be written. A copy of a save keeps what it says."""

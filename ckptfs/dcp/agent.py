@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _HELLO_S = 30.0  # a hello was written before torch gathered the plans: it is there, or never
+_TELLING_S = 30.0  # a lease moves every 5 s, and its last look comes before this
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,10 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
         open_seat(target.parent, control, task.place, write=True, common=task.common)
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
-    attempt = Attempt(seat, spec, Caller("a StorageWriter", desk.is_given_up, for_call=True))
+    # torch's hooks wait for its begin, for up to timeout_s: they are to hear who has the run.
+    wait_s = max(task.timeout_s - _TELLING_S, task.timeout_s / 2)
+    caller = Caller("a StorageWriter", desk.is_given_up, for_call=True, wait_s=wait_s)
+    attempt = Attempt(seat, spec, caller)
     try:
         attempt.begin()
         desk.begun.set_result(Begun(attempt, seat.placement.mine.id))

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
-from ckptfs.commit.claim import claim
+from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.locate import following, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
 from ckptfs.commit.run import Caller, Run
@@ -34,7 +34,7 @@ from ckptfs.dcp.saving import WriteOptions, plans_of, save_at
 from ckptfs.dcp.share import as_state_dict
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
-from ckptfs.topology.control import Control
+from ckptfs.topology.control import Control, default_timeout_s
 from ckptfs.topology.world import World
 from ckptfs.uri import HasProtocol, Uri, options_of
 
@@ -110,8 +110,9 @@ def save(
     name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
     if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
     one until the new one is committed. run: a held Run fences the save; without it the save is
-    exclusive by name only, and "replace" claims the run for the call where something has the name, so that
-    it is RunBusyError while an owner lives; a name that nobody knows claims nothing. per_rank: fnmatch patterns of
+    exclusive by name only, and "replace" claims the run for the call where something has the name: it waits
+    up to ``timeout_s`` for other calls that do so too, and is RunBusyError at once where an owner lives
+    beyond a call. A name that nobody knows claims nothing. per_rank: fnmatch patterns of
     flattened keys whose values differ by rank and are kept for each; unasked a difference is
     StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
     a warning. threads: data files written at once by each rank; None: one, but up to four on a
@@ -119,7 +120,8 @@ def save(
     asks the storage, "direct" goes past the page cache where that is possible at all, "buffered" through
     it; the counters' direct_bytes tell what was done. unchanged: "reference" writes nothing of
     what the last committed checkpoint of the run holds already, and needs ``run``. timeout_s: the longest silence of a
-    rank that is waited out, 600 s unless CKPTFS_TIMEOUT_S says otherwise.
+    rank, and the longest time of other calls that hold the run, that is waited out, 600 s unless
+    CKPTFS_TIMEOUT_S says otherwise.
 
     Before the commit any failure, on any rank, is the same error on every rank, and the old state
     stands. CommitInDoubtError: the next save or prepare_run settles it. After a crash there is
@@ -145,9 +147,10 @@ def save(
                 state_dict, uri, control, place, per_rank=tuple(per_rank), options=options
             )
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+    wait_s = default_timeout_s() if timeout_s is None else timeout_s
     with (
         _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
-        claimed(seat, run, IfExists(if_exists), Unchanged(unchanged)) as holder,
+        claimed(seat, run, IfExists(if_exists), Unchanged(unchanged), wait_s) as holder,
     ):
         spec = SaveSpec(
             target.name,
@@ -155,6 +158,7 @@ def save(
             IfExists(if_exists),
             run=None if holder is None else holder.generation,
             per_rank=tuple(per_rank),
+            wait_s=wait_s,
         )
         options = WriteOptions(
             threads,
@@ -265,7 +269,7 @@ def _seat_for(
 
 @contextlib.contextmanager
 def claimed(
-    seat: Seat, run: Run | None, if_exists: IfExists, unchanged: Unchanged
+    seat: Seat, run: Run | None, if_exists: IfExists, unchanged: Unchanged, wait_s: float
 ) -> Iterator[Run | None]:
     """The held run; one claimed for this call where an older save is to be referred to; else None: a save
     that replaces claims the run itself, where something has the name.
@@ -273,5 +277,6 @@ def claimed(
     if run is not None or if_exists is IfExists.ERROR or unchanged is Unchanged.WRITE:
         yield run
         return
-    with claim(seat, caller=Caller('save(if_exists="replace")', for_call=True)) as holder:
+    caller = Caller('save(if_exists="replace")', for_call=True, wait_s=wait_s)
+    with claim(seat, takeover=Takeover.DEAD, caller=caller) as holder:
         yield holder

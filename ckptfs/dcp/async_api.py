@@ -40,7 +40,7 @@ from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import StateError, UriError
 from ckptfs.events import SaveResult
 from ckptfs.events import Staged as StagedEvent
-from ckptfs.topology.control import Control, control_opener
+from ckptfs.topology.control import Control, control_opener, default_timeout_s
 from ckptfs.topology.world import World
 from ckptfs.uri import Uri, mask_credentials, options_of
 
@@ -104,6 +104,7 @@ def async_save(
     )
     exists = IfExists(if_exists)
     how = Unchanged(unchanged)
+    wait_s = default_timeout_s() if timeout_s is None else timeout_s
     if run is not None:
         world = run.seat.control.world
         need_group(world)
@@ -118,7 +119,7 @@ def async_save(
             world, process_group, timeout_s, name=aside.opening(ranks), closes_at_exit=False
         )
         place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-        opening = partial(_alone, opener, aside, uri, place, (exists, how))
+        opening = partial(_alone, opener, aside, uri, place, (exists, how, wait_s))
 
     options = WriteOptions(
         threads,
@@ -138,6 +139,7 @@ def async_save(
                 exists,
                 run=None if holder is None else holder.generation,
                 per_rank=tuple(per_rank),
+                wait_s=wait_s,
             )
             return save_at(staged, seat, agreed, spec, options, started=pending.began, watch=watch)
 
@@ -339,7 +341,7 @@ def _alone(
     aside: Aside,
     uri: Any,
     place: Place,
-    how: tuple[IfExists, Unchanged],
+    how: tuple[IfExists, Unchanged, float],
 ) -> Iterator[tuple[Seat, Uri, Run | None]]:
     with aside.worker.keeping(opener()) as control:
         target = agree_uri(control, uri)

@@ -73,7 +73,8 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     uri: run and name; the run is the parent. None where every call has a checkpoint_id. storage_options, run,
     per_rank, threads, engine, step, scope, domain, unchanged: as for ``ckptfs.save``. if_exists: "replace",
     as with stock, keeps the old checkpoint until the new one is committed, and claims the run for the save
-    where the name is taken; a name that is new claims nothing. process_group: the group given to dcp.save,
+    where the name is taken: other calls that hold it are waited for, for 30 s less than timeout_s; a name
+    that is new claims nothing. process_group: the group given to dcp.save,
     where that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
 

@@ -150,7 +150,7 @@ def test_a_replacing_save_on_its_way_holds_the_run(tmp_path: Path) -> None:
     thread.start()
     assert inside.wait(60)
     with pytest.raises(ckptfs.RunBusyError, match=r"held by this process .* by a StorageWriter"):
-        ckptfs.save(OLD, run / "step_1", if_exists="replace")
+        ckptfs.save(OLD, run / "step_1", if_exists="replace", timeout_s=1)
     go_on.set()
     thread.join()
     assert torch.equal(loaded(run), NEW["w"])

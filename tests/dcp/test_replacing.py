@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,13 +14,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptfs
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.entries import Fence, decode_entry
+from ckptfs.commit.lease import Watch
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.changing import set_pin
 from ckptfs.tools.verifying import verify
+from tests.multiprocess.harness import Rank, launch
 
 OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}
 
@@ -214,3 +220,117 @@ def test_what_is_pinned_stays_and_is_told(tmp_path: Path) -> None:
     set_pin(str(run / "step_1"), pinned=True)
     assert ckptfs.save(NEW, run / "step_1", if_exists="replace").replaced_bytes > 0
     assert homes(str(run), "step_1") == 2
+
+
+# -- calls that meet each other -------------------------------------------------------------------
+
+
+def neighbour(rank: Rank) -> str:
+    """A process that knows of no other one: replaces its own name, or the one that all replace."""
+    run, name = str(rank.args["run"]), str(rank.args["name"]).format(rank.number)
+    rank.tell("ready")
+    rank.hold("go")
+    state = {"w": torch.full((8,), float(rank.number))}
+    ckptfs.save(state, f"{run}/{name}", if_exists="replace")
+    return name
+
+
+def keep(rank: Rank) -> None:
+    """A process that holds the run beyond one call."""
+    with ckptfs.prepare_run(rank.args["run"]):
+        rank.tell("holding")
+        rank.hold("end")
+
+
+@pytest.mark.parametrize("name", ["step_{}", "old_{}", "old_0"], ids=["new", "taken", "one"])
+def test_processes_that_replace_at_once_all_save(name: str, tmp_path: Path) -> None:
+    """Independent ones of one job: new names claim nothing; of names that are taken one goes after the
+    other, and no call takes the run from another one.
+    """
+    run, size = tmp_path / "run", 4
+    for number in range(size):
+        ckptfs.save(OLD, run / f"old_{number}")
+    args, env = {"run": str(run), "name": name}, {"CKPTFS_JOB_ID": "one"}
+    with launch(neighbour, size, args=args, store="none", env=env) as ranks:
+        ranks.wait("ready")
+        ranks.release("go")
+        saved = ranks.values(timeout_s=120)
+    assert fences(run) == (0 if name == "step_{}" else size)
+    for number, where in enumerate(saved):
+        value = float(loaded(run / where)[0])
+        assert value in (range(size) if name == "old_0" else [number])
+        assert homes(str(run), where) == 1
+
+
+def test_an_owner_that_lives_beyond_a_call_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one of the same job, and whatever timeout_s says: who it is, and what there is to do."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_1")
+    monkeypatch.setenv("CKPTFS_JOB_ID", "one")
+    with launch(
+        keep, 1, args={"run": str(run)}, store="none", env={"CKPTFS_JOB_ID": "one"}
+    ) as ranks:
+        ranks.wait("holding")
+        with pytest.raises(ckptfs.RunBusyError, match=r"pid \d+, job .* beyond one call") as busy:
+            ckptfs.save(NEW, run / "step_1", if_exists="replace", timeout_s=1e6)
+        ranks.release("end")
+        ranks.values(timeout_s=60)
+    assert "save through its holder" in str(busy.value.hint)
+    assert torch.equal(loaded(run / "step_1"), OLD["w"])
+
+
+@contextlib.contextmanager
+def replacing(run: Path) -> Iterator[Callable[[], None]]:
+    """While inside, a call of this process replaces step_1 and stands still; yields what lets it go on."""
+    go_on, inside = threading.Event(), threading.Event()
+
+    class Waiting(DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            inside.set()
+            assert go_on.wait(60)
+            return super().finish_plan(new_plan)
+
+    writer, planner = ckptfs.StorageWriter(run / "step_1"), Waiting()
+    thread = threading.Thread(
+        target=lambda: dcp.save(OLD, storage_writer=writer, planner=planner, no_dist=True)
+    )
+    thread.start()
+    assert inside.wait(60)
+    try:
+        yield go_on.set
+    finally:
+        go_on.set()
+        thread.join()
+
+
+@WAYS
+def test_a_call_waits_for_another_call(
+    save: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds the run claimed, the other one ends, and both have committed."""
+    run, look = tmp_path / "run", Watch.look
+    ckptfs.save(OLD, run / "step_1")
+    ckptfs.save(OLD, run / "step_2")
+    with replacing(run) as go_on:
+
+        def looks(self: Watch, for_s: float) -> Any:
+            go_on()
+            return look(self, for_s)
+
+        monkeypatch.setattr(Watch, "look", looks)
+        save(run / "step_2")
+    assert torch.equal(loaded(run / "step_2"), NEW["w"])
+    assert [c.step for c in ckptfs.list_checkpoints(run)] == [1, 2]
+
+
+def test_a_call_waits_no_longer_than_timeout_s(tmp_path: Path) -> None:
+    """Then it says who has the run."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_1")
+    with (
+        replacing(run),
+        pytest.raises(ckptfs.RunBusyError, match=r"held by this process .* by a StorageWriter"),
+    ):
+        ckptfs.save(NEW, run / "step_1", if_exists="replace", timeout_s=0.5)
