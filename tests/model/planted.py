@@ -164,12 +164,12 @@ def _newest_fence_only() -> list[Patch]:
 def _aborting_the_rest() -> list[Patch]:
     real = recovery.plan_recovery
 
-    def plan(reports: Mapping[str, Any], holder: Generation) -> Any:
+    def plan(reports: Mapping[str, Any], holder: Generation, keep: Any) -> Any:
         older = {
             d: replace(r, attempts=tuple(replace(a, base=GENESIS) for a in r.attempts))
             for d, r in reports.items()
         }
-        return real(older, holder)
+        return real(older, holder, keep)
 
     return [(recovery, "plan_recovery", plan)]
 
@@ -344,8 +344,8 @@ def _abort_without_base() -> list[Patch]:
     """Recovery aborts nothing."""
     real = recovery.plan_recovery
 
-    def plan(reports: Mapping[str, Any], holder: Generation) -> Any:
-        return replace(real(reports, holder), abort=())
+    def plan(reports: Mapping[str, Any], holder: Generation, keep: Any) -> Any:
+        return replace(real(reports, holder, keep), abort=())
 
     return [(recovery, "plan_recovery", plan)]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptfs.commit import recovery, retire, saving
 from ckptfs.commit.catalog import find
-from ckptfs.commit.decisions import may_claim, unreleased
+from ckptfs.commit.decisions import Refusal, may_claim, unreleased
 from ckptfs.commit.deleting import remove_unheld
 from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
@@ -380,6 +380,64 @@ def saver_again(what: What, spec: Holder) -> Steps:
     return (yield from saver(what, "A"))
 
 
+def saver_replacing(what: What, spec: Holder) -> Steps:
+    """A save that may replace and holds no run, as Attempt makes it. A name that nobody knows it saves
+    plainly; one that is taken it saves under a claim; where it is taken while it is written, the claim comes
+    then, spares what was written, and that is sealed.
+    """
+    own = ids(f"own-{what.save_id}")
+    means = Means("A", what.caps, own)
+    fenced = replace(what, gen=spec.gen, replace=True, last=True)
+    state = yield from on("A", saving.survey())
+    if name_taken(what.name, {"A": state}) is not None:
+        del state
+        end = yield from _claim(spec, own)
+        if end == "ready":
+            end = yield from saver(fenced, "A")
+            yield from on("A", release_fence(spec.gen, own, None, Stamp()))
+        return end
+    base = state.generation
+    yield from on("A", saving.begin(what.keys, base))
+    yield from _write(what, "A")
+    seal = what.seal(base, next_seq(base, {"A": state}, fenced=False))
+    outcome = yield from on("A", saving.seal_save(seal, means, state, replace=False))
+    if isinstance(outcome, Refused) and outcome.reason is Refusal.CONFLICT:
+        del state, outcome, seal
+        return (yield from _seal_again(fenced, base, spec, means))
+    if isinstance(outcome, Refused):
+        reason = outcome.reason
+        del state, outcome, seal
+        yield from on("A", saving.undo(what.keys, base, means))
+        return f"refused {reason}"
+    yield "A", Tell(("acknowledged", what.save_id))
+    yield from on("A", saving.finish(seal, means, outcome.state, holder=None))
+    yield "A", Tell(("finished", what.save_id, "A"))
+    return "committed"
+
+
+def _seal_again(what: What, base: Generation, spec: Holder, means: Means) -> Steps:
+    end = yield from _claim(spec, means.ids, keep=(what.save_id,))
+    if end != "ready":
+        yield from on("A", saving.undo(what.keys, base, means))
+        return end
+    state = yield from on("A", catch_up())
+    seal = what.seal(spec.gen, next_seq(spec.gen, {"A": state}, fenced=True))
+    manifest = {"ckptfs.json": what.small()["ckptfs.json"]}
+    yield from on("A", saving.prepare(what.keys, manifest))
+    outcome = yield from on("A", saving.seal_save(seal, means, state, replace=True))
+    if isinstance(outcome, Refused):
+        reason = outcome.reason
+        del state, outcome, seal
+        yield from on("A", saving.undo(what.keys, spec.gen, means))
+        return f"refused {reason}"
+    yield "A", Tell(("acknowledged", what.save_id))
+    program = saving.finish(seal, means, outcome.state, holder=spec.gen, at_once=True)
+    yield from on("A", program)
+    yield "A", Tell(("finished", what.save_id, "A"))
+    yield from on("A", release_fence(spec.gen, means.ids, None, Stamp()))
+    return "replaced"
+
+
 # -- holding ----------------------------------------------------------------------------------
 
 
@@ -443,7 +501,7 @@ def _text(gen: Generation) -> tuple[str, str]:
     return str(gen.number), gen.nonce
 
 
-def _claim(spec: Holder, own: Iterator[str]) -> Steps:
+def _claim(spec: Holder, own: Iterator[str], keep: tuple[str, ...] = ()) -> Steps:
     folded: dict[str, LogState] | None = None
     while folded is None:
         views: dict[str, LogState] = {}
@@ -464,7 +522,7 @@ def _claim(spec: Holder, own: Iterator[str]) -> Steps:
         reports[domain] = yield from on(
             domain, recovery.report(domain, spec.gen, spec.caps, folded.pop(domain))
         )
-    plan = recovery.plan_recovery(reports, spec.gen)
+    plan = recovery.plan_recovery(reports, spec.gen, keep)
     if any(v.generation > spec.gen for v in plan.views.values()):
         return "fenced"
     del reports
@@ -583,4 +641,5 @@ __all__ = [
     "retirer",
     "saver",
     "saver_again",
+    "saver_replacing",
 ]

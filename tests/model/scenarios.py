@@ -45,6 +45,7 @@ from tests.model.programs import (
     retirer,
     saver,
     saver_again,
+    saver_replacing,
 )
 from tests.model.search import Scenario
 
@@ -232,6 +233,40 @@ def replace_at_once() -> Scenario:
             "R": partial(reader, whats, "s1"),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def replace_siblings() -> Scenario:
+    """U and V may replace, and save names that nobody has, at once: neither claims the run."""
+    u, v = What("uuu"), What("vvv", name="s2")
+    return _one(
+        "replace-siblings",
+        _saves(u, v),
+        {
+            "U": partial(saver_replacing, u, Holder(G2, polite=True)),
+            "V": partial(saver_replacing, v, Holder(G3, polite=True)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1)]),
+        polite=frozenset({G2, G3}),
+    )
+
+
+def replace_taken_meanwhile() -> Scenario:
+    """U and V may replace, and save one name that nobody has at their begin; who is second claims the run
+    then, and seals what it has written. R reads.
+    """
+    u, v = What("uuu", fine=True), What("vvv")
+    whats = _saves(u, v)
+    return _one(
+        "replace-taken-meanwhile",
+        whats,
+        {
+            "U": partial(saver_replacing, u, Holder(G2, polite=True)),
+            "V": partial(saver_replacing, v, Holder(G3, polite=True)),
+            "R": partial(reader, whats, "s1"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1)]),
+        polite=frozenset({G2, G3}),
     )
 
 
@@ -1088,6 +1123,8 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         replace_recovered_twice,
         replace_then_next,
         replace_at_once,
+        replace_siblings,
+        replace_taken_meanwhile,
         delete_saved_again,
         delete_beside_foreign,
         delete_three_generations,

@@ -56,6 +56,22 @@ def test_every_process_comes_to_its_point() -> None:
     assert "read" in ends["R"]
 
 
+def test_neighbours_that_may_replace_claim_nothing() -> None:
+    """A new name is saved without a claim whatever is asked for: its neighbour commits too, in every order."""
+    result = explore(build("replace-siblings"))
+    assert result.complete
+    assert {name: set(ends) for name, ends in result.ends.items()} == {
+        "U": {"committed"},
+        "V": {"committed"},
+    }
+
+
+def test_who_finds_its_name_taken_seals_what_it_wrote() -> None:
+    """Of two that save one name at once the second one replaces."""
+    ends = explore(build("replace-taken-meanwhile"), max_states=40_000).ends
+    assert "replaced" in set(ends["U"]) | set(ends["V"])
+
+
 def test_snapshots_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot after every other entry, found through a hint that may be stale, is never seen."""
     monkeypatch.setattr(log, "SNAPSHOT_EVERY", 2)
