@@ -10,6 +10,7 @@ Local: no rank takes part. The file is what ``torch.load`` reads, and nothing be
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -18,11 +19,24 @@ from typing import Any
 import torch
 
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
-from ckptfs.storage.base import DataReader, DataWriter
+from ckptfs.storage.base import DataReader, DataWriter, Shape
+from ckptfs.storage.files import is_partial_name, writer_is_gone
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["Frozen", "copy_file", "freeze", "read_object", "remove_object", "write_object"]
+__all__ = [
+    "Frozen",
+    "copy_file",
+    "freeze",
+    "read_object",
+    "remove_object",
+    "remove_partials",
+    "write_object",
+]
+
+logger = logging.getLogger(__name__)
+
+_OLD_S = 24 * 3600.0  # since its last write: then nobody is writing it, whoever began it
 
 _TRIES = 8  # a directory that another process renames under us is found at the next look
 _Options = Mapping[str, Any] | None
@@ -116,6 +130,34 @@ def remove_object(target: Uri, options: _Options = None) -> None:
         storage.sync("")
     except NotFoundError:
         return  # the directory went with it
+    finally:
+        storage.close()
+
+
+def remove_partials(folder: Uri, options: _Options = None, written: str | None = None) -> None:
+    """Remove what killed writers of single files left in a directory: files that never got their name. Never
+    raises a CkptfsError; what cannot be removed is a line in the log.
+
+    Those go whose process ran on this machine and has ended. written: a file there that was just written; by
+    its time those go, too, that were last written a day before it.
+    """
+    storage = open_storage(folder, options)
+    try:
+        if storage.capabilities.shape is not Shape.FILESYSTEM:
+            return  # an object that is not completed has no name
+        newest_s = None if written is None else storage.stat(written).modified_s
+        for entry in storage.list(""):
+            if entry.is_dir or not is_partial_name(entry.name):
+                continue
+            written_s = None if newest_s is None else storage.stat(entry.name).modified_s
+            is_old = newest_s and written_s and newest_s - written_s > _OLD_S
+            if is_old or writer_is_gone(entry.name):
+                storage.remove(entry.name)
+                logger.info("removed %s, which a dead writer left", storage.uri(entry.name))
+    except NotFoundError:
+        return  # no directory yet, or somebody else removed it
+    except CkptfsError as error:
+        logger.warning("what dead writers left in %s stays: %s", folder, error)
     finally:
         storage.close()
 

@@ -6,7 +6,9 @@
     files.close()                                         all done; raises what failed
 
 Saves are written in the order of the calls by one thread. What one fails of is logged at once, and
-raised by the next ``save``, ``wait``, ``load`` or ``close``: nothing is lost by not asking.
+raised by the next ``save``, ``wait``, ``load`` or ``close``: nothing is lost by not asking. The first save
+into a directory removes what killed processes of this machine left there half-written, and, once it is
+written, what has lain so for a day.
 
 What may be removed is decided here, since whoever asks may be mistaken about what it replaces:
 
@@ -29,7 +31,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.dcp.objectfile import freeze, read_object, remove_object, write_object
+from ckptfs.dcp.objectfile import (
+    freeze,
+    read_object,
+    remove_object,
+    remove_partials,
+    write_object,
+)
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CkptfsError, StateError, UriError
 from ckptfs.uri import Uri, options_of
@@ -86,6 +94,7 @@ class ObjectFiles:
         self._written: dict[Uri, _Written] = {}
         self._adopted: set[Uri] = set()
         self._loaded: set[Uri] = set()
+        self._cleared: set[Uri] = set()  # directories without what dead writers left
 
     def __getstate__(self) -> dict[str, Any]:
         """A launcher that spawns pickles it before it has saved anything."""
@@ -130,7 +139,13 @@ class ObjectFiles:
     @contextlib.contextmanager
     def _on_its_way(self, number: int, file: _Written) -> Iterator[None]:
         """The write of one save, and what follows its commit: that cannot fail the save any more."""
+        folder = file.target.parent
+        if folder not in self._cleared:
+            remove_partials(folder, file.options)  # before: a full disk may need the space
         yield
+        if folder not in self._cleared:
+            remove_partials(folder, file.options, file.target.name)
+            self._cleared.add(folder)
         logger.info("%s is saved", file.target)
         with self._lock:
             self._committed = number

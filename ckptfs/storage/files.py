@@ -11,8 +11,12 @@ Files are never mapped: over NFS a mapped file that is replaced reads as zeros o
 from __future__ import annotations
 
 import errno
+import functools
+import hashlib
 import logging
 import os
+import re
+import secrets
 import stat
 from collections.abc import Callable
 from enum import Enum
@@ -28,12 +32,15 @@ __all__ = [
     "FileState",
     "LocalWriter",
     "PartialFile",
+    "is_partial_name",
     "open_regular",
+    "partial_name",
     "read_whole",
     "stands",
     "unlink_quietly",
     "write_all",
     "write_whole",
+    "writer_is_gone",
 ]
 
 log = logging.getLogger(__name__)
@@ -297,6 +304,67 @@ class LocalWriter(PartialFile, DataWriter):
             if self._sent - self._behind >= BEHIND_BYTES:
                 self._posix.write_behind(fd, self._behind, self._sent - self._behind)
                 self._behind = self._sent
+
+
+_PARTIAL = re.compile(r"\.partial-([0-9a-f]{8,64})")
+# Where the writer's pid means something, its pid, when it started; what follows is random.
+_WRITER = re.compile(r"\.partial-([0-9a-f]{12})([0-9a-f]{8})([0-9a-f]{12})[0-9a-f]{8}")
+
+
+def partial_name(path: str) -> str:
+    """A name of our own in the directory of ``path``: rename never crosses a mount. It tells who writes, so
+    that what a killed process left can be told from what a living one is writing.
+    """
+    return f"{os.path.dirname(path)}/.partial-{_writer(os.getpid())}{secrets.token_hex(4)}"
+
+
+def is_partial_name(name: str) -> bool:
+    """Whether a file of ours on its way is called so."""
+    return _PARTIAL.fullmatch(name) is not None
+
+
+def writer_is_gone(name: str) -> bool:
+    """Whether the process that was writing a file of this name ran here and has ended. False also where
+    nobody can tell: of another node, or before a restart of this one.
+    """
+    found = _WRITER.fullmatch(name)
+    if found is None or found[1] != _pid_space():
+        return False
+    pid, started = int(found[2], 16), int(found[3], 16)
+    try:
+        os.kill(pid, 0)
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+    except (OSError, OverflowError):
+        return False  # another user's process, or hidden from us
+    return fields[0] in (b"Z", b"X") or int(fields[19]) != started
+
+
+@functools.lru_cache(maxsize=1)
+def _writer(pid: int) -> str:
+    """A process as part of a name. pid: this process's; a forked child has another."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            raw = file.read()
+        # As /proc has it: in a pid namespace of its own the process may have another number there.
+        if (space := _pid_space()) and int(raw.split(maxsplit=1)[0]) == pid:
+            return f"{space}{pid:08x}{int(raw.rpartition(b')')[2].split()[19]):012x}"
+    except (OSError, ValueError, IndexError):
+        pass  # no /proc: its age alone tells of a file that is left
+    return secrets.token_hex(4)
+
+
+def _pid_space() -> str:
+    """Within which a pid names one process: this boot of this machine, and its pid namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        space = os.fsencode(os.readlink("/proc/self/ns/pid"))
+    except OSError:
+        return ""
+    return hashlib.sha256(boot + space).hexdigest()[:12]
 
 
 def unlink_quietly(posix: Posix, path: str) -> None:

@@ -23,7 +23,6 @@ import copy
 import errno
 import logging
 import os
-import secrets
 import stat
 import threading
 from collections.abc import Callable
@@ -50,7 +49,13 @@ from ckptfs.storage.base import (
 )
 from ckptfs.storage.direct import WindowedFile
 from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
-from ckptfs.storage.files import LocalWriter, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.files import (
+    LocalWriter,
+    partial_name,
+    read_whole,
+    unlink_quietly,
+    write_whole,
+)
 from ckptfs.storage.kept import KeptFile, kept_name
 from ckptfs.storage.names import (
     make_dirs,
@@ -578,8 +583,3 @@ def _is_control(key: str) -> bool:
 
 def _is_below(key: str, top: str) -> bool:
     return not top or key == top or key.startswith(f"{top}/")
-
-
-def partial_name(path: str) -> str:
-    """A name of our own in the directory of ``path``: rename never crosses a mount."""
-    return f"{os.path.dirname(path)}/.partial-{secrets.token_hex(8)}"

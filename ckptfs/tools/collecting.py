@@ -8,6 +8,9 @@
 what is unfinished, completes deletes and empties the trash. Then goes what recovery does not know:
 late data, shared data that nobody lists, temporary files, uploads. At last the run is released.
 
+Where no log is, nothing is claimed: beside single files, such as Lightning's, what a killed writer left under
+a name of its own goes, once that process of this machine is gone, or by its age.
+
 A fence ends every save that is on its way, also a plain one without a run, and a ``cp`` into it. So
 nothing is fenced, and nothing removed,
 
@@ -125,17 +128,17 @@ def collect(
     if not before.going:
         return before
     options = {**options_of(run_uri), **(storage_options or {})}
+    told: list[str] = []
     with _looking(run_uri, storage_options) as look:
-        _refuse(look, before)
+        has_log = bool(look.views)
+        if has_log:
+            _refuse(look, before)
         if older_than_s > 0:
             _refuse_clock(look)
-    told: list[str] = []
-    with (
-        SoloControl() as control,
-        open_seat(before.uri, control, Place(options), write=True) as seat,
-        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc", for_call=True)) as run,
-    ):
-        told += _tidy(run, older_than_s)
+        if not has_log:
+            look.storage.remove_many([key for one in before.going for key in one.keys])
+    if has_log:
+        told = _claim_and_tidy(before.uri, options, older_than_s)
     after = look_for_debris(run_uri, older_than_s, storage_options)
     still = {(one.debris, one.uri) for one in after.going}
     removed = tuple(one for one in before.going if (one.debris, one.uri) not in still)
@@ -187,7 +190,7 @@ def _is_checkpoint(uri: Uri) -> StateError:
 def _notes(look: Look, survey: Survey, holding: Holding) -> tuple[str, ...]:
     notes = survey.notes
     if not look.views:
-        notes += (f"no run log here ({CONTROL}): nothing can be known to be dead",)
+        notes += (f"no run log here ({CONTROL}): only temporary files can be known to be dead",)
     if any(state.foreign for state in look.views.values()):
         notes += ("a newer version of ckptfs wrote to this run: it can be looked at, not cleaned",)
     if holding.hold is Hold.HELD:
@@ -224,8 +227,10 @@ def _refuse(look: Look, before: Collected) -> None:
 
 def _refuse_clock(look: Look) -> None:
     """An hour is young by a clock that is right, and a day by one that runs ahead."""
-    key, storage = staging_key(next(fresh_ids())), look.storage
-    storage.make_dir(TMP)
+    key, storage = next(fresh_ids()), look.storage
+    if look.views:
+        key = staging_key(key)
+        storage.make_dir(TMP)
     before_s = time.time()
     try:
         storage.replace(key, b"what time is it")
@@ -242,6 +247,15 @@ def _refuse_clock(look: Look) -> None:
             uri=look.root,
             hint="set the clock, or say --older-than 0s if nobody saves or copies there now",
         )
+
+
+def _claim_and_tidy(uri: Uri, options: Mapping[str, Any], older_than_s: float) -> list[str]:
+    with (
+        SoloControl() as control,
+        open_seat(uri, control, Place(options), write=True) as seat,
+        claim(seat, takeover=Takeover.DEAD, caller=Caller("gc", for_call=True)) as run,
+    ):
+        return _tidy(run, older_than_s)
 
 
 def _tidy(run: Run, older_than_s: float) -> list[str]:

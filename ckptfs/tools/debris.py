@@ -6,12 +6,14 @@
     trash               bytes on their way out, whose mover died
     late data           data of a save that is deleted and gone, where it lay: written after that
     unneeded data       files in _data that no checkpoint lists any more (object stores)
-    temporary file      .ckptfs/tmp, .partial-*: whole names that never came to be
+    temporary file      .ckptfs/tmp, .partial-*: whole names that never came to be; in a directory of single
+                        files, which has no log, the only kind
     unfinished upload   parts of an object that nobody completed
     symbolic link       in the place of a directory of the run's own, or in trash or attempts
 
 The log decides what is dead. Where it does not say, age does: an attempt of the owner that stands may
-be a save under way, a temporary file may be a live writer's. Everything else is somebody's: files that
+be a save under way, a temporary file may be a live writer's, unless its name tells of a process of this
+machine that has ended. Everything else is somebody's: files that
 the log has never heard of, other runs below, a checkpoint that was copied here under another name.
 """
 

@@ -26,6 +26,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.unlogged import check_unlogged
 from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Entry, Shape, Storage
+from ckptfs.storage.files import is_partial_name
 from ckptfs.tools.holding import Holding, holding_of
 from ckptfs.tools.lines import Checkpoint, Run, Sort, State, began_at, side_by_side
 from ckptfs.tools.listing import list_run
@@ -152,6 +153,9 @@ def _no_run(entries: Sequence[Entry]) -> Iterator[str]:
     if files:
         shown = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")  # noqa: PLR2004
         yield f"no run, a directory of single files: {shown}; ckptfs inspect shows one of them"
+        halves = sum(1 for e in entries if is_partial_name(e.name))
+        if halves:
+            yield f"{halves} files that never got their name (.partial-*): ckptfs gc shows whose"
     elif any(e.name == CONTROL for e in entries):
         yield f"no run: {CONTROL} is empty"
 

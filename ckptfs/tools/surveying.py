@@ -38,10 +38,12 @@ from ckptfs.commit.recovery import AttemptRecord, Report, attempts_here, plan_re
 from ckptfs.commit.shared_data import needed, not_needed
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
+from ckptfs.storage.files import is_partial_name, writer_is_gone
 from ckptfs.tools.copies import homes_of, listed_by_copies, names_save
 from ckptfs.tools.debris import DAY_S, Debris, Fate, Found, Survey, attempt_fate, is_sending
 from ckptfs.tools.lines import age_s, began_at, side_by_side
 from ckptfs.tools.measured import Tree, attempt_tree, files_below, is_link, listed, measured
+from ckptfs.uri import Uri
 
 __all__ = ["survey_debris"]
 
@@ -50,12 +52,13 @@ _PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kep
 
 
 def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
-    """What is left in a run, as one process sees it. Empty where there is no log.
+    """What is left in a run, as one process sees it. Where there is no log, files that never got their name
+    alone: writers of single files leave them.
 
     Errors are the storage's; ManifestError: an entry of the log is damaged.
     """
     if not look.views:
-        return Survey(())
+        return Survey(tuple(_loose(look.storage, look.root, older_than_s)))
     finder = _Finder(look, older_than_s)
     links = tuple(_links(look))
     attempts = tuple(finder.attempts())
@@ -85,6 +88,27 @@ def _links(look: Look) -> Iterator[Found]:
     why = "ckptfs looks at nothing behind it and claims no run with it: remove the link"
     for key in here:
         yield Found(Debris.LINK, key, look.root / key, None, None, None, Fate.STAYS, why, (key,))
+
+
+def _loose(storage: Storage, root: Uri, older_than_s: float) -> Iterator[Found]:
+    """Of single files: what lies beside them and never got its name."""
+    for entry in listed(storage, ""):
+        if not entry.is_dir and is_partial_name(entry.name):
+            yield _temporary(storage, root, entry.name, older_than_s)
+
+
+def _temporary(storage: Storage, root: Uri, key: str, older_than_s: float) -> Found:
+    name, tree = key.rpartition("/")[2], measured(storage, [key])
+    since_s = None if tree.newest_s is None else max(0.0, time.time() - tree.newest_s)
+    age = age_s(began_at(name)) if since_s is None else since_s
+    fate, why = Fate.GOES, "never got its name"
+    if writer_is_gone(name):
+        why = "its writer died before it got its name"
+    elif age is None or age < older_than_s:
+        fate, why = Fate.YOUNG, "somebody may be writing it"
+    return Found(
+        Debris.TEMPORARY, key, root / key, tree.files, tree.size_bytes, age, fate, why, (key,)
+    )
 
 
 class _Finder:
@@ -303,14 +327,10 @@ class _Finder:
             for entry in listed(self._storage, folder):
                 if not entry.is_dir and name_of.fullmatch(entry.name):
                     yield self._temporary(f"{folder}/{entry.name}")
+        yield from _loose(self._storage, self._look.root, self._older_than_s)
 
     def _temporary(self, key: str) -> Found:
-        found = self._thing(
-            Debris.TEMPORARY, key, measured(self._storage, [key]), "never got its name"
-        )
-        if found.age_s is None or found.age_s < self._older_than_s:
-            return replace(found, fate=Fate.YOUNG, why="somebody may be writing it")
-        return found
+        return _temporary(self._storage, self._look.root, key, self._older_than_s)
 
     def uploads(self, living: set[str]) -> Iterator[Found]:
         """Uploads that nobody completed. living: ids of saves that may be under way."""

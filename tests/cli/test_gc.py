@@ -33,8 +33,10 @@ from ckptfs.commit.spec import SaveSpec
 from ckptfs.errors import CommitConflictError, RunBusyError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.memory import STORES
+from ckptfs.storage.registry import open_storage
 from ckptfs.tools.collecting import collect, look_for_debris
 from ckptfs.tools.debris import Fate
+from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import (
     ABANDONED,
@@ -50,6 +52,7 @@ from tests.cli.gc_deaths import foreign_bytes, live_bytes
 from tests.cli.sitting import begun, sitting
 from tests.cli.sizes import sizeless
 from tests.crash.rig import save
+from tests.manager.test_object_files import killed_before_its_file_has_a_name
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = ("--older-than", "0s", "--yes")
@@ -305,6 +308,36 @@ def test_it_does_not_delete_unasked(
     assert cli("gc", hurt.uri, "--delete", "--yes").exit == 0
     assert state_now(hurt) != before
     assert cli("gc", hurt.uri, "--delete").exit == 2
+
+
+def test_what_killed_writers_of_single_files_left(cli: Cli, tmp_path: Path) -> None:
+    """It is named and removed, also where no run is: at once where its process is known to be dead, else by
+    its age. Nothing is made there, and a living writer's file stays.
+    """
+    left = killed_before_its_file_has_a_name(tmp_path / "last.ckpt")
+    living = open_storage(Uri.parse(tmp_path)).open_write("next.ckpt")
+    young, old = tmp_path / f".partial-{'1' * 16}", tmp_path / f".partial-{'2' * 16}"
+    for file in (young, old, tmp_path / "epoch=1.ckpt"):
+        file.write_bytes(b"bytes")
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    ran = cli("gc", tmp_path)
+    assert ran.exit == 0
+    assert left.name in ran.out
+    assert "its writer died" in ran.out
+    assert "2 would go" in ran.out
+    assert ".partial" in cli("ls", tmp_path).out
+    assert cli("gc", tmp_path, "--delete", "--yes").exit == 0
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in there if ".partial-" not in name] == ["epoch=1.ckpt"]
+    assert len([name for name in there if ".partial-" in name]) == 2
+    assert young.exists()
+    living.close()
+    # Beside the steps of a run, too.
+    ckptfs.save(state_of(1), tmp_path / "run" / "step_1")
+    left = killed_before_its_file_has_a_name(tmp_path / "run" / "last.ckpt")
+    assert cli("gc", tmp_path / "run", "--delete", "--yes").exit == 0
+    assert not left.exists()
+    assert ckptfs.latest(tmp_path / "run") is not None
 
 
 def test_what_is_no_run(local: Place, cli: Cli) -> None:

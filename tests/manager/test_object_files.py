@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,6 +61,60 @@ def full_at(op: str, key: str, nth: int | None = 1) -> Fault:
 def names(path: Path) -> list[str]:
     """What a person sees there; hidden files too."""
     return sorted(found.name for found in path.iterdir())
+
+
+DIES = """
+import sys, torch
+from ckptfs.testing import victim
+victim.install()
+from ckptfs.manager.object_files import ObjectFiles
+ObjectFiles().save({"w": torch.zeros(1 << 18)}, sys.argv[1])
+"""
+
+
+def killed_before_its_file_has_a_name(target: Path) -> Path:
+    """What a process leaves that is killed (SIGKILL) when all is written but the name."""
+    before = set(names(target.parent))
+    environment = {**os.environ, "CKPTFS_TEST_FAULT": "kill-before:close:*:1"}
+    ended = subprocess.run([sys.executable, "-c", DIES, str(target)], env=environment, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    (left,) = set(names(target.parent)) - before
+    assert left.startswith(".partial-")
+    assert (target.parent / left).stat().st_size > 1 << 20
+    return target.parent / left
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path, mode: str) -> None:
+    """What its dead writers left goes before the save, what has lain for a day after it; that of a living
+    writer, of another machine and what bears no such name stay.
+    """
+    left = killed_before_its_file_has_a_name(tmp_path / "last.ckpt")
+    living = registry.open_storage(Uri.parse(tmp_path)).open_write("other.ckpt")
+    (mine,) = (name for name in names(tmp_path) if f"{os.getpid():08x}" in name)
+    elsewhere = f".partial-{'0' * 12}{left.name[21:]}"
+    old = f".partial-{'0' * 16}"
+    stays = ["notes", ".partial-notes", f".partial-{'1' * 16}", elsewhere, mine]
+    for name in (*stays, old):
+        (tmp_path / name).touch()
+    os.utime(tmp_path / old, (time.time() - 2 * 86400,) * 2)
+    files = ObjectFiles(mode=mode)
+    files.save({"n": 1}, tmp_path / "next.ckpt")
+    files.close()
+    assert names(tmp_path) == sorted([*stays, "next.ckpt"])
+    living.close()
+    assert (tmp_path / "other.ckpt").exists()
+
+
+def test_a_full_disk_gets_the_space_of_a_killed_save_first(tmp_path: Path, plant: Plant) -> None:
+    """What it left goes before anything is written: the save may need that space."""
+    left = killed_before_its_file_has_a_name(tmp_path / "last.ckpt")
+    plant(full_at("open_write", "*"))
+    files = ObjectFiles()
+    with pytest.raises(NoSpaceError):
+        files.save({"n": 1}, tmp_path / "last.ckpt")
+    assert not left.exists()
+    files.close()
 
 
 def test_a_file_is_removed_once_what_replaces_it_is_committed(tmp_path: Path, plant: Plant) -> None:
