@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-__all__ = ["SILENT", "Meter", "progress"]
+__all__ = ["SILENT", "Meter", "printable", "progress"]
 
 _QUIET_S = 0.5  # work that is over sooner draws nothing
 _FRAME_S = 0.1
@@ -47,6 +48,22 @@ class Meter:
 
 SILENT = Meter()
 
+# What moves the cursor, changes a terminal, turns text round or is no character: C0, C1, line separators,
+# bidirectional controls, what nobody sees, surrogates.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060\u2066-\u2069\ufeff\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+
+
+def printable(text: str) -> str:
+    """Text for one line of a terminal or a log: what is no plain character is escaped as Python writes it.
+
+    Names and texts in checkpoints are anybody's: raw, they set a terminal's title, hide what stands before
+    them, or look like further lines. Line feeds are escaped as well.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
 
 @contextlib.contextmanager
 def progress(title: str, total_bytes: int | None = None, *, rank: int = 0) -> Iterator[Meter]:
@@ -60,7 +77,7 @@ def progress(title: str, total_bytes: int | None = None, *, rank: int = 0) -> It
     if stream is None or not _LINE.acquire(blocking=False):
         yield SILENT
         return
-    drawn = _Drawn(title, total_bytes, stream)
+    drawn = _Drawn(printable(title), total_bytes, stream)
     drawn.start()
     try:
         yield drawn

@@ -36,7 +36,7 @@ from urllib.parse import parse_qsl
 
 from ckptfs.errors import UriError
 
-__all__ = ["HasProtocol", "Uri", "check_key", "mask_credentials", "options_of"]
+__all__ = ["MASK", "HasProtocol", "Uri", "check_key", "mask_credentials", "options_of"]
 
 MASK = "***"
 _PREFIX = "ckptfs+"
@@ -53,6 +53,26 @@ _NAMED_USER = frozenset(("abfs", "abfss", "wasb", "wasbs", "hdfs", "viewfs", *_H
 _HARMLESS_QUERY = frozenset(
     ("account_name", "anon", "endpoint", "endpoint_url", "project", "region", "shape", "versionid")
 )
+
+
+_BUCKET_SECRET = re.compile(
+    rf"(\b(?:{'|'.join(_BUCKETS)})://)[^\s/?#@'\"]*:\d+/[^\s'\"]*@", re.IGNORECASE
+)
+# Whole headers: a signature has blanks and commas in it. Of a bytes literal, up to its end.
+_HEADER_SECRET = re.compile(
+    r"((?:authorization|proxy-authorization|x-amz-security-token|x-ms-encryption-key"
+    r"|x-goog-encryption-key|x-amz-server-side-encryption-customer-key|set-cookie|cookie)"
+    r"['\"]?\s*[:=]\s*)(?!AuthOptions)(?:b?'[^'\r\n]*'|b?\"[^\"\r\n]*\"|[^'\"\r\n]+)",
+    re.IGNORECASE,
+)
+_NAMED_SECRET = re.compile(
+    r"((?<![A-Za-z])(?:aws_|azure_|x-amz-)?(?:secret_?access_?key|session_?token|security-?_?token"
+    r"|access_?token|refresh_?token|id_?token|client_?secret|private_?key|account_?key"
+    r"|shared_?access_?(?:key|signature)|sas_?token|signature|credential|password|passwd|sig)"
+    r"(?:['\"]?\s?[:=]\s?|>)b?['\"]?(?:Bearer |Basic )?|['\"]token['\"]\s?:\s?['\"])[^\s'\",;&)}\]<]+",
+    re.IGNORECASE,
+)
+_BARE_SECRET = re.compile(r"((?<![:\w])//)[^\s/@'\"]+:[^\s@'\"]+@")
 
 
 class HasProtocol(Protocol):
@@ -176,9 +196,15 @@ def options_of(value: object) -> Mapping[str, Any]:
 
 
 def mask_credentials(text: str) -> str:
-    """Any text, with the credentials of all URIs in it masked; rather too much than too little."""
+    """Any text, with the credentials of all URIs in it masked, and those that stand in it by the names that
+    HTTP headers, connection strings and signed requests give them; rather too much than too little.
+    """
+    text = _NAMED_SECRET.sub(rf"\1{MASK}", _HEADER_SECRET.sub(rf"\1{MASK}", text))
+    # No bucket has a port: what looks like one is the beginning of a password.
+    text = _BUCKET_SECRET.sub(rf"\1{MASK}@", text)
     # A password may hold "/" or "@" that nobody encoded, so the mask reaches to the last "@" of
     # the word. host:8020/ is no password.
+    text = _BARE_SECRET.sub(rf"\1{MASK}@", text)
     text = re.sub(r"(://)[^\s/?#:@'\"]*:(?!\d+/)[^\s'\"]*@", rf"\1{MASK}@", text)
     text = re.sub(
         r"\b([A-Za-z][A-Za-z0-9+.-]*)(://)([^\s/?#@'\"]+)@",
@@ -279,7 +305,8 @@ def _parse_uri(protocol: str, rest: str, shown: str) -> Uri:
     before, slash, path = place.partition("/")
     userinfo, _, authority = before.rpartition("@")
     port = authority.rpartition(":")[2]
-    if ":" in authority and not userinfo and not port.isdigit() and "@" in path:
+    has_port = port.isdigit() and protocol not in _BUCKETS
+    if ":" in authority and not userinfo and not has_port and "@" in path:
         raise UriError(
             f"the password in {shown!r} holds a '/'",
             hint="percent-encode it, or pass credentials in storage_options",

@@ -15,12 +15,15 @@ import subprocess
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptfs.progress import SILENT, progress
+from ckptfs.progress import SILENT, printable, progress
 
 ERASE = "\r\x1b[2K"
 TIMEOUT_S = 60.0
@@ -246,3 +249,22 @@ def test_a_terminal_that_was_stopped_does_not_hold_the_work(
         terminal.read_until("work")
         drawer.join(TIMEOUT_S)
         assert not drawer.is_alive()
+
+
+@given(st.text())
+def test_what_a_terminal_shows_is_one_line_of_plain_characters(text: str) -> None:
+    """No control, no line, nothing that turns text round, nothing that cannot be encoded; letters stay."""
+    shown = printable(text)
+    shown.encode()
+    assert len(shown.splitlines()) <= 1
+    assert not {unicodedata.category(one) for one in shown} & {"Cc", "Cs", "Zl", "Zp"}
+    assert not set(shown) & set(
+        "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u200e\u200f\u061c\ufeff"
+    )
+    if text.isprintable() and not {unicodedata.category(one) for one in text} & {"Cf"}:
+        assert shown == text
+
+
+def test_a_hostile_title_is_escaped() -> None:
+    """As Python writes it."""
+    assert printable("a\x1b]0;x\x07b\r\nc\u202ed\udc80") == "a\\x1b]0;x\\x07b\\r\\nc\\u202ed\\udc80"

@@ -194,6 +194,58 @@ def test_a_password_that_nobody_encoded_is_masked_whole(secret: str) -> None:
         assert piece not in shown
 
 
+SECRET = "S3cr3tV4lue/+x=="  # noqa: S105 - of nobody
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "s3://key:8020/{}@bucket/run",
+        "see //user:{}@host/x",
+        "AccountName=a;AccountKey={};EndpointSuffix=core",
+        "SharedAccessSignature={}",
+        "Authorization: Bearer {}",
+        "'Authorization': b'AWS4-HMAC-SHA256 Credential={}/2026/us/s3, SignedHeaders=host, Signature={}'",
+        "{{'X-Amz-Security-Token': b'{}', 'Host': 'x'}}",
+        "x-amz-security-token:{}\nhost:x",
+        "aws_secret_access_key={}",
+        '"SecretAccessKey" : "{}"',
+        "<SessionToken>{}</SessionToken>",
+        '{{"access_token": "{}", "Token" : "{}"}}',
+        '"GET /b/k?X-Amz-Credential={}&X-Amz-Signature={} HTTP/1.1"',
+        "GET /c/b?sv=1&sig={}&x=1",
+        "client_secret={}",
+        "Set-Cookie: session={}; path=/",
+    ],
+)
+def test_secrets_that_stand_in_no_uri_are_masked_by_their_names(text: str) -> None:
+    """As HTTP headers, signed requests, connection strings and answers of login services have them."""
+    shown = mask_credentials(text.format(SECRET, SECRET))
+    assert SECRET not in shown
+    assert "***" in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pass storage_options key= and secret= or profile=",
+        "webhdfs://host:8020/user@dir",
+        "signature does not match; the token expired",
+        "a // b: c@d",
+    ],
+)
+def test_what_is_no_secret_is_shown(text: str) -> None:
+    """Hints and places stay as they are."""
+    assert mask_credentials(text) == text
+
+
+def test_a_password_that_looks_like_a_port_is_refused() -> None:
+    """No bucket has a port: the rest of the password would be taken for a key, and shown."""
+    with pytest.raises(UriError, match="password") as caught:
+        Uri.parse(f"s3://key:8020/{SECRET}@bucket/run")
+    assert SECRET not in str(caught.value)
+
+
 @given(secret_uris(), st.sampled_from(["\n", "/../x", "\0"]))
 def test_refused_uris_keep_their_secrets(case: tuple[str, str], poison: str) -> None:
     """The error about a bad URI does not show its secret either."""

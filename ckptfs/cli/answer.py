@@ -2,6 +2,9 @@
 
     Answer(document, show, exit)     document: plain JSON values; show: draws it for a person
 
+Names and texts that a checkpoint brings are anybody's: ``say``, ``table`` and the console that ``show`` draws
+on escape what would change a terminal or look like further lines (``printable``).
+
 With ``--json`` standard output gets one JSON document and nothing else; whatever is said on the way
 (progress, warnings) goes to standard error. An error is a document too.
 """
@@ -19,11 +22,12 @@ import click
 
 from ckptfs.cli.exits import Exit
 from ckptfs.errors import CkptfsError
+from ckptfs.progress import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Answer", "error_document", "hint_text", "print_answer", "print_error", "table"]
+__all__ = ["Answer", "error_document", "hint_text", "print_answer", "print_error", "say", "table"]
 
 # The library's hints name its calls; whoever reads them at a terminal has the commands.
 _COMMANDS = (
@@ -72,9 +76,14 @@ def print_error(name: str, error: CkptfsError, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"command": name, "error": error_document(error)}, indent=2))
     where = f" [{error.uri}]" if error.uri else ""
-    click.echo(f"ckptfs {name}: {error.message}{where}", err=True)
+    say(f"ckptfs {name}: {error.message}{where}")
     if error.hint:
-        click.echo(f"  hint: {hint_text(error.hint)}", err=True)
+        say(f"  hint: {hint_text(error.hint)}")
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    click.echo(printable(text), err=True)
 
 
 def hint_text(hint: str) -> str:
@@ -110,12 +119,23 @@ def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]
             no_wrap=not right,
         )
     for row in rows:
-        drawn.add_row(*(Text(cell) for cell in row))
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
     console.print(drawn)
 
 
 def _console() -> Console:
     from rich.console import Console
+    from rich.text import Text
+
+    class Escaping(Console):
+        """Each text that is printed is one line, and changes nothing in the terminal."""
+
+        def print(self, *objects: Any, **settings: Any) -> None:
+            for one in objects:
+                if isinstance(one, Text):
+                    one.plain = printable(one.plain)
+            shown = (printable(one) if isinstance(one, str) else one for one in objects)
+            super().print(*shown, **settings)
 
     width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+    return Escaping(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, table
+from ckptfs.cli.answer import Answer, error_document, say, table
 from ckptfs.cli.command import group_command
 from ckptfs.cli.exits import exit_of
 from ckptfs.cli.options import storage_options
@@ -175,12 +175,13 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
 
     def show(console: Console) -> None:
         _show(console, result)
-        console.print(f"\nevery measurement: {written or 'written nowhere'}")
+        console.print()
+        console.print(f"every measurement: {written or 'written nowhere'}")
 
     document = {"file": written, "result": dataclasses.asdict(result)}
     if error is None:
         return Answer(document, show)
-    click.echo(f"ckptfs bench: {error} The result is in {written or 'no file'}.", err=True)
+    say(f"ckptfs bench: {error} The result is in {written or 'no file'}.")
     return Answer(document | {"error": error_document(error)}, show, exit_of(error))
 
 
@@ -245,7 +246,7 @@ def _command(asked: Any, told: dict[str, Any], out: str | None) -> str:
 def _progress(text: str) -> None:
     """Where it is: a line for whoever watches a terminal, or asked for it with -v."""
     if sys.stderr.isatty():
-        click.echo(text, err=True)
+        say(text)
     else:
         logger.info(text)
 

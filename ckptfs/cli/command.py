@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, print_answer, print_error
+from ckptfs.cli.answer import Answer, print_answer, print_error, say
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.errors import CkptfsError
 
@@ -79,7 +79,7 @@ def _run(body: Callable[[], Answer], told: str, *, as_json: bool, speaks: bool) 
             print_error(told, error, as_json=as_json)
         return exit_of(error)
     except KeyboardInterrupt:
-        click.echo(f"ckptfs {told}: interrupted", err=True)
+        say(f"ckptfs {told}: interrupted")
         return Exit.INTERRUPTED
     if speaks:
         print_answer(told, answer, as_json=as_json)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, table
+from ckptfs.cli.answer import Answer, say, table
 from ckptfs.cli.command import command, outlive
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.text import size_text
@@ -81,7 +81,7 @@ def cp(
             outlive(control)
             raise
     for warning in report.warnings if report.rank == 0 else ():
-        click.echo(f"ckptfs cp: {warning}", err=True)
+        say(f"ckptfs cp: {warning}")
     return Answer(_document(report), lambda console: _show(console, report))
 
 

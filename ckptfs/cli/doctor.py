@@ -17,6 +17,7 @@ from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
+from ckptfs.progress import printable
 from ckptfs.tools.doctor import Expect, Report, Settings, Verdict, examine_with
 from ckptfs.topology.control import open_control
 
@@ -123,7 +124,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         table.add_row("", Text(theme.value, style="bold"), "")
         for finding in findings:
             sign, style = _SIGNS[finding.verdict]
-            table.add_row(Text(sign, style=style), finding.name, Text(finding.seen))
+            table.add_row(Text(sign, style=style), finding.name, Text(printable(finding.seen)))
     console.print(table)
     for finding in report.findings:
         if finding.meaning or finding.advice:

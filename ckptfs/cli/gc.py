@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, table
+from ckptfs.cli.answer import Answer, error_document, say, table
 from ckptfs.cli.command import command
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
@@ -111,7 +111,7 @@ def _sure(outcomes: Sequence[_Outcome], *, yes: bool) -> bool:
     if yes or not going:
         return True
     for one in going:
-        click.echo(f"  {one.debris}: {one.uri}", err=True)
+        say(f"  {one.debris}: {one.uri}")
     told = f"Remove these {len(going)} ({size_text(_size_bytes(going))})?"
     return click.confirm(told, err=True)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, print_error, table
+from ckptfs.cli.answer import Answer, error_document, print_error, say, table
 from ckptfs.cli.command import command
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
@@ -103,7 +103,7 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
             console.print(place_text(found.uri), soft_wrap=True)
         for note in (*looked.notes, why):
             if note:
-                click.echo(f"ckptfs latest: {note}", err=True)
+                say(f"ckptfs latest: {note}")
 
     document = {
         "uri": None if found is None else str(found.uri),

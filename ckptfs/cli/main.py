@@ -12,12 +12,16 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from importlib import import_module
+from types import TracebackType
 
 import click
 
 from ckptfs._version import __version__
+from ckptfs.progress import printable
+from ckptfs.uri import MASK, mask_credentials
 
 __all__ = ["COMMANDS", "ckptfs", "main"]
 
@@ -67,14 +71,47 @@ class _Lazy(click.Group):
 @click.command(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckptfs")
 @click.option("-v", "--verbose", count=True, help="Say what happens; twice for every detail.")
-def ckptfs(verbose: int) -> None:
+@click.pass_context
+def ckptfs(context: click.Context, verbose: int) -> None:
     """Look at, check, copy, clean and measure PyTorch checkpoints on any storage.
 
     Exit codes: 0 done; 1 no (damaged, too old, different); 2 wrong call; 3 not found; 4 not
     permitted; 5 the storage failed; 6 busy or taken by somebody else; 7 unknown.
     """
+    from ckptfs.cli.options import secrets_in
+
     levels = (logging.WARNING, logging.INFO, logging.DEBUG)
-    logging.basicConfig(level=levels[min(verbose, 2)], format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    # Options of the command add theirs (``storage_options``).
+    context.obj = secrets_in(os.environ)
+    handler.setFormatter(_SafeFormatter(context.obj))
+    logging.basicConfig(level=levels[min(verbose, 2)], handlers=[handler])
+
+
+class _SafeFormatter(logging.Formatter):
+    """What libraries log of requests has credentials in it, and names that are anybody's: one line each, the
+    credentials masked. secrets: texts that are masked wherever they stand; it may grow.
+    """
+
+    def __init__(self, secrets: set[str]) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+        self._secrets = secrets
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - a name of logging's
+        record.message = self._safe(record.message)
+        return super().formatMessage(record)
+
+    def formatException(  # noqa: N802
+        self,
+        ei: tuple[type[BaseException], BaseException, TracebackType | None]
+        | tuple[None, None, None],
+    ) -> str:
+        return "\n".join(map(self._safe, super().formatException(ei).splitlines()))
+
+    def _safe(self, text: str) -> str:
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, MASK)
+        return printable(mask_credentials(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

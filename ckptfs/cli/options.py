@@ -11,14 +11,21 @@ Environment variables and configuration files of the client libraries work as th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-__all__ = ["parse_storage_options", "storage_options"]
+__all__ = ["parse_storage_options", "secrets_in", "storage_options"]
 
+_SECRET = re.compile(
+    r"secret|token|passw|credential|sas|signature|connection_?string|access_?key|account_?key"
+    r"|storage_?key|encryption_?key|^key$",
+    re.IGNORECASE,
+)
+_LEAST_CHARS = 8  # what is shorter ("anon", "cloud") is no secret, and stands in many lines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -37,6 +44,22 @@ def parse_storage_options(told: Sequence[str]) -> dict[str, Any]:
         for name in reversed(key.split(".")):
             nested = {name: nested}
         _merge(found, nested)
+    return found
+
+
+def secrets_in(settings: Mapping[str, Any]) -> set[str]:
+    """The values, nested ones too, of what is called like a credential; no paths of files. Pure."""
+    found: set[str] = set()
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= secrets_in(value)
+        elif (
+            isinstance(value, str)
+            and _SECRET.search(name)
+            and len(value) >= _LEAST_CHARS
+            and not value.startswith(("/", "~"))
+        ):
+            found.add(value)
     return found
 
 
@@ -70,8 +93,12 @@ def storage_options(
 ) -> Callable[[_F], _F]:
     """A repeatable option; the command gets one mapping under the long name in plural."""
 
-    def parse(_: click.Context, __: click.Parameter, told: Sequence[str]) -> dict[str, Any]:
-        return parse_storage_options(told)
+    def parse(context: click.Context, _: click.Parameter, told: Sequence[str]) -> dict[str, Any]:
+        found = parse_storage_options(told)
+        secrets = context.find_root().obj
+        if isinstance(secrets, set):  # those that the log masks
+            secrets |= secrets_in(found)
+        return found
 
     return click.option(
         name,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
@@ -29,7 +29,7 @@ __all__ = ["Place", "agree_uri", "open_seat", "sit_down", "step_of"]
 class Place:
     """How to reach a run: options for its storage, and what the caller knows about who shares it."""
 
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     scope: Scope = "auto"
     domain: str | None = None
 

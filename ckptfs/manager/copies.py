@@ -68,6 +68,10 @@ class Copy:
     domain: str | None = None
     attempts: int = 3
 
+    def __repr__(self) -> str:
+        # Its URI and its options may hold credentials.
+        return f"Copy({str(Uri.parse(self.uri))!r}, keep={self.keep!r}, every={self.every!r})"
+
     def __post_init__(self) -> None:
         Uri.parse(self.uri)
         if self.every not in ("all", "latest"):

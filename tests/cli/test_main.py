@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import click
@@ -227,3 +229,87 @@ def test_hints_of_the_library_in_the_words_of_the_command_line(hint: str, words:
     told = hint_text(hint)
     assert words in told
     assert _PYTHON.search(told) is None
+
+
+SECRETS = {
+    "key": "AKIA0123456789ABCDEF",
+    "secret": "s3cr3t/w1th+slashes==",
+    "token": "sess10n-t0ken",
+}
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    """An S3 that refuses everybody, and keeps how it was asked."""
+
+    def _answer(self) -> None:
+        self.server.headers_seen.append(str(self.headers))  # type: ignore[attr-defined]
+        body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
+        self.send_response(403)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = _answer  # noqa: N815 - names of the base class
+    do_PUT = _answer  # noqa: N815
+
+    def do_HEAD(self) -> None:
+        self.server.headers_seen.append(str(self.headers))  # type: ignore[attr-defined]
+        self.send_response(403)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - its name there
+        """Nothing."""
+
+
+@pytest.mark.parametrize("scheme", ["s3", "fsspec+s3"])
+@pytest.mark.parametrize("given", ["options", "environment"])
+def test_no_credentials_at_any_verbosity(scheme: str, given: str) -> None:
+    """Libraries log whole requests at -vv: who pastes that into an issue gives nothing away."""
+    pytest.importorskip("s3fs")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    server.headers_seen = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
+    options = [f"-oclient_kwargs.endpoint_url=http://127.0.0.1:{server.server_port}"]
+    if given == "options":
+        options += [f"-o{name}={text}" for name, text in SECRETS.items()]
+    else:
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+        environment |= dict(zip(names, SECRETS.values(), strict=True))
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", "ckptfs", "-vv", "ls", *options, f"{scheme}://bucket/run"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert SECRETS["token"] in "".join(server.headers_seen)  # type: ignore[attr-defined]
+    said = ran.stdout + ran.stderr
+    assert ran.returncode == Exit.ACCESS, said
+    assert len(said.splitlines()) > 10, "nothing was logged"
+    for secret in SECRETS.values():
+        assert secret not in said
+
+
+def test_what_is_logged_is_one_line_each(capfd: pytest.CaptureFixture[str]) -> None:
+    """A name in a checkpoint cannot forge a line of the log, nor change the terminal; nor can a traceback."""
+    code = (
+        "import logging\n"
+        "from ckptfs.cli.main import ckptfs\n"
+        "import click\n"
+        "click.Context(ckptfs)\n"
+        "try:\n    ckptfs.main(['-v', 'latest', '--help'], standalone_mode=False)\n"
+        "except SystemExit: pass\n"
+        "try:\n    raise ValueError('b\\x1b[2Jb')\n"
+        "except ValueError: logging.getLogger('x').exception('a\\nERROR forged\\x1b[2J')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    said = capfd.readouterr().err
+    assert "ERROR x: a\\nERROR forged\\x1b[2J" in said
+    assert "ValueError: b\\x1b[2Jb" in said
+    assert "\x1b" not in said

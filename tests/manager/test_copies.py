@@ -569,3 +569,13 @@ def test_a_copy_that_took_two_tries_stands_in_for_its_save(
         data.unlink()
         assert (found := manager.restore(state, step=100)) is not None
     assert torch.equal(state["w"], state_of(100)["w"])
+
+
+def test_no_repr_shows_credentials() -> None:
+    """Of a copy, and of how it is reached: both are in tracebacks that show locals."""
+    copy = Copy(
+        "s3://key:s3cret@bucket/run", storage_options={"secret": "s3cret", "x": {"y": "s3cret"}}
+    )
+    for shown in (repr(copy), repr(copy.place), str([copy])):
+        assert "s3cret" not in shown
+    assert repr(copy).startswith("Copy('s3://***@bucket/run', ")
