@@ -60,6 +60,7 @@ PARTIAL_PREFIX = ".partial-"  # how backends with directories name a file on its
 # what fills a machine: a snapshot of the log takes 0.3 kB for each save, a manifest 0.5 kB for each rank,
 # a sidecar 8 bytes for each MiB of data.
 ENTRY_BYTES = 256 << 20
+AHEAD_BYTES = 1 << 20  # of those entries that are read many at once; a snapshot may have more
 MANIFEST_BYTES = 256 << 20
 METADATA_BYTES = 2 << 30
 SIDECAR_BYTES = 256 << 20

@@ -239,9 +239,27 @@ def _read_entries(number: int, count: int) -> Program[list[Entry]]:
         try:
             found: tuple[bytes, ...] = yield ReadAhead(keys)
             return [decode_entry(data, key) for data, key in zip(found, keys, strict=False)]
-        except (StaleError, TransientError, AnswerLostError) as error:
+        except StorageError as error:
+            if error.errno == errno.EFBIG:
+                return (yield from _read_one_by_one(number, count))
+            if not isinstance(error, StaleError | TransientError | AnswerLostError):
+                raise
             yield Pause(attempt, f"reading {keys[0]}: {error}")
             attempt += 1
+
+
+def _read_one_by_one(number: int, count: int) -> Program[list[Entry]]:
+    """The same, where one of them is large, as a snapshot may be: its bytes alone are in memory. Of a
+    snapshot that is folded over only its place counts.
+    """
+    entries: list[Entry] = []
+    for n in range(count):
+        entry = yield from _read_entry(number + n)
+        if entry is None:
+            break
+        is_snapshot = isinstance(entry.body, Snapshot)
+        entries.append(replace(entry, body=Snapshot()) if is_snapshot else entry)
+    return entries
 
 
 def _read_entry(number: int) -> Program[Entry | None]:

@@ -20,7 +20,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ckptfs.commit.layout import limit_of
+from ckptfs.commit.layout import AHEAD_BYTES, limit_of
 from ckptfs.errors import CommitInDoubtError, FencedError, NotFoundError, StorageError
 from ckptfs.storage.base import Storage
 
@@ -60,7 +60,9 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
-    """Small files that were written in this order. -> their bytes, up to the first that is missing"""
+    """Small files that were written in this order. -> their bytes, up to the first that is missing;
+    StorageError (EFBIG) where one of them has more than ``AHEAD_BYTES``: all of such would fill the memory
+    """
 
     keys: tuple[str, ...]
 
@@ -227,7 +229,7 @@ def perform(op: Op, storage: Storage) -> Any:
         case Read(key):
             return read_limited(storage, key)
         case ReadAhead(keys):
-            return storage.read_ahead(keys, limit_bytes=limit_of(keys[0]))
+            return storage.read_ahead(keys, limit_bytes=AHEAD_BYTES)
         case StatOf(key):
             return storage.stat(key)
         case List(key):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit import log
+from ckptfs.commit import layout, log
 from ckptfs.commit.entries import (
     Body,
     Entry,
@@ -276,6 +276,21 @@ def test_a_fold_from_the_first_entry_holds_one_snapshot_at_a_time() -> None:
     assert (found.next, found.snapshot_at) == (200, 199)
     # Eight of 16 entries that are read at once are snapshots, of half a MB; all together are 50 MB.
     assert peak < 16 * 800_000
+
+
+@pytest.mark.parametrize("large", [0, 20, 39])
+def test_a_large_entry_is_read_by_itself(large: int) -> None:
+    """Many entries are read at once, each of at most a MiB. One that has more, as a snapshot of thousands of
+    saves, is folded like any other.
+    """
+    storage = memory()
+    bodies: list[Body] = [Pin(f"p{n}") for n in range(40)]
+    bodies[large] = Snapshot({"saves": [{"save_id": f"{n:020}"} for n in range(60_000)]})
+    state = write(storage, bodies)
+    assert storage.stat(log_key(large)).size_bytes > layout.AHEAD_BYTES
+    again = drive(catch_up(), storage)
+    assert again.next == 40
+    assert again == state
 
 
 def _rewritten(storage: Storage, edit: Callable[[dict[str, Any]], None]) -> None:

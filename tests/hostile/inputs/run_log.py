@@ -170,6 +170,15 @@ def entry_of_100_mb(place: Place) -> None:
 
 
 @hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
+def log_that_ends_in_giants(place: Place) -> None:
+    """A log so long that its entries are read many at once, and then entries that have 100 MB each."""
+    for number in range(40):
+        place.append({"kind": "pin", "save_id": f"{SAVE}{number}", "pinned": True})
+    for _ in range(32):
+        entry_of_100_mb(place)
+
+
+@hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
 def log_with_a_gap(place: Place) -> None:
     """An entry is missing, and one lies far behind."""
     place.append({"kind": "release", "generation": [1, "x"]}, 99_999_999)
