@@ -25,7 +25,7 @@ from ckptfs.commit.copy_spec import CopyTask, Readable, StoppedError, Tally, Wri
 from ckptfs.commit.digests import FileDigests, decode_digests
 from ckptfs.commit.manifest import FileRecord, digest_of
 from ckptfs.commit.ops import read_limited
-from ckptfs.commit.sending import SMALL_BYTES, PlainNames
+from ckptfs.commit.sending import BATCHED_BYTES, PlainNames
 from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import (
     AlreadyExistsError,
@@ -142,8 +142,8 @@ class FileCopier:
             read = self._through(
                 source.storage, source.key(record), WholeCheck(None, checks.damaged)
             )
-        same = not isinstance(there, WholeCheck) or _told(there) == _told(read)
-        return _told(read) if same else None
+        same = not isinstance(there, WholeCheck) or _whole_digest(there) == _whole_digest(read)
+        return _whole_digest(read) if same else None
 
     def _through(self, storage: Storage, key: str, check: Check) -> Check:
         """All of a file through a check."""
@@ -164,7 +164,7 @@ class FileCopier:
             if reader.size_bytes != record.size_bytes:
                 why = f"it has {reader.size_bytes} bytes, {record.size_bytes} are listed"
                 raise checks.damaged(why)
-            if target.guard is not None and record.size_bytes <= SMALL_BYTES:
+            if target.guard is not None and record.size_bytes <= BATCHED_BYTES:
                 return self._put(checks, reader, path, target.guard)
             pool = ReadAhead(stack)
             try:
@@ -186,7 +186,7 @@ class FileCopier:
         guard.put(self._target.key(path), bytes(data))
         self._meter.advance(len(data))
         self._tally.add(sent_bytes=len(data), digests=check.compared)
-        return _told(check)
+        return _whole_digest(check)
 
     def _stream(
         self, checks: _Checks, reader: DataReader, path: str, pool: ReadAhead, *, trusting: bool
@@ -223,7 +223,7 @@ class FileCopier:
         self._tally.add(
             sent_bytes=record.size_bytes - kept, kept_bytes=kept, digests=check.compared
         )
-        return _told(check)
+        return _whole_digest(check)
 
     def _resumed(self, checks: _Checks, writer: DataWriter) -> tuple[Check, int]:
         """Compare what an earlier try left; the check to go on with, and from where."""
@@ -299,7 +299,7 @@ def _taken_away(error: StorageError) -> bool:
     return isinstance(error, gone) or isinstance(error.__cause__, NotFoundError)
 
 
-def _told(check: Check) -> str:
+def _whole_digest(check: Check) -> str:
     """The digest of a whole file, "" where blocks have theirs."""
     return check.digest if isinstance(check, WholeCheck) else ""
 

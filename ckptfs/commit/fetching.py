@@ -24,6 +24,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.ops import read_limited
 from ckptfs.commit.scratch import NodeScratch
 from ckptfs.commit.seat import Seat
+from ckptfs.commit.sending import BATCHED_BYTES
 from ckptfs.commit.shared_data import file_key
 from ckptfs.commit.windows import ReadAhead, windows
 from ckptfs.errors import (
@@ -42,7 +43,6 @@ from ckptfs.topology.control import Control
 __all__ = ["Item", "Wanted", "fetched", "items_of", "share_items"]
 
 _PREFIX = "ckptfs-read-"
-_SMALL_BYTES = 16 << 20
 Wanted = Callable[[str, Sequence[int]], bool]  # a path, and the ranks of the node
 _AT_ONCE = 8
 
@@ -249,7 +249,7 @@ def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
     for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
         with under_way("mkdir", folder):
             os.makedirs(folder, exist_ok=True)
-    small = [i for i in share if i.size_bytes is not None and i.size_bytes <= _SMALL_BYTES]
+    small = [i for i in share if i.size_bytes is not None and i.size_bytes <= BATCHED_BYTES]
     large = [i for i in share if i not in small]
     with Threads(_AT_ONCE, "ckptfs-fetch") as pool:
         going = [pool.submit(_one, storage, item, target) for item in small]

@@ -159,7 +159,7 @@ def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
             parent = home.rpartition("/")[0]
             for directory in (parent.rpartition("/")[0], parent):
                 yield Refresh(directory)
-            if (yield from _stands(f"{home}/{MANIFEST}")):
+            if (yield from _exists(f"{home}/{MANIFEST}")):
                 return False
     here = {entry.name: entry for entry in (yield from _entries(""))}
     step = here.get(whole.name)
@@ -182,7 +182,7 @@ def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
     return True
 
 
-def _stands(key: str) -> Program[bool]:
+def _exists(key: str) -> Program[bool]:
     try:
         yield StatOf(key)
     except NotFoundError:

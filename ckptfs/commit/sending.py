@@ -31,10 +31,10 @@ from ckptfs.storage.threads import Threads
 from ckptfs.storage.under_way import under_way
 from ckptfs.storage.watched import WatchedFile, walk
 
-__all__ = ["SMALL_BYTES", "PlainNames", "Sender", "files_below"]
+__all__ = ["BATCHED_BYTES", "PlainNames", "Sender", "files_below"]
 
 _CHUNK_BYTES = 4 << 20
-SMALL_BYTES = 16 << 20  # files up to this are sent many at a time
+BATCHED_BYTES = 16 << 20  # files up to this are sent or fetched many at a time
 
 
 def files_below(top: str, skip: str | None = None) -> Iterator[str]:
@@ -113,8 +113,8 @@ class Sender:
         """
         started = time.perf_counter()
         sizes = {name: self._size_bytes(name) for name in names}
-        small = [name for name in names if sizes[name] <= SMALL_BYTES]
-        large = [name for name in names if sizes[name] > SMALL_BYTES]
+        small = [name for name in names if sizes[name] <= BATCHED_BYTES]
+        large = [name for name in names if sizes[name] > BATCHED_BYTES]
         self._go_on()  # before the files too: a conflict costs no upload
         found = {**self._send_all(small, sizes, 8), **self._send_all(large, sizes, 2)}
         for folder in sorted({self._key(name).rpartition("/")[0] for name in names}):
@@ -162,7 +162,7 @@ class Sender:
         if self._stopped.is_set():
             raise _Stopped
         storage.make_dir(key.rpartition("/")[0])
-        if size_hint_bytes <= SMALL_BYTES and guard is not None:
+        if size_hint_bytes <= BATCHED_BYTES and guard is not None:
             with WatchedFile(os.path.join(self._path, name)) as whole:
                 data = whole.read()
             guard.put(key, data)

@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-_SMALL_BYTES = 1 << 20  # read as soon as anything else could be asked about it
+_READ_BYTES = 1 << 20  # up to this a file is read: that costs as much as any other request
 
 
 class Unlogged(ArgumentChoice):
@@ -240,7 +240,7 @@ def _is_ours(keys: AttemptKeys, shown: Stat, mine: Stat) -> Program[bool]:
     """
     if shown.etag is not None and shown.etag == mine.etag:
         return True
-    if shown.size_bytes <= _SMALL_BYTES:
+    if shown.size_bytes <= _READ_BYTES:
         return False
     manifest = yield from _first([f"{keys.name}/{MANIFEST}"])
     if manifest is None or manifest.modified_s is None or shown.modified_s is None:

@@ -256,7 +256,7 @@ def _follow(
         while True:
             key = _welcome_key(place, hello, offers, 0)
             offers[str(hello["nonce"])] += 1
-            nonce = str(_await_told(place, key, silent=lambda: (0,), hello=hello))
+            nonce = str(_await_value(place, key, silent=lambda: (0,), hello=hello))
             place.call(lambda s: drop(s, key))  # noqa: B023 - called at once
 
             def acknowledge(store: Any, nonce: str = nonce) -> None:
@@ -265,7 +265,7 @@ def _follow(
 
             place.call(acknowledge)
             absent = lambda: _absent(place, nonce)  # noqa: B023, E731 - called in this turn only
-            if _await_told(place, _go(place, nonce), silent=absent) == "go":
+            if _await_value(place, _go(place, nonce), silent=absent) == "go":
                 table = place.call(lambda s: take(s, _table(place, nonce))[0])  # noqa: B023
                 return _meeting(nonce, decode_table(table, place.size))
     except BaseException:
@@ -280,7 +280,7 @@ def _withdraw(store: Any, place: _Place, hello: Mapping[str, Any]) -> None:
         store.delete_key(key)
 
 
-def _await_told(
+def _await_value(
     place: _Place,
     key: str,
     silent: Callable[[], tuple[int, ...]],

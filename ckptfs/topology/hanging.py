@@ -32,7 +32,7 @@ class _Part:
     keys: StepKeys
     tell: Tell
     patience: Patience
-    told: bool = False
+    is_reported: bool = False
 
 
 class Hanging:
@@ -67,16 +67,16 @@ class Hanging:
             waited = waited_for(number)
             waited_s = part.patience.tick(elapsed_s, waited)
             if waited is None or waited_s < self._timeout_s:
-                part.told = False
+                part.is_reported = False
                 continue
             text = f"{waited.text} has not returned for {waited_s:.0f} s"
             # A name that is no text would not travel.
             text = text.encode("utf-8", "backslashreplace").decode()
             stuck[part.keys.prefix] = part.keys.number, text
-            part.told = part.told or self._told(number, part, text)
+            part.is_reported = part.is_reported or self._report(number, part, text)
         return stuck
 
-    def _told(self, number: int, part: _Part, text: str) -> bool:
+    def _report(self, number: int, part: _Part, text: str) -> bool:
         thread = threading.Thread(
             target=part.tell,
             args=(text, lambda: number in self._parts),

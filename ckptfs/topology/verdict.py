@@ -189,15 +189,15 @@ def collective_error(
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, failure in sorted(failures.items()):
-        groups.setdefault((failure.type, _gist(failure)), []).append(rank)
-    told = [_told_of(ranks, failures, worlds) for ranks in groups.values()]
+        groups.setdefault((failure.type, _what_failed(failure)), []).append(rank)
+    sentences = [_sentence_of(ranks, failures, worlds) for ranks in groups.values()]
     begin = f"{label} failed on {len(failures)} of {len(worlds)} ranks: "
     nodes = {f.node for f in failures.values()}
 
     def showing(count: int) -> CollectiveError:
-        more = f"; and {len(told) - count} more" if len(told) > count else ""
+        more = f"; and {len(sentences) - count} more" if len(sentences) > count else ""
         return CollectiveError(
-            begin + "; ".join(told[:count]) + more,
+            begin + "; ".join(sentences[:count]) + more,
             failures=dict(sorted(failures.items())),
             rank=next(iter(failures)) if len(failures) == 1 else None,
             node=next(iter(nodes)) if len(nodes) == 1 else None,
@@ -206,13 +206,15 @@ def collective_error(
         )
 
     # What to do is worth more than what a third rank met: its line goes before the hint does.
-    choices = [showing(count) for count in range(min(len(told), _SHOWN), 0, -1)] or [showing(0)]
+    choices = [showing(count) for count in range(min(len(sentences), _SHOWN), 0, -1)] or [
+        showing(0)
+    ]
     error = next((e for e in choices if e.hint and e.hint in str(e)), choices[0])
     _note(error)
     return error
 
 
-def _gist(failure: Failure) -> str:
+def _what_failed(failure: Failure) -> str:
     """Equal for ranks that met the same: what a storage answered is told by the type, and elsewhere
     ranks differ in their numbers.
     """
@@ -222,7 +224,9 @@ def _gist(failure: Failure) -> str:
     return _NUMBERS.sub("#", failure.summary or failure.message)
 
 
-def _told_of(ranks: Sequence[int], failures: Mapping[int, Failure], worlds: Sequence[World]) -> str:
+def _sentence_of(
+    ranks: Sequence[int], failures: Mapping[int, Failure], worlds: Sequence[World]
+) -> str:
     """Ranks that met the same: who and where, and what the first of them met, its file named once."""
     first = failures[ranks[0]]
     if len(ranks) == 1:

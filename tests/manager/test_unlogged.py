@@ -171,7 +171,7 @@ def test_a_metadata_of_the_size_of_ours_is_not_taken_for_it(
 ) -> None:
     """Also where it is too large to be read each time: it was written later than our manifest."""
     if is_large:
-        monkeypatch.setattr(unlogged, "_SMALL_BYTES", 16)
+        monkeypatch.setattr(unlogged, "_READ_BYTES", 16)
     size = (run / "step_2/.metadata").stat().st_size
     assert ckptfs.latest(run) is not None
     stock(run / "step_2", 3.0)
