@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from ckptfs.commit.claim import Takeover, claim
 from ckptfs.commit.locate import following, reading_seat
 from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
@@ -48,7 +50,7 @@ EngineName = Literal["auto", "direct", "buffered"]
 
 @overload
 def save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Stateful,
     uri: TicketPart,
     *,
     per_rank: Sequence[str] = ...,
@@ -65,7 +67,7 @@ def save(
 
 @overload
 def save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Stateful,
     uri: str | os.PathLike[Any] | HasProtocol | Uri,
     *,
     step: int | None = ...,
@@ -85,7 +87,7 @@ def save(
 
 
 def save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Stateful,
     uri: Any,
     *,
     step: int | None = None,
@@ -106,7 +108,7 @@ def save(
 
     state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
     objects with state_dict() at the top level, called in sorted order of their keys; a module, an optimizer or
-    another such object alone lies under "state". uri: run and
+    another such object alone lies under "state", a module without the names that wrappers add. uri: run and
     name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
     if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
     one until the new one is committed. run: a held Run fences the save; without it the save is
@@ -132,7 +134,7 @@ def save(
     name, step and run are the ticket's.
     """
     started = time.perf_counter()
-    state_dict = as_state_dict(state_dict)
+    state = as_state_dict(state_dict)
     if isinstance(uri, TicketPart):
         if (step, run, if_exists, unchanged) != (None, None, "error", "write"):
             raise StateError(
@@ -143,9 +145,7 @@ def save(
         place = Place({**uri.storage_options, **(storage_options or {})}, scope, domain)
         options = WriteOptions(threads, require_space, engine=WriteEngineName(engine))
         with _control(process_group, timeout_s) as control:
-            return save_part(
-                state_dict, uri, control, place, per_rank=tuple(per_rank), options=options
-            )
+            return save_part(state, uri, control, place, per_rank=tuple(per_rank), options=options)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     wait_s = default_timeout_s() if timeout_s is None else timeout_s
     with (
@@ -167,11 +167,11 @@ def save(
             engine=WriteEngineName(engine),
             plans=plans_of(run),
         )
-        return save_at(state_dict, seat, target, spec, options, started=started)
+        return save_at(state, seat, target, spec, options, started=started)
 
 
 def load(
-    state_dict: dict[str, Any],
+    state_dict: dict[str, Any] | Stateful,
     uri: Any,
     *,
     strict: bool = True,
@@ -187,7 +187,7 @@ def load(
     """Collective. Load a checkpoint into ``state_dict``, in place, with any number of ranks.
 
     Tensors are filled where they are, whatever sharding they have now; objects with
-    load_state_dict() at the top level get theirs. Missing and unexpected keys and dtypes that differ are
+    load_state_dict() at the top level get theirs, and so does one such object alone, from "state". Missing and unexpected keys and dtypes that differ are
     StateErrors before a byte is read. allow: one or several of "missing" (such keys keep their values, and
     the result names them), "extra" (keys that nobody asks for are left out, and named), "dtype" (converted);
     "stock" is what torch's dcp.load allows: "extra" and "dtype". strict: False allows all three. An
@@ -203,14 +203,14 @@ def load(
     its ``failures`` name rank, URI and file. After an error tensors are undefined.
     """
     started = time.perf_counter()
-    state_dict = as_state_dict(state_dict)
+    state = as_state_dict(state_dict)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with _control_of(run, process_group, timeout_s) as control:
         target = agree_uri(control, uri)
         with reading_seat(target, control, place) as (seat, name):
             load = partial(
                 load_at,
-                state_dict,
+                state,
                 seat,
                 target,
                 strict=strict,

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from torch.distributed.checkpoint.stateful import Stateful
+
 from ckptfs import _torch
 from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
 from ckptfs.commit.run import Run
@@ -54,7 +56,7 @@ _Opening = Callable[[], contextlib.AbstractContextManager[tuple[Seat, Uri, Run |
 
 
 def async_save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, Any] | Stateful,
     uri: Any,
     *,
     step: int | None = None,
@@ -90,7 +92,7 @@ def async_save(
     logged. Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there
     is exactly the old or the new checkpoint.
     """
-    state_dict = as_state_dict(state_dict)
+    state = as_state_dict(state_dict)
     if isinstance(uri, TicketPart):
         raise StateError(
             "a ticket's part is saved synchronously",
@@ -144,7 +146,7 @@ def async_save(
             return save_at(staged, seat, agreed, spec, options, started=pending.began, watch=watch)
 
     aside.buffers.resize(host_memory_bytes)
-    return begin_aside(state_dict, pending, save, aside, compare_ranks=world.size > 1)
+    return begin_aside(state, pending, save, aside, compare_ranks=world.size > 1)
 
 
 @dataclass(slots=True)

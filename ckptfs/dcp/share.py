@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 
+from ckptfs import _torch
 from ckptfs.dcp.per_rank import rename_plan
 from ckptfs.dcp.planner import SavePlanner
 from ckptfs.dcp.resolve import Loan
@@ -79,6 +80,24 @@ def local_plan(
     return rename_plan(planner.create_local_plan(), per_rank, rank)
 
 
+class _NamedModule:
+    """A module's state under the names that it has without wrappers (DistributedDataParallel, torch.compile),
+    so that it loads with another wrapper, as ``CheckpointManager`` has it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module: torch.nn.Module = _torch.unwrapped(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers."""
+        return {_torch.clean_name(name): v for name, v in self._module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Through the module's own, so that its hooks run."""
+        full = {_torch.clean_name(name): name for name in self._module.state_dict()}
+        self._module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
+
+
 def as_state_dict(given: Any) -> Any:
     """What ``save`` and ``load`` were given as a state dict: a module, an optimizer or another object with
     state_dict and load_state_dict lies under "state", as ``CheckpointManager`` has it.
@@ -87,6 +106,8 @@ def as_state_dict(given: Any) -> Any:
     """
     if isinstance(given, Mapping):
         return given
+    if isinstance(given, torch.nn.Module):
+        return {ROOT: _NamedModule(given)}
     if isinstance(given, Stateful) and not isinstance(given, (type, torch.Tensor)):
         return {ROOT: given}
     name = type(given).__name__

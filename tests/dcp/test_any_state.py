@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
 
 import ckptfs
+from tests.multiprocess.harness import Rank, launch
 
 
 def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -36,7 +38,7 @@ def test_a_module_is_a_state(tmp_path: Path, how: str) -> None:
     model, _ = trained(1)
     save(model, tmp_path / "run" / "step_1", how)
     mine, managed, stock = (trained(seed)[0] for seed in (2, 3, 4))
-    ckptfs.load(mine, tmp_path / "run" / "step_1")  # type: ignore[arg-type]
+    ckptfs.load(mine, tmp_path / "run" / "step_1")
     with ckptfs.CheckpointManager(tmp_path / "run") as manager:
         assert manager.restore(managed) is not None
         manager.save(2, model)
@@ -46,8 +48,39 @@ def test_a_module_is_a_state(tmp_path: Path, how: str) -> None:
     for other in (mine, managed, stock):
         assert torch.equal(other.weight, model.weight)  # type: ignore[arg-type]
     back, _ = trained(5)
-    ckptfs.load(back, tmp_path / "run" / "step_2")  # type: ignore[arg-type]
+    ckptfs.load(back, tmp_path / "run" / "step_2")
     assert torch.equal(back.weight, model.weight)  # type: ignore[arg-type]
+
+
+def wrapped(rank: Rank) -> list[str]:
+    """A module under DistributedDataParallel: saved, and loaded with and without the wrapper."""
+    rank.init_group()
+    uri = Path(rank.args["run"])
+    plain, _ = trained(1)
+    model = DistributedDataParallel(plain)
+    ckptfs.save(model, uri / "step_1")
+    other, _ = trained(2)
+    ckptfs.load(other, uri / "step_1")
+    assert torch.equal(other.weight, plain.weight)  # type: ignore[arg-type]
+    with ckptfs.CheckpointManager(uri) as manager:
+        manager.save(2, model)
+    again, _ = trained(3)
+    ckptfs.load(DistributedDataParallel(again), uri / "step_2")
+    assert torch.equal(again.weight, plain.weight)  # type: ignore[arg-type]
+    steps = (dcp.FileSystemReader(uri / f"step_{n}").read_metadata() for n in (1, 2))
+    first, second = (sorted(step.state_dict_metadata) for step in steps)
+    assert first == second
+    return first
+
+
+def test_wrappers_leave_no_names(tmp_path: Path) -> None:
+    """A module alone has the keys that a manager gives it, whatever wraps it: DDP here, torch.compile."""
+    with launch(wrapped, 2, args={"run": str(tmp_path / "run")}) as ranks:
+        assert ranks.values() == [["state.bias", "state.weight"]] * 2
+    model, _ = trained(4)
+    compiled: Any = torch.compile(model)
+    ckptfs.load(compiled, tmp_path / "run" / "step_1")
+    assert torch.equal(model.weight, trained(1)[0].weight)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -56,7 +89,7 @@ def test_an_optimizer_is_a_state(tmp_path: Path, how: str) -> None:
     _, optimizer = trained(1)
     _, other = trained(2)
     save(optimizer, tmp_path / "run" / "step_1", how)
-    ckptfs.load(other, tmp_path / "run" / "step_1")  # type: ignore[arg-type]
+    ckptfs.load(other, tmp_path / "run" / "step_1")
     mine, theirs = (list(one.state.values()) for one in (optimizer, other))
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(mine, theirs, strict=True))
 
