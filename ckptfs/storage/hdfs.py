@@ -40,6 +40,7 @@ from ckptfs.storage.base import (
     first_of,
     usable,
 )
+from ckptfs.storage.failures import too_large
 from ckptfs.storage.hdfs_aside import PARTIAL, Aside, beside
 from ckptfs.storage.hdfs_client import HdfsClient, Status
 from ckptfs.storage.hdfs_options import arrow_options, web_options
@@ -109,6 +110,14 @@ class HdfsStorage(Storage):
     def read(self, key: str) -> bytes:
         path = self._at(key)
         return self._aside.again(lambda: self._client.read(path))
+
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        # One byte more than it may have tells that it has too many.
+        path = self._at(key)
+        data = self._aside.again(lambda: self._client.read(path, limit_bytes + 1))
+        if len(data) > limit_bytes:
+            raise too_large(self.uri(key), len(data), limit_bytes)
+        return data
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         target, staged = self._at(key), self._at(staging)

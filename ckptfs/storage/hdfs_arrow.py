@@ -71,10 +71,10 @@ class ArrowClient(HdfsClient):
 
     # -- operations ----------------------------------------------------------------------
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
         def read() -> bytes:
             with self._fs.open_input_file(path) as file:
-                return bytes(file.read())
+                return bytes(file.read(most_bytes))
 
         return self._said("read", path, read)
 

@@ -84,8 +84,8 @@ class HdfsClient(ABC):
     powers: Powers
 
     @abstractmethod
-    def read(self, path: str) -> bytes:
-        """All bytes of a small file."""
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+        """All bytes of a small file, or the first ``most_bytes`` of them."""
 
     @abstractmethod
     def status(self, path: str) -> Status:

@@ -76,8 +76,9 @@ class WebClient(HdfsClient):
 
     # -- operations ----------------------------------------------------------------------
 
-    def read(self, path: str) -> bytes:
-        answer = self._ask("GET", "OPEN", path)
+    def read(self, path: str, most_bytes: int | None = None) -> bytes:
+        part: dict[str, Any] = {} if most_bytes is None else {"length": most_bytes}
+        answer = self._ask("GET", "OPEN", path, **part)
         route = self._route(answer, path, "open")
         return bytes(answer.content) if route is None else fetch(route)
 

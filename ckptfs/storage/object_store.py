@@ -119,6 +119,10 @@ class ObjectStorage(Storage):
         path = self._path(key)
         return self.retrier.run(lambda: self.client.get(path)[0])
 
+    def read_small(self, key: str, limit_bytes: int) -> bytes:
+        path = self._path(key)
+        return self.retrier.run(lambda: self.client.get(path, limit_bytes)[0])
+
     def read_ahead(
         self, keys: Sequence[str], *, limit_bytes: int = SMALL_BYTES
     ) -> tuple[bytes, ...]:

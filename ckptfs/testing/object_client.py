@@ -55,6 +55,7 @@ from ckptfs.storage.clients.base import (
     PendingUpload,
     Refused,
     Upload,
+    check_size,
 )
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import parse_options
@@ -125,9 +126,10 @@ class MemoryObjectClient(ObjectClient):
             raise UriError("objects+memory:// belongs to the process that opened it")
         return self._store
 
-    def get(self, key: str) -> tuple[bytes, str | None]:
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
         def act() -> tuple[bytes, str | None]:
             found = self._found(key)
+            check_size(len(found.data), limit_bytes, Uri.parse(self._uri(key)))
             return found.data, found.etag
 
         return self._do("get", key, act)

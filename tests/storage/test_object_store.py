@@ -366,9 +366,9 @@ def test_files_of_a_row_are_read_at_once_and_in_order() -> None:
     gate = threading.Barrier(3)
 
     class Together(MemoryObjectClient):
-        def get(self, key: str) -> tuple[bytes, str | None]:
+        def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
             gate.wait(20)  # passes only if three are under way at once
-            return super().get(key)
+            return super().get(key, limit_bytes)
 
     store = MemoryObjects(Plan([Fault("get", "*/5", 1, Fail(StorageError("odd")))]))
     storage = over(Together(store), concurrency=3)

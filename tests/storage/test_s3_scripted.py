@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -953,3 +954,18 @@ def test_clients_of_one_place_share_a_store_of_obstore(
         stores()
     server.answer = usual
     assert stores() == 6
+
+
+def test_an_object_that_is_too_large_is_refused_by_its_headers(
+    module: str, server: Scripted
+) -> None:
+    """Before its bytes come, which may be as many as the store takes; one of just the limit is read."""
+    client = open_s3(module, server)
+    assert client.get("run/k", 10)[0] == b"0123456789"
+    modified = {"Last-Modified": "Fri, 20 Nov 2026 10:00:00 GMT", "ETag": '"e1"'}
+    # It would take a minute to come.
+    server.answer = lambda _: Answer(200, b"x" * 3000, modified, then="trickle")
+    with pytest.raises(StorageError, match="no such file has more than 99") as caught:
+        client.get("run/k", 99)
+    assert caught.value.errno == errno.EFBIG
+    assert not isinstance(caught.value, TransientError)

@@ -141,7 +141,15 @@ def test_a_file_that_tells_no_size_is_read_to_the_limit() -> None:
         storage.read_small("status", 10)
 
 
-@pytest.mark.parametrize("uri", ["memory://small", "fsspec+memory:///small", "fsspec+file://{tmp}"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "memory://small",
+        "fsspec+memory:///small",
+        "fsspec+file://{tmp}",
+        "objects+memory://small-files/run",
+    ],
+)
 def test_other_stores_have_limits_too(tmp_path: Path, uri: str) -> None:
     """The same answers from memory and through fsspec."""
     storage = open_storage(uri.format(tmp=tmp_path))

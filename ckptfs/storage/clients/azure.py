@@ -51,6 +51,7 @@ from ckptfs.storage.clients.base import (
     ObjectClient,
     Refused,
     Upload,
+    check_size,
 )
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
@@ -80,9 +81,20 @@ class AzureClient(ObjectClient):
         self._account = wire.account
         self._wire = wire
 
-    def get(self, key: str) -> tuple[bytes, str | None]:
-        request = Request("GET", self._uri(key), key, self._account.key_headers())
-        return self._wire.ask("get", request, lambda it: (it.body(), _etag(it)))
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
+        uri = self._uri(key)
+        request = Request("GET", uri, key, self._account.key_headers())
+
+        def take(it: Answer) -> tuple[bytes, str | None]:
+            check_size(int(it.headers.get("Content-Length") or 0), limit_bytes, uri)
+            pieces, done = [], 0
+            for piece in it.pieces():
+                pieces.append(piece)
+                done += len(piece)
+                check_size(done, limit_bytes, uri)
+            return b"".join(pieces), _etag(it)
+
+        return self._wire.ask("get", request, take)
 
     def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
         view, uri = out.cast("B"), self._uri(key)

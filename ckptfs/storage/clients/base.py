@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptfs.storage.clients.bucket_rules import BucketRules
+from ckptfs.storage.failures import too_large
+from ckptfs.uri import Uri
 
 __all__ = [
     "ALWAYS",
@@ -44,6 +46,7 @@ __all__ = [
     "PendingUpload",
     "Refused",
     "Upload",
+    "check_size",
     "whole",
 ]
 
@@ -196,8 +199,10 @@ class ObjectClient(ABC):
     resumes: bool = False
 
     @abstractmethod
-    def get(self, key: str) -> tuple[bytes, str | None]:
-        """All bytes of a small object, and its etag."""
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
+        """All bytes of a small object, and its etag. StorageError (EFBIG): it has more than ``limit_bytes``,
+        and no more than those were received.
+        """
 
     @abstractmethod
     def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
@@ -248,3 +253,11 @@ class ObjectClient(ABC):
 
     def close(self) -> None:
         """Release connections; harmless twice."""
+
+
+def check_size(size_bytes: int, limit_bytes: int | None, uri: Uri) -> None:
+    """For ``ObjectClient.get``, as soon as a size is known: by the answer's headers, and as bytes come in.
+    StorageError (EFBIG): it is too large.
+    """
+    if limit_bytes is not None and size_bytes > limit_bytes:
+        raise too_large(uri, size_bytes, limit_bytes)

@@ -42,6 +42,7 @@ from ckptfs.storage.clients.base import (
     PendingUpload,
     Refused,
     Upload,
+    check_size,
 )
 from ckptfs.storage.clients.bucket_rules import BucketRules, of_gcs
 from ckptfs.storage.clients.failures import Asked, Reason, failed
@@ -81,9 +82,13 @@ class GcsClient(ObjectClient):
 
     # -- small -------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[bytes, str | None]:
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
         asked = self._requests.asked("get", key)
-        reply = self._requests.json(asked, "GET", self._media(key), {"alt": "media"})
+
+        def check(size_bytes: int) -> None:
+            check_size(size_bytes, limit_bytes, asked.uri)
+
+        reply = self._requests.json(asked, "GET", self._media(key), {"alt": "media"}, check=check)
         told_crc = crc32c_told(reply.headers)
         if told_crc is not None and told_crc != crc32c_of(reply.body):
             raise TransientError(

@@ -58,13 +58,18 @@ class Requests:
         headers: Mapping[str, str] | None = None,
         body: _Pieces | None = None,
         out: memoryview | None = None,
+        check: Callable[[int], None] | None = None,
     ) -> Reply:
-        """A request of the JSON API, and its good answer (of a read, its bytes in ``out``)."""
+        """A request of the JSON API, and its good answer (of a read, its bytes in ``out``). check: raises of
+        a number of bytes that is too large.
+        """
         payer = self.payer(asked)
         paid = dict(query) if payer is None else {**query, "userProject": payer}
         # Bytes as they are stored: no decompression on the way, by the server or by the library.
         plain = {"Accept-Encoding": "identity", **(headers or {})}
-        return self.check(asked, self.sent(asked, Call(method, path, paid, plain, body, out)))
+        return self.check(
+            asked, self.sent(asked, Call(method, path, paid, plain, body, out, check))
+        )
 
     def xml(
         self,

@@ -61,7 +61,7 @@ class UnusableError(Exception):
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request. path: quoted, from the root of the endpoint. body: buffers that follow each other.
-    out: where the bytes of a good answer go, all of it.
+    out: where the bytes of a good answer go, all of it. check: raises of a number of bytes that is too large.
     """
 
     method: str
@@ -70,6 +70,7 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     body: tuple[bytes | memoryview, ...] | None = None
     out: memoryview | None = None
+    check: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class GcsWire:
                 ),
             ) as answer:
                 move()
-                body = await _received(answer, call.out, move)
+                body = await _received(answer, call.out, move, call.check)
                 token = sent.removeprefix("Bearer ") or None
                 return Reply(answer.status, answer.headers, body, token)
 
@@ -284,12 +285,22 @@ async def _pieces(
             moved()
 
 
-async def _received(answer: Any, out: memoryview | None, moved: Callable[[], None]) -> bytes:
+async def _received(
+    answer: Any,
+    out: memoryview | None,
+    moved: Callable[[], None],
+    check: Callable[[int], None] | None,
+) -> bytes:
     """The body; of a good answer into ``out``, where there is one."""
     if out is None or answer.status not in _GOOD:
-        chunks = []
+        chunks, done = [], 0
+        if check is not None:
+            check(answer.content_length or 0)
         async for chunk in answer.content.iter_any():
             chunks.append(chunk)
+            done += len(chunk)
+            if check is not None:
+                check(done)
             moved()
         return b"".join(chunks)
     length = answer.content_length

@@ -46,6 +46,7 @@ from ckptfs.storage.clients.base import (
     ObjectClient,
     Refused,
     Upload,
+    check_size,
 )
 from ckptfs.storage.clients.failures import Asked, Dialect
 from ckptfs.storage.clients.forks import ProcessLock
@@ -134,12 +135,15 @@ class ObstoreClient(ObjectClient):
 
     # -- small -------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[bytes, str | None]:
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
+        asked = self._asked("get", key)
+
         def request() -> tuple[bytes, str | None]:
             found = _obstore().get(self._store(), key)
+            check_size(int(found.meta["size"]), limit_bytes, asked.uri)
             return bytes(found.bytes()), self._flavour.etag(found.meta)
 
-        return self._say(self._asked("get", key), request)
+        return self._say(asked, request)
 
     def head(self, key: str) -> Head:
         asked = self._asked("head", key)

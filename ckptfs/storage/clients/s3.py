@@ -49,6 +49,7 @@ from ckptfs.storage.clients.base import (
     PendingUpload,
     Refused,
     Upload,
+    check_size,
 )
 from ckptfs.storage.clients.bucket_rules import BucketRules, of_s3
 from ckptfs.storage.clients.failures import Asked, Said, answered
@@ -89,8 +90,13 @@ class S3Client(ObjectClient):
 
     # -- small -------------------------------------------------------------------------
 
-    def get(self, key: str) -> tuple[bytes, str | None]:
-        data, answer = self._say(self._asked("get", key), lambda: self._wire.fetch(self.at(key)))
+    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
+        asked = self._asked("get", key)
+
+        def check(size_bytes: int) -> None:
+            check_size(size_bytes, limit_bytes, asked.uri)
+
+        data, answer = self._say(asked, lambda: self._wire.fetch(self.at(key), check))
         return data, answer.get("ETag")
 
     def head(self, key: str) -> Head:

@@ -176,11 +176,13 @@ class S3Wire:
         wanted = self._with_options(found, "GetObject", parameters)
         return self._run(found, self._fill(found.s3.get_object, wanted, out))
 
-    def fetch(self, parameters: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
-        """GET of all bytes, and the answer."""
+    def fetch(
+        self, parameters: Mapping[str, Any], check: Callable[[int], None] = lambda _: None
+    ) -> tuple[bytes, dict[str, Any]]:
+        """GET of all bytes, and the answer. check: raises of a number of bytes that is too large."""
         found = self._opened()
         wanted = self._with_options(found, "GetObject", parameters)
-        return self._run(found, self._fetch(found.s3.get_object, wanted))
+        return self._run(found, self._fetch(found.s3.get_object, wanted, check))
 
     # -- on the event loop -------------------------------------------------------------
 
@@ -216,15 +218,18 @@ class S3Wire:
         return answer
 
     async def _fetch(
-        self, method: Any, parameters: Mapping[str, Any]
+        self, method: Any, parameters: Mapping[str, Any], check: Callable[[int], None]
     ) -> tuple[bytes, dict[str, Any]]:
         limit = _Deadline(self.times, _SLOW_BYTES)
         async with limit.timeout:
             answer: dict[str, Any] = await method(**parameters)
-            stream, chunks = answer.pop("Body"), []
+            stream, chunks, done = answer.pop("Body"), [], 0
             try:
+                check(int(answer.get("ContentLength") or 0))
                 while chunk := await stream.read(_READ_BYTES):
                     chunks.append(chunk)
+                    done += len(chunk)
+                    check(done)
                     limit.move()
             except BaseException:
                 stream.close()
