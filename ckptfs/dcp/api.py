@@ -176,6 +176,7 @@ def load(
     *,
     strict: bool = True,
     allow: Allow = (),
+    objects: Literal["load", "refuse"] = "load",
     verify: Literal["read", "off"] = "read",
     run: Run | None = None,
     process_group: Any = None,
@@ -192,7 +193,8 @@ def load(
     the result names them), "extra" (keys that nobody asks for are left out, and named), "dtype" (converted);
     "stock" is what torch's dcp.load allows: "extra" and "dtype". strict: False allows all three. An
     optimizer that would be left empty by its own state_dict(), before its first step, is StateError
-    whatever is allowed. verify: "read" compares every block that is read with its digest. run: a
+    whatever is allowed. objects: "refuse" is StateError for an object that is no plain value (numbers, text,
+    bytes, their containers), by its key; "load" takes those that are data alone. verify: "read" compares every block that is read with its digest. run: a
     held Run, of this checkpoint or of another: the ranks talk as they do for it, so that a rank which
     dies before it has come here is named in seconds and not after timeout_s, and nothing has to be
     opened; process_group and timeout_s are then the run's. It need not be the newest owner.
@@ -215,6 +217,7 @@ def load(
                 target,
                 strict=strict,
                 allow=allow,
+                objects=objects,
                 verify=verify,
                 started=started,
             )

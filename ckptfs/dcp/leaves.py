@@ -50,10 +50,12 @@ from ckptfs import _torch
 from ckptfs._torch import is_sharded_tensor, is_wrapper_subclass
 from ckptfs.dcp.pickle_scan import check_archive
 from ckptfs.dcp.resolve import host_tensor, memory_of
+from ckptfs.errors import ArgumentChoice
 
 __all__ = [
     "WAYS_OUT",
     "Leaf",
+    "Objects",
     "check_leaf",
     "check_leaf_bytes",
     "check_tensor",
@@ -94,6 +96,13 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
 _DTYPE = re.compile(r"[A-Za-z?]\d{0,9}")
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 WAYS_OUT = "trusted? torch.serialization.add_safe_globals([its class]), or StorageReader(weights_only=False)"
+_BUILTINS = frozenset({"bytes", "bytearray", "complex", "set", "frozenset"})
+_PLAIN = {  # by the names of Python 2 too, which protocol 2 has
+    "builtins": _BUILTINS,
+    "__builtin__": _BUILTINS,
+    "_codecs": frozenset({"encode"}),
+    "collections": frozenset({"OrderedDict"}),
+}
 _ZIP = b"PK\x03\x04"
 _COPIES = 4  # of what a pickle holds: text becomes bytes, and bytes an array
 
@@ -164,13 +173,26 @@ def serialise_leaf(leaf: object) -> io.BytesIO:
     return buffer
 
 
-def load_leaf(blob: io.BytesIO, *, weights_only: bool = True) -> Any:
+class Objects(ArgumentChoice):
+    """What becomes of objects in a checkpoint: ``objects=`` of loads."""
+
+    LOAD = "load"  # the types of Python, numpy and torch that are data, and what the user allowed torch
+    REFUSE = (
+        "refuse"  # plain values alone: numbers, text, bytes, their containers, and tensors in those
+    )
+
+
+def load_leaf(
+    blob: io.BytesIO, *, weights_only: bool = True, objects: Objects = Objects.LOAD
+) -> Any:
     """The object in a leaf's blob; tensors in it come to the host.
 
-    pickle.UnpicklingError when it would have to execute anything, or to import a module that it names.
+    pickle.UnpicklingError when it would have to execute anything, or to import a module that it names, or
+    where ``objects`` refuses it.
     """
     blob.seek(0)
-    if not weights_only:
+    is_plain_only = objects is Objects.REFUSE
+    if not weights_only and not is_plain_only:
         return torch.load(blob, map_location="cpu", weights_only=False)
     try:
         check_archive(blob)
@@ -178,10 +200,12 @@ def load_leaf(blob: io.BytesIO, *, weights_only: bool = True) -> Any:
         raise pickle.UnpicklingError(str(error)) from error
     is_archive = blob.read(len(_ZIP)) == _ZIP
     blob.seek(0)
+    if not is_archive and is_plain_only:
+        raise pickle.UnpicklingError("torch has not written such a file since 1.6")
     if not is_archive:  # as torch wrote before 1.6; DCP never did
         return torch.load(blob, map_location="cpu", weights_only=True)
     try:
-        return _torch.load_archive(blob, _AllowListed)
+        return _torch.load_archive(blob, _Plain if is_plain_only else _AllowListed)
     except pickle.UnpicklingError:
         raise
     except Exception as error:
@@ -611,6 +635,27 @@ class _AllowListed:
     """A pickle module for ``torch.load``."""
 
     Unpickler = _ListedUnpickler
+
+
+class _PlainUnpickler(_ListedUnpickler):
+    """Makes numbers, text, bytes, their containers and tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What the pickle may name."""
+        found = super().find_class(module, name)
+        if module.startswith("torch"):
+            is_plain = f"{module}.{name}" not in self._makers.users and name != "Generator"
+        else:
+            is_plain = name in _PLAIN.get(module, ())
+        if not is_plain:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain value")
+        return found
+
+
+class _Plain:
+    """A pickle module for ``torch.load``."""
+
+    Unpickler = _PlainUnpickler
 
 
 # -- whether ranks agree ---------------------------------------------------------------------

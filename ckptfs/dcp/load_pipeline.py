@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -64,6 +64,7 @@ def plan_load(
     allow: Allow = (),
     saved_world: int | None = None,
     weights_only: bool = True,
+    objects: Literal["load", "refuse"] = "load",
 ) -> PlannedLoad:
     """Collective. Who reads what, with every check that needs no data. No tensor is changed
     (but those on the meta device get memory).
@@ -71,11 +72,11 @@ def plan_load(
     state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
     user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
     world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
-    nobody asks for. strict, allow: as for ``ckptfs.load``.
+    nobody asks for. strict, allow, objects: as for ``ckptfs.load``.
     """
     started = time.perf_counter()
     inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
-    planner = LoadPlanner(strict=strict, allow=allow, weights_only=weights_only)
+    planner = LoadPlanner(strict=strict, allow=allow, weights_only=weights_only, objects=objects)
     held: list[list[Read]] = []
 
     def local() -> Asked:

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import io
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -31,7 +31,7 @@ from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.flattening import containers, flat_to_load
 from ckptfs.dcp.inventory import Inventory, SavedTensor, Whole
-from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
+from ckptfs.dcp.leaves import WAYS_OUT, Objects, load_leaf
 from ckptfs.dcp.per_rank import Path, listed, unmarked_key
 from ckptfs.dcp.planned import reads_of, target_of
 from ckptfs.dcp.reading_plan import PLAIN, Shardings, read_box, refuse_untiled
@@ -85,15 +85,22 @@ class LoadPlanner(DefaultLoadPlanner):
     Keys missing from the checkpoint and dtypes that differ are StateErrors, unless ``allow`` names them
     (see ``Allowed``): then such keys keep their values (``missing``), and torch converts. strict: False
     allows all. weights_only: False executes what the
-    objects' pickles say; only for checkpoints that you trust as you trust code.
+    objects' pickles say; only for checkpoints that you trust as you trust code. objects: "refuse" loads no
+    object but plain values, whatever ``weights_only`` says.
     """
 
     def __init__(
-        self, *, strict: bool = True, allow: Allow = (), weights_only: bool = True
+        self,
+        *,
+        strict: bool = True,
+        allow: Allow = (),
+        weights_only: bool = True,
+        objects: Literal["load", "refuse"] = "load",
     ) -> None:
         super().__init__(allow_partial_load=True)
         self.allowed = allowed_of(allow, strict=strict)
         self.weights_only = weights_only
+        self.objects = Objects(objects)
         self.missing: tuple[str, ...] = ()
         self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
 
@@ -276,8 +283,13 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_object(self, key: str, stream: io.BytesIO) -> None:
         """Put the object that ``stream`` holds under ``key``. StateError as ``load_bytes``."""
         try:
-            leaf = load_leaf(stream, weights_only=self.weights_only)
+            leaf = load_leaf(stream, weights_only=self.weights_only, objects=self.objects)
         except Exception as error:
+            if self.objects is Objects.REFUSE:
+                raise StateError(
+                    f"the object under {key!r} is no plain value: {error}",
+                    hint='objects="load" loads those that are data alone',
+                ) from error
             # The unpickler names what it refuses in a dozen ways; all mean the same here.
             raise StateError(
                 f"the object under {key!r} does not load without executing code: {error}",

@@ -55,6 +55,7 @@ def load_at(
     *,
     strict: bool = True,
     allow: Allow = (),
+    objects: Literal["load", "refuse"] = "load",
     verify: Literal["read", "off"] = "read",
     started: float | None = None,
 ) -> LoadResult:
@@ -80,6 +81,7 @@ def load_at(
         found,
         strict=strict,
         allow=allow,
+        objects=objects,
         verify=Verify(verify),
     )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
@@ -95,6 +97,7 @@ def load_into(
     *,
     strict: bool = True,
     allow: Allow = (),
+    objects: Literal["load", "refuse"] = "load",
     verify: Literal["read", "off"] = "read",
     started: float,
 ) -> LoadResult:
@@ -111,6 +114,7 @@ def load_into(
         found,
         strict=strict,
         allow=allow,
+        objects=objects,
         verify=Verify(verify),
     )
     return _hand_over(loadable, been_read, seat, target, found, started)
@@ -135,6 +139,7 @@ def _plan_and_read(
     *,
     strict: bool,
     allow: Allow,
+    objects: Literal["load", "refuse"],
     verify: Verify,
 ) -> _BeenRead:
     control, manifest = seat.control, found.manifest
@@ -144,6 +149,7 @@ def _plan_and_read(
         control,
         strict=strict,
         allow=allow,
+        objects=objects,
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(seat.storage, found, verify, control.rank, control.size)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ckptfs.commit.entries import Kind, Part, Seal
 from ckptfs.commit.pieces import part_in, promise
@@ -66,7 +67,7 @@ class RestoreRequest:
 
     step_of: the template's; names that it does not know are not candidates. step: exactly this one,
     a failing run's included; None is the newest. reshard: fnmatch patterns of keys -> what makes the
-    new rank's state of all old ranks' states. strict, allow: as for ``ckptfs.load``. part: of a checkpoint
+    new rank's state of all old ranks' states. strict, allow, objects: as for ``ckptfs.load``. part: of a checkpoint
     that several groups wrote, the one to restore; ranks outside its group have others. unlogged: what to
     do where another program saved after the newest commit.
     """
@@ -82,6 +83,7 @@ class RestoreRequest:
     part: str | None = None
     unlogged: Unlogged = Unlogged.ERROR
     allow: Allow = ()
+    objects: Literal["load", "refuse"] = "load"
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,6 +267,7 @@ class CheckpointManager(RunManager):
         include_failures: bool = False,
         strict: bool = True,
         allow: Allow = (),
+        objects: Literal["load", "refuse"] = "load",
         part: str | None = None,
         unlogged: Literal["error", "ignore"] | None = None,
     ) -> Restored | None:
@@ -280,7 +281,7 @@ class CheckpointManager(RunManager):
         ``Restored.skipped`` what that costs; "error" never goes back unasked. Under another number of
         ranks what each rank kept for itself is StateError, unless per_rank="drop" leaves it out or
         reshard={pattern: function} makes the new state of the old ones. part: this group's, of a
-        checkpoint that several groups wrote. strict, allow: as for ``ckptfs.load``.
+        checkpoint that several groups wrote. strict, allow, objects: as for ``ckptfs.load``.
 
         NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
         newest is damaged, and what is missing where. AmbiguousCheckpointError: stock torch saved into the run
@@ -300,6 +301,7 @@ class CheckpointManager(RunManager):
             part,
             self._settings.unlogged_of(unlogged),
             allow,
+            objects,
         )
         with (
             self._ground.reading() as seat,

@@ -227,6 +227,7 @@ class _Restore:
             found,
             strict=self._request.strict,
             allow=self._request.allow,
+            objects=self._request.objects,
             started=self._started,
         )
         restored = Restored(

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptfs
-from ckptfs.dcp.leaves import check_leaf, load_leaf, serialise_leaf
+from ckptfs.dcp.leaves import Objects, check_leaf, load_leaf, serialise_leaf
 from ckptfs.errors import CollectiveError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -348,3 +348,63 @@ def _refused(leaf: io.BytesIO) -> None:
     text = str(caught.value)
     assert "PytorchStreamReader" not in text, "the archive itself is whole"
     assert "MemoryError" not in text
+
+
+PLAIN = {
+    "numbers": [1, 2.5, 1 + 2j, True, None, 10**40],
+    "text": {"a": ("b", {"c"}, frozenset({1})), 3: b"bytes", "d": bytearray(b"x")},
+    "ordered": collections.OrderedDict(a=1),
+    "of torch": [torch.float32, torch.Size([2, 3]), torch.device("cpu")],
+    "tensors": ({"t": torch.arange(3)},),
+}
+NOT_PLAIN = {
+    "array": np.arange(3),
+    "date": dt.date(2026, 1, 1),
+    "path": pathlib.PurePosixPath("/x"),
+    "uuid": uuid.UUID(int=1),
+    "stream": stream(b"x", 0),
+    "generator": generator(),
+    "nested": [{"a": (np.float32(1),)}],
+    "users": Color.RED,
+}
+
+
+@pytest.mark.parametrize("key", PLAIN)
+def test_plain_values_load_where_objects_are_refused(key: str) -> None:
+    """And tensors in them."""
+    made = load_leaf(serialise_leaf(PLAIN[key]), objects=Objects.REFUSE)
+    assert type(made) is type(PLAIN[key])
+    assert repr(made) == repr(PLAIN[key])
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("key", NOT_PLAIN)
+def test_any_other_object_is_refused(key: str, weights_only: bool) -> None:
+    """Also what the user allowed torch to load, and where everything else is: no class of anybody's is made."""
+    blob = serialise_leaf(NOT_PLAIN[key])
+    with (
+        torch.serialization.safe_globals([Color]),
+        pytest.raises(pickle.UnpicklingError, match="is no plain value"),
+    ):
+        load_leaf(blob, weights_only=weights_only, objects=Objects.REFUSE)
+
+
+def test_objects_refuse_names_the_key_of_what_is_no_plain_value(tmp_path: Path) -> None:
+    """By load and by restore; a checkpoint of tensors and plain values loads."""
+    with ckptfs.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": torch.ones(3), "lr": 0.5})
+        manager.save(2, {"w": torch.ones(3), "lr": 0.5, "day": dt.date(2026, 1, 1)})
+        state: dict[str, Any] = {"w": torch.zeros(3), "lr": None}
+        ckptfs.load(state, tmp_path / "step_1", objects="refuse")
+        assert state["lr"] == 0.5
+        assert torch.equal(state["w"], torch.ones(3))
+        assert manager.restore(state, step=1, objects="refuse") is not None
+        state["day"] = None
+        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is no plain value"):
+            ckptfs.load(state, tmp_path / "step_2", objects="refuse")
+        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is no plain value"):
+            manager.restore(state, objects="refuse")
+        ckptfs.load(state, tmp_path / "step_2")
+        assert state["day"] == dt.date(2026, 1, 1)
+    with pytest.raises(ckptfs.StateError, match='"load" or "refuse"'):
+        ckptfs.load(state, tmp_path / "step_1", objects="no")  # type: ignore[arg-type]
