@@ -82,6 +82,7 @@ class Task:
     spec: SaveSpec  # its name and step are filled in from the agreed URI
     timeout_s: float
     common: Common | None = None
+    channel: str = ""  # tells these ranks from other groups that talk over the same store
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -283,8 +284,9 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
 
 def _hello_key(task: Task, rank: int) -> str:
     # What the user typed, not the absolute path: ranks may have different working directories.
-    # Hashed, because it may hold credentials.
-    typed = hashlib.sha256(str(task.uri).encode()).hexdigest()[:16]
+    # Hashed, because it may hold credentials. Two groups may save under one typed URI at once, each to
+    # its own node's disk: without the channel one would take the other's hello.
+    typed = hashlib.sha256(f"{task.channel}\n{task.uri}".encode()).hexdigest()[:16]
     return f"ckptfs/dcp/hello/{typed}/{rank}"
 
 

@@ -75,7 +75,8 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     as with stock, keeps the old checkpoint until the new one is committed, and claims the run for the save
     where the name is taken: other calls that hold it are waited for, for 30 s less than timeout_s; a name
     that is new claims nothing. process_group: the group given to dcp.save,
-    where that is not the default one and torch is older than 2.10. timeout_s: longest silence of a rank,
+    where that is not the default one and torch is older than 2.10, or where several groups save at once under
+    the same URI, each on disks of its own. timeout_s: longest silence of a rank,
     and of a hook of torch's that does not come.
 
     Stock's words: path is uri; thread_count is threads; overwrite=False is if_exists="error";
@@ -184,8 +185,13 @@ class StorageWriter(StockPlace, TorchStorageWriter):
                     uri=self._shown,
                     hint="without them DCP cannot tell the ranks that one of them failed",
                 )
-            task = Task(self._checked_uri(), self._place, self._spec, self._timeout_s, self._common)
-            self._desk = hire(task, self._rank, self._store(), coordinator=is_coordinator)
+            store, channel = self._channel()
+            task = Task(
+                *(self._checked_uri(), self._place, self._spec, self._timeout_s),
+                common=self._common,
+                channel=channel,
+            )
+            self._desk = hire(task, self._rank, store, coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """All ranks. Keys of ``per_rank`` get names of their own. Makes nothing."""
@@ -202,7 +208,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         """Coordinator. The attempt begins on all ranks: its directory exists when this returns."""
         with crossing(self._rank):
             desk = self._seated
-            send_orders(desk, len(plans), self._store())
+            send_orders(desk, len(plans), self._channel()[0])
             begun = desk.wait(desk.begun, "the attempt's begin")
             self._domains = {d.id: d.ranks for d in begun.attempt.seat.placement.domains}
             held = [plan.storage_data or [] for plan in plans]
@@ -353,9 +359,10 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             )
         return self._uri
 
-    def _store(self) -> Any:
+    def _channel(self) -> tuple[Any, str]:
+        """The store over which the ranks talk, and what tells the group from others there."""
         # no_dist, and no group at all, have one participant: it needs nobody's store.
-        return _torch.group_channel(self._group)[0] if _torch.has_default_group() else None
+        return _torch.group_channel(self._group) if _torch.has_default_group() else (None, "")
 
     def _spec_step_from_name(self) -> None:
         # A step that was told belongs to the URI that was told with it.

@@ -196,6 +196,44 @@ def subgroups(rank: Rank, uri: str) -> Any:
     return [*found, *same(f"{uri}_async", members, 2.0, process_group=group)]
 
 
+class Announcing(ckptfs.StorageWriter):
+    """Tells over the default group's store that this rank has come to a save."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """As it is, and a key."""
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        store_of_all().set("announced", "yes")
+
+
+def store_of_all() -> Any:
+    """The default group's store."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def groups_alike(rank: Rank) -> Any:
+    """Two groups and one URI as it is typed, on disks of their own: rank 2 is first, its peer saves twice."""
+    import torch.distributed as dist
+
+    rank.init_group()
+    groups, found = [dist.new_group([0, 1]), dist.new_group([1, 2])], []
+    for number in {0: [0], 1: [0, 1], 2: [1]}[rank.number]:
+        folder = Path(rank.args["folder"]) / str(number)
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+        kind = Announcing if rank.number == 2 else ckptfs.StorageWriter
+        if number == 0:
+            store_of_all().wait(["announced"])
+        writer = kind("run/step_1", process_group=groups[number], timeout_s=40)
+        state = {"x": torch.full((2,), float(number))}
+        saved = failure(
+            lambda: dcp.save(state, storage_writer=writer, process_group=groups[number])  # noqa: B023
+        )
+        found.append([number, saved])
+    return found
+
+
 def alone(rank: Rank, uri: str) -> Any:
     """no_dist: rank 0 saves, synchronously and not, and loads what all ranks saved."""
     dcp.save(state_of(rank.size), storage_writer=ckptfs.StorageWriter(uri))
@@ -443,6 +481,21 @@ def test_torchs_own_tools_read_it(outcomes: Any) -> None:
 def test_subgroups_without_rank_0_save_and_load(outcomes: Any) -> None:
     """process_group= of dcp.save and async_save is enough; rank 0 saves by itself meanwhile."""
     assert [o["subgroups"] for o in outcomes] == [None, [True] * 4, [True] * 4]
+
+
+def test_groups_that_save_at_once_by_one_name(tmp_path: Path) -> None:
+    """A relative path, or a disk of each node: what a rank says to its group no other group hears."""
+    saved = ["nothing"]
+    with launch(groups_alike, RANKS, args={"folder": str(tmp_path)}) as ranks:
+        assert ranks.values(timeout_s=100) == [
+            [[0, saved]],
+            [[0, saved], [1, saved]],
+            [[1, saved]],
+        ]
+    for number in (0, 1):
+        state = {"x": torch.zeros(2)}
+        dcp.load(state, storage_reader=ckptfs.StorageReader(tmp_path / f"{number}/run/step_1"))
+        assert state["x"].tolist() == [number, number]
 
 
 def test_no_dist_on_one_rank_of_many(outcomes: Any) -> None:
