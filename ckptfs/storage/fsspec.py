@@ -22,7 +22,6 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from glob import has_magic
 from typing import Any
 
@@ -219,10 +218,7 @@ class FsspecStorage(Storage):
     def remove(self, key: str) -> None:
         self._refuse_read_only(key)
         with self._client.said("remove", key, changes=True):
-            try:
-                self._client.fs.rm_file(self._client.at(key))
-            except FileNotFoundError:
-                return
+            self._client.remove(self._client.at(key))
 
     def remove_dir(self, key: str) -> None:
         self.uri(key)
@@ -248,6 +244,7 @@ class FsspecStorage(Storage):
                 if not files and not folders:
                     return
                 self._remove_files(files)
+                self._client.forget_folders()
                 self._remove_folders(folders)
 
     # -- certainty ---------------------------------------------------------------------
@@ -288,8 +285,7 @@ class FsspecStorage(Storage):
             fs.rm(list(paths))  # few requests for many names
             return
         for path in paths:
-            with suppress(FileNotFoundError):
-                fs.rm_file(path)
+            self._client.remove(path)
 
     def _remove_folders(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -297,8 +293,8 @@ class FsspecStorage(Storage):
                 self._client.fs.rmdir(path)
             except FileNotFoundError:
                 continue
-            except OSError:
-                # Somebody wrote into it meanwhile: the next sweep sees what.
+            except Exception:  # noqa: BLE001 - of each client a type of its own
+                # Somebody wrote into it meanwhile, or removed it: the next sweep sees what.
                 _log.debug("not removed yet: %s", mask_credentials(path), exc_info=True)
 
     def _creates_exclusively(self, folder: str) -> bool:

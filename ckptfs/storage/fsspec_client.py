@@ -11,10 +11,11 @@ all are caught here, at the edge, and only here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import fsspec
@@ -35,6 +36,9 @@ from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["Client"]
 
+# One connection that answers one question after another: two threads would read each other's answers.
+_ONE_AT_A_TIME = frozenset(("sftp", "ssh", "ftp"))
+_WEBDAV = frozenset(("webdav", "dav"))
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
 _SERVER_ERRORS = 500
 # What an answer says of a change by itself: it was not done, or nobody knows.
@@ -55,15 +59,19 @@ class Client:
         self.protocol = root.protocol.removeprefix("fsspec+")
         self.is_bucket = self.protocol in _BUCKETS
         self._options = dict(options)
-        self._lock = ProcessLock()
+        self._set_locks()
+
+    def _set_locks(self) -> None:
+        self._lock, self._turn = ProcessLock(), ProcessLock()
+        self._made: set[str] = set()  # directories that were there, or made
         self._open: tuple[int, Any, str] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None, "_open": None}
+        return self.__dict__ | {"_lock": None, "_turn": None, "_open": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = ProcessLock()
+        self._set_locks()
 
     def uri(self, key: str) -> Uri:
         """The full URI of a key."""
@@ -86,6 +94,8 @@ class Client:
         """
         fs, path = self.fs, self.at(key)
         fs.invalidate_cache()
+        if not self.is_bucket and fs.isfile(path):
+            return [path], []  # ftp's find takes it for a directory
         found = fs.find(path, withdirs=not self.is_bucket, detail=True)
         if not isinstance(found, dict):
             # adlfs, of a name that is a file, or is not there.
@@ -103,16 +113,60 @@ class Client:
     def move(self, source: str, target: str) -> None:
         """One file over another, in one step where the client has one: else copied and removed."""
         fs = self.fs
+        if self.protocol in _WEBDAV:
+            # webdav4's mv copies, and not over a file that is there; the protocol's own MOVE does both.
+            fs.client.move(source, target, overwrite=True)
+            return
         if type(fs).mv is not fsspec.AbstractFileSystem.mv:
             fs.mv(source, target)
             return
         fs.cp_file(source, target)
         fs.rm_file(source)
 
+    def remove(self, path: str) -> None:
+        """One file, if it is there. A server of directories has an error of its own where it is not."""
+        try:
+            self.fs.rm_file(path)
+        except FileNotFoundError:
+            return
+        except Exception:
+            if self.is_bucket or self.fs.exists(path):
+                raise
+
+    def make_parents(self, folder: str) -> None:
+        """Make a directory and those above it. Each is asked for once: clients fail late where one is
+        missing, with the upload or at close, each with an error of its own.
+        """
+        if folder in self._made or not folder.strip("/"):
+            return
+        try:
+            self.fs.makedirs(folder, exist_ok=True)
+        except Exception:
+            # Another process made it at the same moment, and the server calls that an error.
+            self.fs.invalidate_cache()
+            if not self.fs.isdir(folder):
+                raise
+        self._made.add(folder)
+
+    def forget_folders(self) -> None:
+        """Some are about to go."""
+        self._made.clear()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """For what is done outside of ``said``: a client that one thread at a time may use is held."""
+        return self._turn if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
+
     def close(self) -> None:
         """Let the client go; the next use opens another."""
         with self._lock:
-            self._open = None
+            opened, self._open = self._open, None
+        if opened is None or opened[0] != os.getpid():
+            return  # the connection is another process's
+        inner: Any = getattr(opened[1], "client", None)
+        if self.protocol in ("sftp", "ssh"):
+            inner.close()
+        elif self.protocol in _WEBDAV:
+            inner.http.close()
 
     def claims_create(self) -> bool:
         """A client with a ``pipe_file`` of its own may pass the condition on to the server; fsspec's
@@ -133,10 +187,12 @@ class Client:
         now has not done it (TransientError).
         """
         try:
-            yield
+            with self.turn():
+                yield
         except CkptfsError:
             raise
         except Exception as error:  # noqa: BLE001 - see above: the edge where all become typed
+            self._made.clear()  # somebody may have removed a directory
             reason = _reason(error) if self.is_bucket else None
             raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
 
@@ -168,8 +224,14 @@ def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any,
         found = {"key": key, "secret": secret, **found}
         place = Uri(protocol, root.authority, root.path)
     found = {**cls._get_kwargs_from_urls(place.full), **found}
-    found = {"use_listings_cache": False, "skip_instance_cache": True, **found}
-    return cls(**found), str(cls._strip_protocol(place.full))
+    if protocol in _BUCKETS:
+        found = {"use_listings_cache": False, **found}
+    # fsspec takes this word itself; any other goes to the client, and paramiko and webdav4 refuse what they do
+    # not know.
+    files = cls(**{"skip_instance_cache": True, **found})
+    if "use_listings_cache" not in found:
+        files.dircache.use_listings_cache = False
+    return files, str(cls._strip_protocol(place.full))
 
 
 def _reason(error: BaseException) -> Reason | None:

@@ -58,7 +58,10 @@ class Stream(DataWriter):
             sent = 0
             while sent < len(view):
                 # bytes: not every client's stream takes a memoryview, and it may keep the buffer.
-                sent += self._file.write(bytes(view[sent : sent + _BLOCK_BYTES]))
+                block = bytes(view[sent : sent + _BLOCK_BYTES])
+                written = self._file.write(block)
+                # paramiko's writes all, and says nothing.
+                sent += len(block) if written is None else written
         self._broken = False
         return len(view)
 
@@ -88,9 +91,10 @@ class Stream(DataWriter):
                     stream.discard()
                     stream.closed = True
             else:
-                if stream is not None:
-                    stream.close()
-                self._client.fs.rm_file(self._path)
+                with self._client.turn():
+                    if stream is not None:
+                        stream.close()
+                    self._client.fs.rm_file(self._path)
         except FileNotFoundError:
             return
         except Exception as error:  # noqa: BLE001 - the error that brought us here is the one to tell
@@ -106,12 +110,9 @@ class Stream(DataWriter):
         fs = self._client.fs
         if self._client.is_bucket:
             return fs.open(self._path, "wb", autocommit=False, block_size=_BLOCK_BYTES)
-        try:
-            return fs.open(self._path, "wb")
-        except FileNotFoundError:
-            # An object store has no parents to make, so our callers make none.
-            fs.makedirs(self._path.rpartition("/")[0], exist_ok=True)
-            return fs.open(self._path, "wb")
+        # An object store has no parents to make, so our callers make none.
+        self._client.make_parents(self._path.rpartition("/")[0])
+        return fs.open(self._path, "wb")
 
     def _move(self) -> None:
         try:

@@ -5,6 +5,7 @@
     azurite       Azure Blob                                                       npm
     gcs           Google's JSON API with preconditions (tests/lab/gcs_server.py)   here
     gcs_emulator  Google's JSON API, plain I/O; ignores preconditions              PyPI
+    sftp, ftp, webdav   directories, for fsspec's own clients                Debian, PyPI
     hdfs          a NameNode and a DataNode                                        PyPI, Debian
     sink          S3-shaped, forgets large bodies: what does a *client* cost?      here
 
@@ -48,6 +49,7 @@ from tests.lab.process import LabError, UnavailableError
 from tests.lab.radosgw import radosgw
 from tests.lab.server import Server
 from tests.lab.sink import sink
+from tests.lab.trees import ftp, sftp, webdav
 
 __all__ = [
     "LabError",
@@ -57,10 +59,13 @@ __all__ = [
     "Server",
     "UnavailableError",
     "azurite",
+    "ftp",
     "gcs",
     "gcs_emulator",
     "hdfs",
     "moto",
     "radosgw",
+    "sftp",
     "sink",
+    "webdav",
 ]

@@ -11,6 +11,7 @@ packages=(
     default-jre-headless libjersey1-core-java libjersey1-server-java libjersey1-servlet-java # HDFS
     libjersey1-json-java libcommons-daemon-java libjsr311-api-java libjettison-java libasm-java
 )
+packages+=(openssh-server) # sftp
 packages+=(e2fsprogs xfsprogs btrfs-progs) # power cuts
 command -v npm >/dev/null || packages+=(nodejs npm) # Azurite
 
