@@ -180,7 +180,7 @@ def test_commands_name_the_command_that_was_meant(tmp_path: Path, cli: Cli) -> N
     ran = cli("rm", run, "--yes")
     assert ran.exit == 2
     assert "a run with 2 checkpoints" in ran.err
-    assert f"ckptfs rm {run}/step_2" in ran.err
+    assert f"ckptfs rm {run}/step_1 removes the oldest" in ran.err
     assert f"ckptfs rm --all {run}" in ran.err
     assert "by hand" not in ran.err
     for command in ("pin", "unpin"):

@@ -11,6 +11,7 @@ tells no time, nothing is known to be later.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickletools
 from collections.abc import Callable, Iterator, Sequence
@@ -154,10 +155,16 @@ def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
 
 
 def missing_data(name: str, metadata: bytes) -> Program[tuple[str, ...]]:
-    """Of the data files that a ``.metadata`` names, those that are not there; one listing a directory."""
+    """Of the data files that a ``.metadata`` names, those that are not there; one listing a directory. It is
+    missing itself where it is no pickle from its first byte to its last: nobody loads that.
+    """
     folders: dict[str, list[str]] = {}
     missing = []
-    for path in sorted(set(data_paths(metadata))):
+    try:
+        paths = sorted(set(_named_paths(metadata)))
+    except (ValueError, EOFError):
+        return (METADATA,)
+    for path in paths:
         if path.startswith("/") or ".." in path.split("/"):
             missing.append(path)
         else:
@@ -264,23 +271,26 @@ def data_paths(metadata: bytes) -> Iterator[str]:
     """The data files that a ``.metadata`` names. Nothing is unpickled: its texts are looked at in order,
     and the one after ``relative_path`` is a path. What is no pickle names none.
     """
+    with contextlib.suppress(ValueError, EOFError):
+        yield from _named_paths(metadata)
+
+
+def _named_paths(metadata: bytes) -> Iterator[str]:
+    """As ``data_paths``. ValueError: it is no pickle, or not all of one."""
     memo: dict[int, object] = {}
     last: object = None
     before: object = None
-    try:
-        for opcode, argument, _ in pickletools.genops(metadata):
-            match opcode.name:
-                case "MEMOIZE":
-                    memo[len(memo)] = last
-                    continue
-                case "PUT" | "BINPUT" | "LONG_BINPUT":
-                    memo[int(argument or 0)] = last
-                    continue
-                case "GET" | "BINGET" | "LONG_BINGET":
-                    before, last = last, memo.get(int(argument or 0))
-                case _:
-                    before, last = last, argument if isinstance(argument, str) else None
-            if before == "relative_path" and isinstance(last, str):
-                yield last
-    except (ValueError, EOFError):
-        return
+    for opcode, argument, _ in pickletools.genops(metadata):
+        match opcode.name:
+            case "MEMOIZE":
+                memo[len(memo)] = last
+                continue
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[int(argument or 0)] = last
+                continue
+            case "GET" | "BINGET" | "LONG_BINGET":
+                before, last = last, memo.get(int(argument or 0))
+            case _:
+                before, last = last, argument if isinstance(argument, str) else None
+        if before == "relative_path" and isinstance(last, str):
+            yield last

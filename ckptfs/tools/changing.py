@@ -229,7 +229,7 @@ def _not_ours(
     """Why nothing is done about a name. What the log, or a checkpoint around it, knows of is nobody's to
     remove by hand.
     """
-    inside = _inside(target, options) or _is_run(target, options, command)
+    inside = _inside(target, options) or _run_instead(target, options, command)
     if inside is not None:
         return inside
     lines = list_run(look, everything=True, names=[target.name]).checkpoints
@@ -273,8 +273,8 @@ def _inside(target: Uri, options: Mapping[str, Any] | None) -> StateError | None
     return None
 
 
-def _is_run(target: Uri, options: Mapping[str, Any] | None, command: str) -> StateError | None:
-    """Refuses a run: what it holds goes checkpoint by checkpoint, and by its log."""
+def _run_instead(target: Uri, options: Mapping[str, Any] | None, command: str) -> StateError | None:
+    """The error where a run lies there: what it holds goes checkpoint by checkpoint, and by its log."""
     with looking_at(target, options) as look:
         if not look.views:
             return None
@@ -284,7 +284,7 @@ def _is_run(target: Uri, options: Mapping[str, Any] | None, command: str) -> Sta
     if not names:
         hint = f"ckptfs gc {shown} tells what dead jobs left in it"
     elif command == "rm":
-        hint = f"ckptfs rm {shown}/{names[-1]} removes one of them, ckptfs rm --all {shown} all"
+        hint = f"ckptfs rm {shown}/{names[0]} removes the oldest, ckptfs rm --all {shown} all"
     else:
         hint = f"ckptfs {command} {shown}/{names[-1]} takes one of them"
     return StateError(f"a run with {count}, not a checkpoint", uri=target, hint=hint)

@@ -42,6 +42,7 @@ from ckptfs.commit.entries import FenceMode
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, TMP, staging_key
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.looking import Look, looking_at, refuse_gap
+from ckptfs.commit.misplaced import refuse_no_run
 from ckptfs.commit.opening import Place, open_seat
 from ckptfs.commit.ops import Program, RemoveTree, drive
 from ckptfs.commit.protocol import commits
@@ -177,6 +178,7 @@ def _refuse_no_run(look: Look) -> None:
     if names & {MANIFEST, METADATA}:
         raise _is_checkpoint(look.root)
     if absent:
+        drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
         raise NotFoundError(
             "nothing is there", uri=look.root, hint="ckptfs ls of what is above it tells what is"
         )

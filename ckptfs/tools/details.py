@@ -57,11 +57,10 @@ def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
             line, state=State.FOREIGN, note="ckptfs did not write it; load it by its name"
         )
     lost = f"{missing[0]} is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
-    return replace(
-        line,
-        state=State.DAMAGED,
-        note=f"not whole, and not written by ckptfs: {lost} that its {METADATA} names",
-    )
+    why = f"{lost} that its {METADATA} names"
+    if missing == (METADATA,):
+        why = f"its {METADATA} is not one, or not all of one"
+    return replace(line, state=State.DAMAGED, note=f"not whole, and not written by ckptfs: {why}")
 
 
 def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:

@@ -163,7 +163,9 @@ def _no_run(entries: Sequence[Entry]) -> Iterator[str]:
 def _refuse_absent(look: Look, entries: list[Entry] | None) -> list[Entry]:
     if entries:
         return entries
-    if entries is None or look.storage.capabilities.shape is Shape.OBJECT:
+    shape = look.storage.capabilities.shape
+    drive(refuse_no_run(look.root, shape), look.storage)  # a file lists like a place that is absent
+    if entries is None or shape is Shape.OBJECT:
         raise NotFoundError(
             "nothing is there", uri=look.root, hint="ckptfs ls of what is above it tells what is"
         )

@@ -384,6 +384,16 @@ def test_an_empty_control_directory_is_no_run(cli: Cli, tmp_path: Path) -> None:
     assert [run["uri"] for run in found["runs"]] == [str(Uri.parse(tmp_path / "run"))]
 
 
+@pytest.mark.parametrize("command", ["ls", "gc", "latest"])
+def test_a_file_is_told_as_one(cli: Cli, tmp_path: Path, command: str) -> None:
+    """Not as a place where nothing is."""
+    (tmp_path / "file").write_bytes(b"bytes")
+    ran = cli(command, tmp_path / "file")
+    assert (ran.exit, "a file, not a run" in ran.err) == (2, True), ran.err
+    ran = cli(command, tmp_path / "nothing")
+    assert (ran.exit, "nothing is there" in ran.err) == (3, True), ran.err
+
+
 def test_a_directory_of_single_files_is_told_as_one(cli: Cli, tmp_path: Path) -> None:
     """Lightning's ``.ckpt`` files and torch's ``.pt`` files lie in no run: ls names them."""
     for name in ("last.ckpt", "epoch=1.ckpt"):

@@ -139,13 +139,23 @@ def test_what_is_older_does_not_disturb(run: Path) -> None:
     assert restored(run) == 2.0
 
 
-@pytest.mark.parametrize("half", ["no .metadata", "no data"])
+@pytest.mark.parametrize("half", ["no .metadata", "no data", "garbage", "half a .metadata"])
 def test_what_is_not_whole_does_not_count(run: Path, half: str) -> None:
     """A stock save that is under way, or died, or whose files went, is no checkpoint."""
     stock(run / "step_3", 3.0)
-    for path in (run / "step_3").glob(".metadata" if half == "no .metadata" else "*.distcp"):
-        path.unlink()
+    metadata = run / "step_3" / ".metadata"
+    if half in ("garbage", "half a .metadata"):
+        raw, times = metadata.read_bytes(), metadata.stat()
+        metadata.write_bytes(b"garbage" if half == "garbage" else raw[:-9])
+        os.utime(metadata, (times.st_mtime, times.st_mtime))
+    else:
+        for path in (run / "step_3").glob(".metadata" if half == "no .metadata" else "*.distcp"):
+            path.unlink()
     assert restored(run) == 2.0
+    found = look_at(run)
+    assert isinstance(found, Run)
+    states = {line.name: line.state for line in found.checkpoints}
+    assert states.get("step_3", State.DAMAGED) is State.DAMAGED
 
 
 def test_copies_with_a_manifest_never_count(run: Path) -> None:
