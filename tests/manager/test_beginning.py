@@ -14,7 +14,7 @@ import torch
 import ckptfs
 from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManager, Keep
 from ckptfs.commit.opening import Place
-from ckptfs.manager.base import RunManager
+from ckptfs.manager.driving import StepDriver
 from ckptfs.manager.ground import Ground, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
@@ -514,10 +514,16 @@ def test_all_ranks_are_told_alike(tmp_path: Path, nodes: list[str] | None) -> No
         assert [c.step for c in ckptfs.list_checkpoints(tmp_path / disk)] == [2000, 2010]
 
 
-def test_every_manager_takes_the_argument() -> None:
-    """What stands on these two hands its options on."""
-    import inspect
-
-    for made in (CheckpointManager, DirectoryManager):
-        assert issubclass(made, RunManager)
-        assert inspect.signature(made).parameters["begin_again"].default is False
+def test_what_stands_on_a_manager_hands_the_argument_on(tmp_path: Path) -> None:
+    """A driver of worker groups, which reads nothing: refused without it, begun with it."""
+    run = tmp_path / "run"
+    with DirectoryManager(run) as manager, manager.writing(2000) as path:
+        Path(path, "a").write_text("a")
+    driver = StepDriver(run)
+    with pytest.raises(CommitConflictError, match="step_2000"), driver.saving(10, ["actor"]):
+        pass
+    driver.close()
+    driver = StepDriver(run, begin_again=True)
+    with pytest.raises(ZeroDivisionError), driver.saving(10, ["actor"]):
+        raise ZeroDivisionError
+    driver.close()
