@@ -183,7 +183,7 @@ def test_a_committer_that_died_before_the_projection_is_read_through(tmp_path: P
     step = f"{tmp_path}/run/step_1"
     put(fs, step, 7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Attempt, "_finish", lambda *_: ())
+        patch.setattr(Attempt, "_finish", lambda *_: ((), 0))
         commit(fs, step)
     assert not Path(step).exists()
     assert seen(fs, step) == [7, 7]
