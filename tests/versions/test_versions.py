@@ -302,7 +302,12 @@ def test_both_write_the_same_words(writer: str, pair: Pair, place: Place) -> Non
         do(host, place, run, ("save", {"name": "step_1", "label": "one"})).get()
         do(host, place, run, step).get()
         words.append(written_words(run, place))
-    assert words[0] == words[1]
+    # A call lets go at once what it replaced, which the old version left to the next commit: the fields
+    # of these entries are compared where both write them, in "clear".
+    more = {"entry delete", "entry gone"} if writer == "replace" else set()
+    assert words[0].keys() ^ words[1].keys() <= more
+    shared = words[0].keys() & words[1].keys()
+    assert {kind: words[0][kind] for kind in shared} == {kind: words[1][kind] for kind in shared}
     assert {kind for kind in words[0] if kind.startswith("entry")} >= {"entry seal", "entry fence"}
     for kind, fields in words[0].items():
         if kind.startswith("entry"):
