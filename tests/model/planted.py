@@ -45,7 +45,7 @@ from ckptfs.commit.ops import (
 )
 from ckptfs.commit.saves import Saves
 from ckptfs.errors import NotFoundError
-from tests.model import programs
+from tests.model import programs, scenarios
 
 __all__ = ["PLANTED", "Mistake"]
 
@@ -405,7 +405,17 @@ def _removal_recorded_without_another_look() -> list[Patch]:
     return [(where, "lies_nowhere", lies_nowhere) for where in (reclaim, programs)]
 
 
+def _swap_without_looking() -> list[Patch]:
+    def swap(state: Any, seal: Any, expected: Any) -> Any:
+        return decisions.may_seal(state, seal, replace=True)
+
+    return [(scenarios, "may_swap", swap)]
+
+
 PLANTED: dict[str, Mistake] = {
+    "a swap that does not look what it replaces": Mistake(
+        "swap-two-domains", "I5", _swap_without_looking
+    ),
     "what lies there recorded as removed": Mistake(
         "taken-while-it-moves", "I11", _removal_recorded_without_another_look
     ),

@@ -14,11 +14,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfs.commit import recovery, retire, saving
+from ckptfs.commit import decisions, recovery, retire, saving
 from ckptfs.commit.catalog import find
 from ckptfs.commit.decisions import Refusal, may_claim, unreleased
 from ckptfs.commit.deleting import remove_unheld
-from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Seal, Stamp
+from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import AttemptKeys
 from ckptfs.commit.log import Appended, Refused, append, catch_up
@@ -86,7 +86,9 @@ class What:
     fine: whether the small files are written one by one (more interleavings). clears: whether it
     deletes what it replaced before it ends, or leaves that to ``clearer``. turns: whether it ends in
     turns with ``retirer``, as threads of one process do. last: whether what it replaced goes when it ends,
-    because its run is held for it alone.
+    because its run is held for it alone. swaps: an unfenced one that replaces the save which it found under
+    its name, if that is the newest of it still (design note 18, not in the package). removes: such a one
+    then removes what it replaced, as one that holds nothing.
     """
 
     save_id: str
@@ -100,6 +102,8 @@ class What:
     clears: bool = True
     turns: bool = False
     last: bool = False
+    swaps: bool = False
+    removes: bool = False
 
     @property
     def keys(self) -> AttemptKeys:
@@ -217,16 +221,18 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
         newest = max(v.generation for v in views.values())
         if what.gen is not None and newest > what.gen:
             return "fenced"
-        if not what.replace and name_taken(what.name, views) is not None:
+        found = name_taken(what.name, views)
+        if not (what.replace or what.swaps) and found is not None:
             return "taken"
         base = what.gen or min(v.generation for v in views.values())
         seq = next_seq(base, views, fenced=what.gen is not None)
-        yield domain, Tell(("base", what.save_id), (base, seq))
-        del views
+        expected = found if what.swaps else None
+        yield domain, Tell(("base", what.save_id), (base, seq, expected))
+        del views, found
     else:
-        base, seq = yield domain, Hear((("base", what.save_id),))
+        base, seq, expected = yield domain, Hear((("base", what.save_id),))
     try:
-        return (yield from _save(what, domain, means, state, base, seq, ending))
+        return (yield from _save(what, domain, means, state, base, seq, ending, expected))
     except CkptfsError as error:
         yield domain, Tell(("broke", what.save_id, type(error).__name__))
         return "broke"
@@ -240,6 +246,7 @@ def _save(
     base: Generation,
     seq: int,
     ending: str,
+    expected: Seal | None,
 ) -> Steps:
     keys = what.keys
     yield from on(domain, saving.begin(keys, base))
@@ -251,7 +258,12 @@ def _save(
     if ending == "undo":
         return (yield from on(domain, saving.undo(keys, base, means)))
     seal = what.seal(base, seq)
-    outcome = yield from on(domain, saving.seal_save(seal, means, state, replace=what.replace))
+    if expected is None:
+        program = saving.seal_save(seal, means, state, replace=what.replace)
+    else:
+        program = saving.seal_here(lambda seen: may_swap(seen, seal, expected), means, state)
+    outcome = yield from on(domain, program)
+    del program
     sealed = not isinstance(outcome, Refused)
     state = outcome.state
     reason = "" if sealed else str(outcome.reason)
@@ -273,7 +285,37 @@ def _save(
     run = in_turns if what.turns else on
     yield from run(domain, saving.finish(seal, means, state, holder=holder, at_once=what.last))
     yield domain, Tell(("finished", what.save_id, domain))
+    if what.removes and expected is not None:
+        state = yield from on(domain, catch_up())
+        # Whoever overtook this one before it was projected may not have projected its own yet.
+        if state.generation == base and (yield from _shows(what, domain)):
+            yield from on(domain, remove_unheld(expected, means, base, state))
     return "committed"
+
+
+def _shows(what: What, domain: str) -> Steps:
+    """Whether stock readers see this very save."""
+    try:
+        there: bytes = yield domain, Read(f"{what.name}/.metadata")
+    except NotFoundError:
+        return False
+    return there == what.metadata
+
+
+def may_swap(state: LogState, seal: Seal, expected: Seal) -> Seal | Refused[Refusal]:
+    """Seal without a fence in the place of one save, if that is the newest of its name in this log."""
+    same = [
+        save
+        for save in state.saves.values()
+        if save.seal is not None
+        and save.seal.name == seal.name
+        and save.decided is not Outcome.ABORTED
+        and not save.aborted
+    ]
+    newest = max(same, key=lambda save: save.sealed_at or 0, default=None)
+    if newest is None or newest.save_id != expected.save_id or newest.deleted:
+        return Refused(Refusal.CONFLICT, state)
+    return decisions.may_seal(state, seal, replace=True)
 
 
 def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
@@ -635,6 +677,7 @@ __all__ = [
     "clearer",
     "holder",
     "ids",
+    "may_swap",
     "on",
     "person",
     "reader",

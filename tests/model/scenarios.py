@@ -21,6 +21,7 @@ from ckptfs.commit.entries import (
     Outcome,
     Pin,
     Release,
+    Seal,
 )
 from ckptfs.commit.log import Refused
 from ckptfs.storage.base import Capabilities, Shape
@@ -38,6 +39,7 @@ from tests.model.programs import (
     clearer,
     holder,
     ids,
+    may_swap,
     on,
     person,
     reader,
@@ -231,6 +233,100 @@ def replace_at_once() -> Scenario:
             "W": partial(holder, Holder(G1, acts=(b,), fenced=True)),
             "P2": partial(holder, Holder(G2, acts=(c,))),
             "R": partial(reader, whats, "s1"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def swap_two() -> Scenario:
+    """a is there, nobody holds the run; U and V both swap their own save for a; P2 prepares; R reads."""
+    a, u, v = What("aaa", gen=G1), What("uuu", swaps=True), What("vvv", swaps=True)
+    whats = _saves(a, u, v)
+    return _one(
+        "swap-two",
+        whats,
+        {
+            "U": partial(saver, u, "A"),
+            "V": partial(saver, v, "A"),
+            "P2": partial(holder, Holder(G2)),
+            "R": partial(reader, whats, "s1"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def swap_removes() -> Scenario:
+    """As before, one after the other, and each removes what it replaced; P2 prepares at any time."""
+    a, u = What("aaa", gen=G1), What("uuu", swaps=True, removes=True)
+    v = What("vvv", swaps=True, removes=True)
+    whats = _saves(a, u, v)
+    return _one(
+        "swap-removes",
+        whats,
+        {
+            "U": partial(saver, u, "A"),
+            "V": partial(saver, v, "A", after=("acknowledged", "uuu")),
+            "P2": partial(holder, Holder(G2)),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def swap_neighbour() -> Scenario:
+    """U swaps its own save for a and removes that, while N saves another name: nobody is fenced."""
+    a, u = What("aaa", gen=G1), What("uuu", swaps=True, removes=True)
+    n = What("nnn", name="s2")
+    return _one(
+        "swap-neighbour",
+        _saves(a, u, n),
+        {"U": partial(saver, u, "A"), "N": partial(saver, n, "A")},
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def replace_neighbour() -> Scenario:
+    """The same as it is: U claims the run to replace a, while N saves another name."""
+    a, u, n = What("aaa", gen=G1), What("uuu"), What("nnn", name="s2")
+    return _one(
+        "replace-neighbour",
+        _saves(a, u, n),
+        {
+            "U": partial(saver_replacing, u, Holder(G2, polite=True)),
+            "N": partial(saver, n, "A"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, Release(G1), a.seal(G1, 1)], projected=(a,)),
+        polite=frozenset({G2}),
+    )
+
+
+def swap_beside_holder() -> Scenario:
+    """The holder, who lives, replaces a by c and saves n, which dooms a; U swaps its own for a; R reads."""
+    a, u = What("aaa", gen=G1), What("uuu", swaps=True)
+    c, n = What("ccc", gen=G1, replace=True), What("nnn", name="s2", gen=G1)
+    whats = _saves(a, u, c, n)
+    return _one(
+        "swap-beside-holder",
+        whats,
+        {
+            "U": partial(saver, u, "A"),
+            "W": partial(holder, Holder(G1, acts=(c, n), fenced=True)),
+            "R": partial(reader, whats, "s1"),
+        },
+        committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
+    )
+
+
+def swap_beside_delete() -> Scenario:
+    """The holder, who lives, deletes a; U swaps its own for a; P2 prepares."""
+    a, u = What("aaa", gen=G1), What("uuu", swaps=True)
+    whats = _saves(a, u)
+    return _one(
+        "swap-beside-delete",
+        whats,
+        {
+            "U": partial(saver, u, "A"),
+            "D": partial(holder, Holder(G1, acts=(Delete(),), fenced=True)),
+            "P2": partial(holder, Holder(G2)),
         },
         committed_disk(Shape.FILESYSTEM, [F1, a.seal(G1, 1)], projected=(a,)),
     )
@@ -816,9 +912,11 @@ def two_domains_partial_then_both() -> Scenario:
     )
 
 
-def _both_sealed(what: What, order: tuple[str, ...] = AB) -> Generator[Any, Any, Any]:
+def _both_sealed(
+    what: What, order: tuple[str, ...] = AB, expected: Seal | None = None
+) -> Generator[Any, Any, Any]:
     """The end of a save over two domains whose data lies ready: seal, seal, finish, finish; or, when
-    one of them refuses, undo, undo, record.
+    one of them refuses, undo, undo, record. expected: what it swaps itself for.
     """
     base, seq = G1, 1
     yield "A", Tell(("base", what.save_id), (base, seq))
@@ -826,7 +924,12 @@ def _both_sealed(what: What, order: tuple[str, ...] = AB) -> Generator[Any, Any,
     seal = what.seal(base, seq)
     for domain in order:
         means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}"))
-        out = yield from on(domain, saving.seal_save(seal, means, None, replace=False))
+        if expected is None:
+            program = saving.seal_save(seal, means, None, replace=False)
+        else:
+            program = saving.seal_here(lambda seen: may_swap(seen, seal, expected), means, None)
+        out = yield from on(domain, program)
+        del program
         if isinstance(out, Refused):
             break
         states[domain] = out.state
@@ -909,6 +1012,25 @@ def two_domains_conflict() -> Scenario:
             "P2": partial(holder, Holder(G2, AB)),
         },
         _both([F1], waiting=(u, v)),
+    )
+
+
+def swap_two_domains() -> Scenario:
+    """U and V both swap their own save for a, which lies in two domains, and seal these in opposite orders;
+    both may have to give up. P2 prepares.
+    """
+    a = What("aaa", gen=G1, domains=AB)
+    u, v = What("uuu", domains=AB, swaps=True), What("vvv", domains=AB, swaps=True)
+    bodies: list[Body] = [F1, a.seal(G1, 1), Decided("aaa", Outcome.COMMITTED), Release(G1)]
+    return Scenario(
+        "swap-two-domains",
+        _saves(a, u, v),
+        {
+            "U": partial(_both_sealed, u, expected=a.seal(G1, 1)),
+            "V": partial(_both_sealed, v, ("B", "A"), expected=a.seal(G1, 1)),
+            "P2": partial(holder, Holder(G2, AB)),
+        },
+        _both(bodies, projected=(a,), waiting=(u, v)),
     )
 
 
@@ -1123,6 +1245,13 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         replace_recovered_twice,
         replace_then_next,
         replace_at_once,
+        swap_two,
+        swap_neighbour,
+        replace_neighbour,
+        swap_removes,
+        swap_beside_holder,
+        swap_beside_delete,
+        swap_two_domains,
         replace_siblings,
         replace_taken_meanwhile,
         delete_saved_again,

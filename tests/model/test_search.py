@@ -66,6 +66,16 @@ def test_neighbours_that_may_replace_claim_nothing() -> None:
     }
 
 
+def test_what_a_claim_costs_a_neighbour_and_a_swap_would_not() -> None:
+    """A save of another name that is under way is fenced by a claim; a swap lets it commit in every order."""
+    claim, swap = explore(build("replace-neighbour")), explore(build("swap-neighbour"))
+    assert claim.complete
+    assert swap.complete
+    assert {"committed", "refused fenced"} <= set(claim.ends["N"])
+    assert set(swap.ends["N"]) == {"committed"}
+    assert set(swap.ends["U"]) == {"committed"}
+
+
 def test_who_finds_its_name_taken_seals_what_it_wrote() -> None:
     """Of two that save one name at once the second one replaces."""
     ends = explore(build("replace-taken-meanwhile"), max_states=40_000).ends
