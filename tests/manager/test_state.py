@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import pickle
 import random
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptfs import CheckpointManager
+from ckptfs.commit.manifest import digest_of
 from ckptfs.dcp.leaves import Leaf, check_leaf, fingerprint_of, load_leaf, serialise_leaf
-from ckptfs.errors import CollectiveError, NotFoundError, StateError
+from ckptfs.errors import CkptfsError, CollectiveError, NotFoundError, StateError
 from ckptfs.manager.candidates import Fallback, PerRankPolicy
 from ckptfs.manager.rng import RngState
 from ckptfs.manager.state import PerRank, saveable
@@ -620,3 +626,79 @@ def test_loaders_of_torchdata_are_kept_per_rank_by_themselves() -> None:
         *("a.0", "a.0.*", "b", "b.*"),
         *("c[[]0]", "c[[]0].*"),
     )
+
+
+@pytest.fixture
+def filled_memory() -> Iterator[None]:
+    """Torch fills memory that it does not zero with NaN."""
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+@pytest.mark.usefixtures("filled_memory")
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "loose"])
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {},
+        {"thing.a": ("thing", "b")},
+        {"thing.a": ("thing", "c")},
+        {"thing.a": ("other", "a")},
+        {"thing.a": ("thing", "a", 3)},
+        {"thing.list.0": ("thing", "list", 2)},
+    ],
+    ids=str,
+)
+def test_memory_that_nothing_was_written_to_is_handed_to_nobody(
+    tmp_path: Path, paths: dict[str, tuple[Any, ...]], *, strict: bool
+) -> None:
+    """Where a checkpoint says of a tensor that it lies elsewhere, no object gets what the load's memory held
+    before: it has what was saved, or nothing there, or the restore is refused.
+    """
+    saved = {"a": torch.arange(8.0), "b": torch.arange(8.0), "list": [torch.ones(2), torch.ones(2)]}
+    thing = Counter()
+    thing.state = saved
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(1, {"thing": thing})
+    change_paths(tmp_path / "run", paths)
+    thing = Counter()
+    with CheckpointManager(tmp_path / "run") as manager, contextlib.suppress(CkptfsError):
+        manager.restore({"thing": thing}, strict=strict)
+    given = tensors_in(thing.state)
+    assert len(given) == 4 or paths
+    assert not any(tensor.isnan().any() for tensor in given)
+
+
+def tensors_in(state: Any) -> list[torch.Tensor]:
+    """All of nested dicts and lists."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    children = (
+        state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    )
+    return [tensor for child in children for tensor in tensors_in(child)]
+
+
+def change_paths(run: Path, paths: dict[str, tuple[Any, ...]]) -> None:
+    """``.metadata`` says this of where its tensors lie, and whatever vouches for it does so again."""
+    step = run / "step_1"
+    (data,) = (path for path in step.iterdir() if path.is_dir())
+    metadata = pickle.loads((data / ".metadata").read_bytes())
+    metadata.planner_data = {**metadata.planner_data, **paths}
+    raw = pickle.dumps(metadata)
+    manifest = json.loads((data / "ckptfs.json").read_bytes())
+    for file in manifest["files"]:
+        if file["path"].endswith("/.metadata"):
+            file.update(size=len(raw), digest=digest_of(raw))
+    text = json.dumps(manifest).encode()
+    for place in (step, data):
+        (place / ".metadata").write_bytes(raw)
+        (place / "ckptfs.json").write_bytes(text)
+    for entry in (run / ".ckptfs/log").iterdir():
+        record = json.loads(entry.read_bytes())
+        if record["kind"] == "seal":
+            entry.write_text(json.dumps({**record, "digest": digest_of(text)}))
