@@ -40,16 +40,19 @@ _COMMANDS = (
     (r"the next save or prepare_run(?:\(\))? ", "the next job of the run "),
     (r"claim it again with prepare_run\(\)", "start its job again"),
     (r"prepare_run\(\) settles (it|what died)", r"ckptfs gc --delete settles \1"),
-    (r", or prepare_run\(\) the run", ", or start a job of the run"),
     (r'\bor if_exists="replace"', "or --overwrite"),
     (r'ckptfs\.save\(\.\.\., if_exists="replace"\)', "--overwrite where the command has it"),
     (r', or takeover="force"', ""),
     (r'(, or|,)? pass unlogged="ignore"( where the newest is taken| to go on with [^,;]+)?', ""),
-    (r'load with verify="off"', "ckptfs.load with verification off"),
+    (r'load with verify="off"( to read it unverified)?', "a load in Python can read it unverified"),
+    (r" or prepare_run\(\) the run", " or start a job of the run"),
     (r"storage_options key= and secret= or profile=", "-o key= and -o secret=, or -o profile="),
     (r"storage_options=\{\"fo\": (\"[^\"]*\")\}", r"-o fo=\1"),
     (r"\bin storage_options\b", "with -o"),
-    (r"see ckptfs\.", "see "),
+    (
+        r"; ckptfs\.load\(state, uri\) loads this checkpoint",
+        "; ckptfs inspect shows this checkpoint",
+    ),
 )
 _PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program wants whole lines
 

@@ -217,6 +217,15 @@ def test_a_hint_names_commands_and_no_calls(
             "another process commits it now: prepare_run() settles it",
             "ckptfs gc --delete settles it",
         ),
+        (
+            'the data file may be whole: load with verify="off" to read it unverified',
+            "the data file may be whole: a load in Python can read it unverified",
+        ),
+        ("then remove it again or prepare_run() the run", "again or start a job of the run"),
+        (
+            "its run is /data/run; ckptfs.load(state, uri) loads this checkpoint",
+            "ckptfs inspect shows this checkpoint",
+        ),
         ("storage_options key= and secret= or profile=; anon=True", "-o key= and -o secret="),
         (
             'load what you mean by its name, pass unlogged="ignore" to go on with step_2, or move',
