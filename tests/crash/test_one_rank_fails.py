@@ -43,6 +43,9 @@ OPTIONAL = {
     "sweep_uploads": "another owner sweeps them",
 }
 
+# What one of several ranks does, whoever comes first: in another run that may be another one.
+RACED = ("create .ckptfs/domain",)
+
 # What is asked again after a TransientError, and why it may be.
 REPEATED = {
     "create .ckptfs/log/*": "the same create until its answer is known; the entry carries a write-id",
@@ -76,7 +79,7 @@ def _is_right(case: Case, found: str, error: type = AccessError) -> bool:
         # A run that is not released: the next owner reads no release, and waits for the lease to stand still.
         return optional or case.leaving or case.call in MADE
     # A thread beside may come only after the end, with what is not waited for.
-    return found == "failed" or (found == "was not asked" and optional)
+    return found == "failed" or (found == "was not asked" and (optional or text in RACED))
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
@@ -121,6 +124,7 @@ def test_a_run_is_left_whose_release_fails(stage: Stage, caplog: pytest.LogCaptu
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(0)  # hundreds of cases; each has its deadline
 @pytest.mark.parametrize("error", [AccessError, TransientError, IntegrityError])
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_every_operation_of_every_rank(stage: Stage, name: str, error: type) -> None:
