@@ -110,7 +110,7 @@ def load_object(
     """
     import torch
 
-    from ckptfs.dcp.pickle_scan import check_archive
+    from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 
     target = Uri.parse(uri)
     options = {**options_of(uri), **(storage_options or {})}
@@ -125,6 +125,7 @@ def load_object(
         storage.close()
     try:
         if not trusted:
+            advise_on_torch(torch.__version__)
             check_archive(data)
         return torch.load(data, map_location=map_location, weights_only=not trusted)
     except Exception as error:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Shape
 from ckptfs.storage.files import is_partial_name, writer_is_gone
@@ -94,6 +95,8 @@ def read_object(
         storage.refresh("")
         with storage.open_read(target.name) as reader:
             place: Any = storage.local_path(target.name) or io.BufferedReader(_fetched(reader))
+            if weights_only is not False:
+                _look_at(place)
             return torch.load(place, map_location=map_location, weights_only=weights_only)
     except (CkptfsError, FileNotFoundError, pickle.UnpicklingError, MemoryError):
         raise
@@ -105,6 +108,16 @@ def read_object(
         ) from error
     finally:
         storage.close()
+
+
+def _look_at(place: Any) -> None:
+    """ValueError: what would hang or crash the process if torch unpickled it."""
+    advise_on_torch(torch.__version__)
+    if isinstance(place, str):
+        with open(place, "rb") as file:
+            check_archive(file)
+    else:
+        check_archive(place)
 
 
 def copy_file(target: Uri, path: str, options: _Options = None) -> None:

@@ -1,6 +1,7 @@
 """What ``torch.save`` wrote is looked at before torch unpickles it, so that it cannot hang or crash the process.
 
     check_archive(stream)      ValueError for what no honest file holds; the stream is at its start again
+    advise_on_torch(version)   one warning where the torch that will unpickle it has a known hole
 
 ``weights_only`` keeps a pickle from running code, and nothing else: it hashes whatever is a key, in C and
 without a bound. A key of nested tuples overflows the stack or takes 2^44 steps, integers can be made to have one
@@ -11,13 +12,17 @@ The opcodes are followed with values that are never more than atoms and small tu
 
 from __future__ import annotations
 
+import functools
 import io
+import logging
 import pickletools
 import struct
 import zipfile
 from typing import Any, Final
 
-__all__ = ["check_archive"]
+__all__ = ["advise_on_torch", "check_archive"]
+
+log = logging.getLogger(__name__)
 
 _ZIP = b"PK\x03\x04"
 _HEADER = 30  # bytes of a record before its name
@@ -55,6 +60,22 @@ class _Large(_Cell):
 _OPAQUE: Final = _Opaque()
 _MARK: Final = object()
 _ATOMS = (str, int, float, bool, bytes, type(None))
+
+
+@functools.cache
+def advise_on_torch(version: str) -> None:
+    """Warn, once, where torch's ``weights_only`` unpickler has a known hole (CVE-2026-24747, before 2.10): an
+    object of a stranger's may corrupt memory, and then run code. version: ``torch.__version__``.
+    """
+    numbers = [
+        int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdecimal()
+    ]
+    if numbers < [2, 10]:
+        log.warning(
+            "torch %s loads objects with a weights_only that has a known hole (CVE-2026-24747): "
+            "upgrade to 2.10 or newer before you load what strangers made",
+            version,
+        )
 
 
 def check_archive(stream: Any) -> None:

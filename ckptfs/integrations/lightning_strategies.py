@@ -40,6 +40,7 @@ from torch.optim import Optimizer
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.opening import control_for
 from ckptfs.dcp.objectfile import copy_file, freeze, read_object
+from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 from ckptfs.errors import StateError
 from ckptfs.manager.object_files import ObjectFiles, written_before
 from ckptfs.manager.shelves import Shelves
@@ -131,6 +132,9 @@ class _Saving:
             options = self._shelves.storage_options
             meta = read_object(target / _META_FILE, options, weights_only=weights_only)
         else:
+            if weights_only is not False:
+                advise_on_torch(torch.__version__)
+                check_archive(io.BytesIO(data))
             meta = torch.load(io.BytesIO(data), map_location="cpu", weights_only=weights_only)
         return dict(meta)
 

@@ -28,6 +28,7 @@ from ckptfs.dcp.boxes import pieces_of
 from ckptfs.dcp.leaves import load_leaf
 
 __all__ = [
+    "DEEPEST",
     "Box",
     "Contents",
     "Leaf",
@@ -36,6 +37,8 @@ __all__ = [
     "TensorLeaf",
     "batches",
 ]
+
+DEEPEST = 200  # levels of dicts and lists: what nests deeper is made to end the stack
 
 _BATCH_BYTES = 32 << 20
 _PIECE_BYTES = 8 << 20

@@ -25,7 +25,7 @@ import torch
 
 from ckptfs.commit.layout import METADATA
 from ckptfs.dcp.boxes import narrowed
-from ckptfs.dcp.leaves import first_line
+from ckptfs.dcp.leaves import dtype_round_trips, first_line
 from ckptfs.dcp.objectfile import write_object
 from ckptfs.dcp.resolve import memory_of
 from ckptfs.dcp.safetensors_format import (
@@ -117,6 +117,7 @@ def export(
     with open_contents(uri, storage_options, follow_links=follow_links) as opened:
         contents, chosen = opened.contents, selection.of(opened.contents.leaves.values())
         contents.check_sizes(one.leaf for one in chosen)
+        _check_dtypes(chosen)
         meter.expect(sum(one.leaf.size_bytes for one in chosen))
         if kind is ExportFormat.TORCH:
             _to_torch(contents, chosen, place, options, overwrite, scratch, meter)
@@ -135,6 +136,15 @@ def export(
             _to_safetensors(contents, tensors, planned, made, meter)
         left_out = tuple(one.leaf.key for one in chosen if isinstance(one.leaf, ObjectLeaf))
         return _told(place, kind, _names(made), tensors, left_out)
+
+
+def _check_dtypes(chosen: Sequence[Chosen]) -> None:
+    for one in chosen:
+        if isinstance(one.leaf, TensorLeaf) and not dtype_round_trips(one.leaf.dtype):
+            raise StateError(
+                f"{one.leaf.key!r} is {one.leaf.dtype}, which no export can hold",
+                hint="leave it out with a filter",
+            )
 
 
 def _told(
@@ -234,7 +244,14 @@ def _to_torch(  # noqa: PLR0917 - as for export
         for one, box, piece in _pieces(contents, tensors, meter):
             narrowed(whole[one.key], box.offsets, box.lengths).copy_(piece)
         values = {one.key: value for one, value in objects} | whole
-        write_object(nested([(one.path, values[one.key]) for one in chosen]), target, options)
+        whole_state = nested([(one.path, values[one.key]) for one in chosen])
+        try:
+            write_object(whole_state, target, options)
+        except RecursionError as error:
+            raise StateError(
+                "an object in it is nested too deeply for torch.save",
+                hint="leave it out with a filter; plain DCP keeps it as it is",
+            ) from error
 
 
 class _Memory:

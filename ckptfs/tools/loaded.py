@@ -11,7 +11,8 @@ from ckptfs.commit.digests import ItemDigests
 from ckptfs.dcp.boxes import narrowed
 from ckptfs.dcp.leaves import serialise_leaf
 from ckptfs.dcp.resolve import host_tensor
-from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
+from ckptfs.errors import IntegrityError
+from ckptfs.tools.contents import DEEPEST, Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
 
 __all__ = ["LoadedContents"]
 
@@ -53,6 +54,8 @@ class LoadedContents(Contents):
 
 
 def _flat(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if len(path) > DEEPEST:  # it may hold itself
+        raise IntegrityError(f"its values are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _flat(inner, (*path, str(key)))
@@ -63,9 +66,11 @@ def _flat(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str |
         yield path, value
 
 
-def _holds_tensors(value: Any) -> bool:
+def _holds_tensors(value: Any, depth: int = 0) -> bool:
+    if depth > DEEPEST:
+        raise IntegrityError(f"its values are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping):
-        return any(_holds_tensors(inner) for inner in value.values())
+        return any(_holds_tensors(inner, depth + 1) for inner in value.values())
     if isinstance(value, list):
-        return any(_holds_tensors(inner) for inner in value)
+        return any(_holds_tensors(inner, depth + 1) for inner in value)
     return isinstance(value, torch.Tensor)

@@ -22,7 +22,7 @@ from ckptfs.commit.catalog import Found
 from ckptfs.commit.entries import Kind
 from ckptfs.dcp.datafile import Source, Verify
 from ckptfs.dcp.opened import read_metadata, source_of
-from ckptfs.dcp.pickle_scan import check_archive
+from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 from ckptfs.dcp.safetensors_format import SUFFIX
 from ckptfs.dcp.safetensors_layout import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
@@ -125,6 +125,7 @@ def _load(file: File) -> Any:
     path = file.storage.local_path(name)
     try:
         with file.storage.open_read(name) as reader:  # a regular file, whatever the path may be
+            advise_on_torch(torch.__version__)
             magic = bytearray(min(len(_ARCHIVE), reader.size_bytes))
             reader.read_into(0, memoryview(magic))
             if path is None:

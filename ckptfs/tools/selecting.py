@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptfs.errors import StateError
-from ckptfs.tools.contents import Leaf, ObjectLeaf, TensorLeaf
+from ckptfs.tools.contents import DEEPEST, Leaf, ObjectLeaf, TensorLeaf
 from ckptfs.tools.inspecting import matching
 
 __all__ = ["Chosen", "Selection", "nested"]
@@ -87,6 +87,8 @@ def nested(leaves: Sequence[tuple[Path, object]]) -> object:
     """
     root: dict[str | int, object] = {}
     for path, value in leaves:
+        if len(path) > DEEPEST:
+            raise StateError(f"a value lies {len(path)} levels deep, more than {DEEPEST}")
         node = root
         for part in path[:-1]:
             inner = node.setdefault(part, {})

@@ -6,6 +6,7 @@ import collections
 import io
 import pickle
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptfs
+from ckptfs.dcp import pickle_scan
 from ckptfs.dcp.leaves import load_leaf
+from ckptfs.dcp.objectfile import read_object
 from ckptfs.dcp.pickle_scan import check_archive
+from ckptfs.errors import IntegrityError
+from ckptfs.uri import Uri
 
 SHARED = [1.5] * 100
 
@@ -98,3 +104,49 @@ def test_damaged_archives_are_one_kind_of_error(data: st.DataObject) -> None:
             check_archive(io.BytesIO(damaged))
         except ValueError:
             continue
+
+
+def _colliding(path: Path) -> None:
+    """A file whose keys have one hash: of 100,000 a dict takes minutes, in C."""
+    torch.save({n * (2**61 - 1): n for n in range(1, 200)}, path)
+
+
+def test_single_files_are_looked_at_before_torch_unpickles_them(tmp_path: Path) -> None:
+    """By load_object and by what frameworks' files are read with, from disk and over the wire; whoever trusts
+    a file gets it.
+    """
+    _colliding(tmp_path / "x.pt")
+    for uri in (f"file://{tmp_path}/x.pt", f"fsspec+file://{tmp_path}/x.pt"):
+        with pytest.raises(IntegrityError, match="collide"):
+            ckptfs.load_object(uri)
+        for weights_only in (True, None):
+            with pytest.raises(IntegrityError, match="collide"):
+                read_object(Uri.parse(uri), weights_only=weights_only)
+        assert len(ckptfs.load_object(uri, trusted=True)) == 199
+        assert len(read_object(Uri.parse(uri), weights_only=False)) == 199
+
+
+@pytest.mark.parametrize("version", ["2.6.0", "2.9.1+cu128", "2.10.0", "2.13.0+cpu", "3.0"])
+def test_an_old_torch_is_advised_against_once(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """weights_only had a hole before 2.10: who loads what strangers made has to know."""
+    pickle_scan.advise_on_torch.cache_clear()
+    for _ in range(2):
+        pickle_scan.advise_on_torch(version)
+    is_old = version.startswith(("2.6", "2.9"))
+    assert len(caplog.records) == is_old
+    assert ("CVE-2026-24747" in caplog.text) == is_old
+
+
+def test_the_advice_comes_where_torch_unpickles(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first object of a stranger's that torch itself loads."""
+    torch.save([1], tmp_path / "x.pt")
+    pickle_scan.advise_on_torch.cache_clear()
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    ckptfs.load_object(tmp_path / "x.pt", trusted=True)
+    assert caplog.text == ""
+    ckptfs.load_object(tmp_path / "x.pt")
+    assert "torch 2.6.0" in caplog.text
