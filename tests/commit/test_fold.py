@@ -69,7 +69,9 @@ _bodies: st.SearchStrategy[Body] = st.one_of(
     st.builds(Gone, _ids, _generations),
     st.builds(Pin, _ids, st.booleans()),
 )
-_stamps = st.builds(Stamp, _texts, _texts, st.integers(0, 99), st.one_of(st.none(), st.integers(0)))
+_stamps = st.builds(
+    Stamp, _texts, _texts, st.integers(0, 99), st.one_of(st.none(), st.integers(0, 2**31))
+)
 
 
 # -- order decides ------------------------------------------------------------------------------
