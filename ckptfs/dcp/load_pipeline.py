@@ -65,6 +65,7 @@ def plan_load(
     saved_world: int | None = None,
     weights_only: bool = True,
     objects: Literal["load", "refuse"] = "load",
+    handed_over: Collection[str] = (),
 ) -> PlannedLoad:
     """Collective. Who reads what, with every check that needs no data. No tensor is changed
     (but those on the meta device get memory).
@@ -72,7 +73,8 @@ def plan_load(
     state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
     user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
     world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
-    nobody asks for. strict, allow, objects: as for ``ckptfs.load``.
+    nobody asks for. strict, allow, objects: as for ``ckptfs.load``. handed_over: top-level keys of objects
+    that get what was loaded; known when ``state_dict`` was called.
     """
     started = time.perf_counter()
     inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
@@ -81,6 +83,7 @@ def plan_load(
 
     def local() -> Asked:
         flat = state_dict() if callable(state_dict) else state_dict
+        planner.handed_over = handed_over
         planner.set_up_planner(flat, is_coordinator=control.rank == 0)
         with gc_paused():
             mine = own_keys(

@@ -102,6 +102,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.weights_only = weights_only
         self.objects = Objects(objects)
         self.missing: tuple[str, ...] = ()
+        self.handed_over: Collection[
+            str
+        ] = ()  # top-level keys of objects that get their states back
+        self._whole: dict[str, Any] = {}  # dicts and lists that are asked for as one object
         self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
 
     def set_up_planner(
@@ -111,6 +115,7 @@ class LoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
         """Flatten the state dict; tensors on the meta device get memory. All ranks."""
+        self._whole = {}
         with gc_paused():
             if (found := flat_to_load(state_dict)) is not None:
                 self.original_state_dict = state_dict
@@ -172,6 +177,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def _ask_for_whole(self, inventory: Inventory) -> None:
         """Ask for a dict or a list whole where it was saved as one object. A manager saves the states of
         objects so, empty ones too, and of an empty one flattening leaves nothing that could be asked for.
+
+        Not where tensors lie in it, which are to be filled, but for the state of an object that gets it.
         """
         if not self.flatten_state_dict:
             return
@@ -191,9 +198,15 @@ class LoadPlanner(DefaultLoadPlanner):
         for key, path, value in whole:
             if any(part in keys for part in inside[path]):
                 continue  # its parts were saved too, and those are asked for
+            if path[0] not in self.handed_over and any(
+                isinstance(self.state_dict[part], torch.Tensor) for part in inside[path]
+            ):
+                continue  # an object in the dict's place would leave them as they are
             for part in inside[path]:
                 del self.state_dict[part], self.mappings[part]
             self.state_dict[key], self.mappings[key] = value, path
+            if path[0] not in self.handed_over:  # an object knows itself what it takes
+                self._whole[key] = value
 
     def refuse_empty(self, inventory: Inventory) -> None:
         """StateError for what would be left as it is without a word, where that is allowed of its keys: an
@@ -295,6 +308,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"the object under {key!r} does not load without executing code: {error}",
                 hint=WAYS_OUT,
             ) from error
+        whole = self._whole.get(key)
+        if whole is not None and not isinstance(
+            leaf, Mapping if isinstance(whole, Mapping) else MutableSequence
+        ):
+            raise StateError(
+                f"the checkpoint has a {type(leaf).__name__} under {key!r}, "
+                f"the state dict a {type(whole).__name__}"
+            )
         if self.flatten_state_dict:
             _put(self.original_state_dict, self.mappings[key], leaf)
         else:

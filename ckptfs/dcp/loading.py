@@ -8,7 +8,7 @@ Collective on the seat's control; reads only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from ckptfs.dcp.load_pipeline import (
 )
 from ckptfs.dcp.load_planner import Allow
 from ckptfs.dcp.opened import inventory_of, source_of, who_holds
-from ckptfs.dcp.share import unwrap_stateful
+from ckptfs.dcp.share import stateful_keys, unwrap_stateful
 from ckptfs.errors import IncompleteCheckpointError
 from ckptfs.events import Counters, LoadResult
 from ckptfs.progress import progress
@@ -67,9 +67,11 @@ def load_at(
     held: list[Inventory] = []
     seat.control.step("metadata", lambda: held.append(inventory_of(seat.storage, found)))
     flat: dict[str, Any] = {}
+    handed_over: set[str] = set()
 
     def unwrapped() -> dict[str, Any]:
         refuse_meta(state_dict)
+        handed_over.update(map(str, stateful_keys(state_dict)))
         flat.update(unwrap_stateful(state_dict))
         return flat
 
@@ -82,6 +84,7 @@ def load_at(
         strict=strict,
         allow=allow,
         objects=objects,
+        handed_over=handed_over,
         verify=Verify(verify),
     )
     loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
@@ -141,6 +144,7 @@ def _plan_and_read(
     allow: Allow,
     objects: Literal["load", "refuse"],
     verify: Verify,
+    handed_over: Collection[str] = (),
 ) -> _BeenRead:
     control, manifest = seat.control, found.manifest
     planned = plan_load(
@@ -150,6 +154,7 @@ def _plan_and_read(
         strict=strict,
         allow=allow,
         objects=objects,
+        handed_over=handed_over,
         saved_world=None if manifest is None else manifest.world_size,
     )
     source = source_of(seat.storage, found, verify, control.rank, control.size)

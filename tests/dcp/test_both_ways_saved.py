@@ -154,3 +154,46 @@ def test_an_optimizer_without_moments_goes_both_ways(tmp_path: Path) -> None:
     found = pair()
     by_restore(found, tmp_path / "b")
     assert torch.equal(found["model"].weight, saved["model"].weight)
+
+
+def whole(state: dict[str, Any], run: Path) -> None:
+    """A nest as one object, as torch's planner makes it where it is told not to flatten."""
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=ckptfs.StorageWriter(run / "step_1"), planner=planner)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_tensors_are_filled_or_the_load_is_refused(load: Way, tmp_path: Path) -> None:
+    """A dict of tensors that was saved as one object: in its place the model would keep its weights."""
+    whole({"model": torch.nn.Linear(2, 2).state_dict()}, tmp_path)
+    with pytest.raises((StateError, CollectiveError, CheckpointException), match=r"model\.weight"):
+        load({"model": torch.nn.Linear(2, 2).state_dict()}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked"),
+    [
+        ([0.1, 0.2], [torch.zeros(1), torch.zeros(1)]),
+        ((1, 2), {"lr": 0.1, "sub": {"t": torch.zeros(2)}}),
+        ((1, 2), {"lr": 0.1}),
+        ((1, 2), {}),
+        ((1, 2), [{}]),
+    ],
+)
+@pytest.mark.parametrize("load", [by_load, by_planner])
+def test_an_object_of_another_kind_takes_no_nest_s_place(
+    load: Way, saved: Any, asked: Any, tmp_path: Path
+) -> None:
+    """A list of numbers is no list of tensors, and a tuple no dict."""
+    dcp.save({"ema": saved}, checkpoint_id=str(tmp_path / "step_1"))
+    with pytest.raises((StateError, CollectiveError, CheckpointException), match="ema"):
+        load({"ema": asked}, tmp_path)
+
+
+@pytest.mark.parametrize("load", [by_load, by_restore])
+def test_an_object_gets_the_tensors_of_its_state(load: Way, tmp_path: Path) -> None:
+    """A manager saves its state as one item; what is handed over need not be filled in place."""
+    by_manager({"sched": Counter(ema=torch.ones(2))}, tmp_path)
+    fresh = Counter(ema=torch.zeros(2))
+    load({"sched": fresh}, tmp_path)
+    assert fresh.state["ema"].tolist() == [1.0, 1.0]
