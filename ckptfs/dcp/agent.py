@@ -13,7 +13,7 @@ plans that torch gathered, never the world: dcp.save(no_dist=True) and subgroups
 
 A save that torch gives up between two hooks tells nobody. Its agents are told by ``Desk.cancel``,
 at the writer's next reset or when it is dropped, when the thread that called its hooks begins another
-save or has ended, at the latest after ``timeout_s``. Whoever saves into the same run then waits until
+save into the same run or has ended, at the latest after ``timeout_s``. Whoever saves into the same run then waits until
 the agent has ended, and with it what it claimed.
 """
 
@@ -119,7 +119,7 @@ class Desk:
 
     def is_given_up(self) -> bool:
         """Whether torch has given this save up; its agent is told then. The thread that called its hooks
-        calls for another save now, or has ended: it is not between two of them.
+        calls for another save into its run now, or has ended: it is not between two of them.
         """
         if not self.given_up and (
             self.hooks is threading.current_thread() or not self.hooks.is_alive()
@@ -152,7 +152,15 @@ def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Desk:
     with _LOCK:
         before = list(_DESKS)
         _DESKS.add(desk)
-    earlier = [other for other in before if other.is_given_up() and not other.ended.is_set()]
+    run = _run_of(task)
+    # The thread's other saves are not over: it may drive the hooks of two writers, as a mirror does.
+    earlier = [
+        other
+        for other in before
+        if (_run_of(other.task) == run or not other.hooks.is_alive())
+        and other.is_given_up()
+        and not other.ended.is_set()
+    ]
     if not coordinator:
         _announce(desk, store)
     threading.Thread(
@@ -236,9 +244,9 @@ def _work(desk: Desk, store: Any, earlier: Sequence[Desk]) -> None:
     """
     try:
         order = desk.wait(desk.order, "the coordinator's order")
-        run = Uri.parse(desk.task.uri).parent
+        run = _run_of(desk.task)
         for other in earlier:
-            if Uri.parse(other.task.uri).parent == run:
+            if _run_of(other.task) == run:
                 other.ended.wait(desk.task.timeout_s)
         with contextlib.ExitStack() as stack:
             control = stack.enter_context(_open_control(desk, order, store))
@@ -280,6 +288,10 @@ def _save(desk: Desk, control: Control, stack: contextlib.ExitStack) -> Committe
     except BaseException:
         attempt.abandon()
         raise
+
+
+def _run_of(task: Task) -> Uri:
+    return Uri.parse(task.uri).parent
 
 
 def _hello_key(task: Task, rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
 import ckptfs
 from ckptfs.commit.log import catch_up
@@ -172,3 +174,49 @@ def test_a_save_that_was_given_up_releases_the_run(tmp_path: Path) -> None:
     assert drive(catch_up(), storage).released
     storage.close()
     assert error.failures
+
+
+class _Mirroring(TorchStorageWriter):
+    """Saves twice, each hook of one writer after the other's, as one that mirrors does."""
+
+    def __init__(self, *writers: ckptfs.StorageWriter) -> None:
+        self.writers = writers
+        self.results: list[Any] = []
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        for writer in self.writers:
+            writer.reset(None)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        for writer in self.writers:
+            writer.set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return [writer.prepare_local_plan(plan) for writer in self.writers][-1]
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [writer.prepare_global_plan(plans) for writer in self.writers][-1]
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Any:
+        written = [writer.write_data(plan, planner) for writer in self.writers]
+        self.results = [one.wait() for one in written]
+        return written[-1]
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        for writer, mine in zip(self.writers, self.results, strict=True):
+            writer.finish(copy.deepcopy(metadata), [mine])
+
+    def storage_meta(self) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003 - torch's
+        return True
+
+
+def test_a_thread_that_saves_into_two_runs_at_once(tmp_path: Path) -> None:
+    """The second writer's save begins between two hooks of the first one's, which is not given up for that."""
+    writers = [ckptfs.StorageWriter(tmp_path / name / "step_1") for name in ("a", "b")]
+    dcp.save(NEW, storage_writer=_Mirroring(*writers), no_dist=True)
+    for name in ("a", "b"):
+        assert torch.equal(loaded(tmp_path / name), NEW["w"])
