@@ -165,6 +165,11 @@ def boxes_here(value: Any) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(tuple(one.offsets), tuple(one.sizes)) for one in _create_chunk_list(value)]
 
 
+def unsaved_buffers(module: Any) -> frozenset[str]:
+    """The names of a module's own buffers that its state_dict leaves out (persistent=False)."""
+    return frozenset(module._non_persistent_buffers_set)  # noqa: SLF001 - nothing public tells
+
+
 def is_wrapper_subclass(value: object) -> bool:
     """True for tensor subclasses without memory of their own (quantised, nested, functional)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs._torch import is_sharded_tensor
+from ckptfs import _torch
 from ckptfs.dcp.collector import gc_paused
 from ckptfs.dcp.datafile import Source
 from ckptfs.dcp.fetch import fetch_reads
@@ -33,7 +32,7 @@ from ckptfs.dcp.load_planner import (
 )
 from ckptfs.dcp.per_rank import listed, own_keys
 from ckptfs.dcp.reads import Read
-from ckptfs.dcp.share import stateful_keys
+from ckptfs.dcp.share import module_of, stateful_keys
 from ckptfs.errors import StateError
 from ckptfs.events import Counters
 from ckptfs.progress import SILENT, Meter
@@ -141,11 +140,16 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
 def refuse_meta(state_dict: Mapping[str, Any]) -> None:
     """StateError for a module that has no memory: it would take what was loaded, and keep nothing."""
     for key in stateful_keys(state_dict):
-        module = state_dict[key]
-        if not isinstance(module, torch.nn.Module):
+        module = module_of(state_dict[key])
+        if module is None:
             continue
+        unsaved = {
+            f"{path}.{name}".lstrip(".")
+            for path, inner in module.named_modules()
+            for name in _torch.unsaved_buffers(inner)
+        }
         for name, value in (*module.named_parameters(), *module.named_buffers()):
-            if not is_sharded_tensor(value) and value.is_meta:
+            if name not in unsaved and not _torch.is_sharded_tensor(value) and value.is_meta:
                 raise StateError(
                     f"{key}: {name!r} is on the meta device",
                     hint="give the module memory first: module.to_empty(device=...)",

@@ -29,6 +29,7 @@ __all__ = [
     "Share",
     "as_state_dict",
     "local_plan",
+    "module_of",
     "stateful_keys",
     "unwrap_stateful",
 ]
@@ -86,16 +87,23 @@ class _NamedModule:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module: torch.nn.Module = _torch.unwrapped(module)
+        self.module: torch.nn.Module = _torch.unwrapped(module)
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters and buffers."""
-        return {_torch.clean_name(name): v for name, v in self._module.state_dict().items()}
+        return {_torch.clean_name(name): v for name, v in self.module.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Through the module's own, so that its hooks run."""
-        full = {_torch.clean_name(name): name for name in self._module.state_dict()}
-        self._module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
+        full = {_torch.clean_name(name): name for name in self.module.state_dict()}
+        self.module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
+
+
+def module_of(value: object) -> torch.nn.Module | None:
+    """The module whose state this is; None for any other object."""
+    if isinstance(value, _NamedModule):
+        return value.module
+    return value if isinstance(value, torch.nn.Module) else None
 
 
 def as_state_dict(given: Any) -> Any:

@@ -156,6 +156,27 @@ def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:
         ckptfs.load({"model": torch.nn.Linear(2, 2, device="meta")}, tmp_path / "step_1")
 
 
+def test_a_buffer_that_is_not_saved_needs_no_memory(tmp_path: Path) -> None:
+    """Nothing is loaded into it, so that nothing gets lost; parameters beside it still need theirs."""
+    rotary = torch.nn.Module()
+    rotary.register_buffer("inv", torch.zeros(2, device="meta"), persistent=False)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), rotary)
+    saved = torch.nn.Linear(2, 2)
+    ckptfs.save({"model": torch.nn.Sequential(saved)}, tmp_path / "step_1")
+    ckptfs.load({"model": model}, tmp_path / "step_1")
+    assert torch.equal(model.state_dict()["0.weight"], saved.weight)
+    rotary.register_buffer("mean", torch.zeros(2, device="meta"))
+    with pytest.raises(CkptfsError, match=r"'1.mean' is on the meta device"):
+        ckptfs.load({"model": model}, tmp_path / "step_1")
+
+
+def test_a_module_alone_needs_memory_too(tmp_path: Path) -> None:
+    """load(module, uri) is as load({"state": module}, uri)."""
+    ckptfs.save(torch.nn.Linear(2, 2), tmp_path / "step_1")
+    with pytest.raises(CkptfsError, match=r"'weight' is on the meta device"):
+        ckptfs.load(torch.nn.Linear(2, 2, device="meta"), tmp_path / "step_1")
+
+
 def test_an_object_in_a_nest_is_never_passed_over(tmp_path: Path) -> None:
     """Only objects at the top level are asked for their state: missing keys are no word for that."""
     model = torch.nn.Linear(2, 2)
