@@ -15,6 +15,7 @@ reads a thousand. They are made when ``metadata`` asks for them.
 
 from __future__ import annotations
 
+import enum
 import pathlib
 import posixpath
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -56,6 +57,7 @@ from ckptfs.dcp.metadata_pickle import (
     PathOf,
     Place,
     SetOf,
+    SetOfList,
     decode,
 )
 from ckptfs.dcp.planned import refuse_extensions
@@ -423,7 +425,11 @@ class _Plain:
         if kind in (str, bytes, bytearray):
             return value
         self._spend(1)
+        if kind in _ATOMS:
+            return value
         if kind not in _CONTAINERS:
+            # What a pickle may name and nobody saves, such as a function, is no value.
+            _need(isinstance(value, _VALUES), f"a {_kind_of(value)} in a place that has none")
             return value
         if depth > _DEPTH:
             raise ValueError("it is nested too deep")
@@ -484,7 +490,8 @@ class _Plain:
 
 
 _ATOMS = {str, int, float, bool, bytes, type(None)}
-_CONTAINERS = {tuple, list, Dict, SetOf, PathOf, Object, Chunk, Index, Place, Kind}
+_CONTAINERS = {tuple, list, Dict, SetOf, SetOfList, PathOf, Object, Chunk, Index, Place, Kind}
+_VALUES = (torch.dtype, torch.layout, enum.Enum)
 # A checkpoint_id of another system cannot be a concrete path here; it is only shown.
 _FLAVOURS: Mapping[str, Callable[..., pathlib.PurePath]] = {
     "Path": pathlib.PurePath,

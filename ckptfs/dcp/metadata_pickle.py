@@ -42,6 +42,7 @@ __all__ = [
     "PathOf",
     "Place",
     "SetOf",
+    "SetOfList",
     "decode",
     "names",
 ]
@@ -168,10 +169,10 @@ def _set_of(items: Any = ()) -> SetOf:
         return SetOf()
     if type(items) is not list:
         raise ValueError("a set of something else than a list")
-    return _Later(items)
+    return SetOfList(items)
 
 
-class _Later(SetOf):
+class SetOfList(SetOf):
     """A set of a list that may grow: looked at when all is read, so that it is copied once at most."""
 
     __slots__ = ("items",)
@@ -219,8 +220,11 @@ def names() -> Mapping[tuple[str, str], Kind | _Function]:
         ("torch", "Size"): _SIZE,
         ("torch.serialization", "_get_layout"): _Function(_layouts().__getitem__),
         ("collections", "OrderedDict"): _Function(Dict),
-        ("builtins", "set"): _Function(_set_of),
-        ("builtins", "frozenset"): _Function(_set_of),
+        **{
+            (module, name): _Function(_set_of)
+            for module in ("builtins", "__builtin__")  # the name in protocol 2
+            for name in ("set", "frozenset")
+        },
         **{("pathlib", name): _path(name) for name in flavours},
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copyreg
 import pathlib
+import pickle
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -415,6 +416,29 @@ def test_a_state_that_is_given_twice_is_refused() -> None:
     raw = b"\x80\x04" + named(DCP, "TensorProperties") + b")\x81q\x00(K\x01tb" + b"h\x00b."
     with pytest.raises(ManifestError, match="a state of something that has none, or has one"):
         read_inventory(raw, "here")
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, frozenset({"a"}), set(), (1, {1, 2}), [{"a": {3.5}}], torch.channels_last]
+)
+def test_what_a_planner_left_is_read_as_it_was(value: Any, protocol: int) -> None:
+    """Sets above all, which older protocols make by a call."""
+    saved = metadata.Metadata({}, {"key": value}, {}, None)
+    if isinstance(value, torch.memory_format):
+        encoding: Any = ckptfs_torch.mem_format_encoding()
+        saved = metadata.Metadata({}, {"key": encoding.TORCH_CHANNELS_LAST}, {}, None)
+    found = decode_metadata(pickle.dumps(saved, protocol), "here")
+    assert found.planner_data == saved.planner_data
+    assert type(found.planner_data["key"]) in (type(saved.planner_data["key"]), set)
+
+
+@pytest.mark.parametrize("named_only", [torch.Size, set, collections.OrderedDict, pathlib.PurePath])
+def test_what_may_be_called_is_no_value(named_only: Any) -> None:
+    """Our stand-in for it would be handed to torch's planner."""
+    saved = metadata.Metadata({}, {"key": named_only}, {}, None)
+    with pytest.raises(ManifestError, match="in a place that has none"):
+        decode_metadata(pickle.dumps(saved), "here")
 
 
 def test_a_record_is_read_alike_whole_and_opcode_by_opcode(monkeypatch: pytest.MonkeyPatch) -> None:
