@@ -57,7 +57,7 @@ class Itemiser:
                 data, offsets, reason = known.get(kind) or self._describe(kind, value)
                 if reason is not None:
                     self.reasons[key] = reason
-                add(WriteItem(MetadataIndex(key, offsets), WriteItemType.TENSOR, None, data))
+                add(WriteItem(MetadataIndex(key, offsets), WriteItemType.TENSOR, tensor_data=data))
             elif type(value) is DTensor:
                 self._distributed(key, value, found)
             else:
@@ -98,7 +98,7 @@ class Itemiser:
         data, offsets, reason = known
         if reason is not None:
             self.reasons[key] = reason
-        found.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, None, data))
+        found.append(WriteItem(MetadataIndex(key, offsets), WriteItemType.SHARD, tensor_data=data))
 
     def _other(self, key: str, value: Any, found: list[WriteItem]) -> None:
         if type(value) in _ATOMS:
