@@ -394,6 +394,7 @@ def _check_sizes(sizes: Collection[Any]) -> None:
     _need(_types(sizes) <= {tuple}, "a size that is none")
     _need(max(map(len, sizes), default=0) <= MOST_DIMS, f"more than {MOST_DIMS} dimensions")
     _need(_types(chain.from_iterable(sizes)) <= {int}, "a size of something else than numbers")
+    _need(min(chain.from_iterable(sizes), default=0) >= 0, "a size or an offset that is negative")
 
 
 def _check_collisions(keys: Iterable[Any]) -> None:

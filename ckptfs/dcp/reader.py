@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.futures import Future
@@ -34,6 +34,7 @@ from ckptfs.dcp.leaves import WAYS_OUT, load_leaf
 from ckptfs.dcp.load_planner import OPTIMIZER_HINT, empty_optimizers
 from ckptfs.dcp.opened import read_metadata, source_of, who_holds
 from ckptfs.dcp.per_rank import listed, view_for
+from ckptfs.dcp.reading_plan import refuse_untiled
 from ckptfs.errors import IncompleteCheckpointError, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.topology.control import SoloControl
@@ -167,6 +168,10 @@ class StorageReader(StockPlace, TorchStorageReader):
             guarded: Any = planner
             if self._weights_only and _is_stock(planner):
                 guarded = _SafeLeaves(planner)
+            if _plans_as_stock(planner):
+                saved = opened.metadata.state_dict_metadata.items()
+                tensors = {key for key, one in saved if isinstance(one, TensorStorageMetadata)}
+                refuse_untiled(plan, guarded.state_dict, tensors)
             try:
                 fetch(source, plan, guarded, opened.metadata)
             except IncompleteCheckpointError as error:
@@ -223,6 +228,14 @@ def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:
 def _is_stock(planner: LoadPlanner) -> bool:
     """True for planners that would unpickle objects with everything allowed, as torch's does."""
     return getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
+
+
+def _plans_as_stock(planner: LoadPlanner) -> bool:
+    """Whether every tensor that is asked for and was saved is to be filled: another planner may want less."""
+    hooks = ("create_local_plan", "create_global_plan", "finish_plan")
+    return all(
+        getattr(type(planner), hook, None) is getattr(DefaultLoadPlanner, hook) for hook in hooks
+    )
 
 
 class _SafeLeaves:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import math
+import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -328,3 +332,59 @@ def test_verify_reports_chunks_that_overlap_or_leave_a_hole(tmp_path: Path, case
     assert all(finding.damage is Damage.METADATA for finding in found)
     if case == "an overlap as large as the hole":
         assert "overlap and leave a part of it out" in found[0].what
+
+
+@pytest.mark.parametrize("chunk", [((0, 0), (2, 4)), ((0, 0), (4, 1)), ((0, 0), (2, 2))])
+@pytest.mark.parametrize("partial", [True, False])
+def test_torch_s_planner_gets_no_tensor_that_is_half_filled(
+    chunk: tuple[tuple[int, ...], tuple[int, ...]], partial: bool, tmp_path: Path
+) -> None:
+    """torch plans whatever chunks meet a tensor: the rest of it would keep what it held."""
+    resaved(tmp_path, chunk)
+    state = {"k": torch.zeros(4, 2)}
+    planner = DefaultLoadPlanner(allow_partial_load=partial)
+    with pytest.raises(CheckpointException, match=r"values that 'k' asks for"):
+        dcp.load(state, storage_reader=ckptfs.StorageReader(tmp_path / "step_1"), planner=planner)
+
+
+@pytest.mark.parametrize("chunk", [((0, 0), (-4, -2)), ((-2, 0), (4, 2))])
+def test_negative_sizes_are_refused(
+    chunk: tuple[tuple[int, ...], tuple[int, ...]], tmp_path: Path
+) -> None:
+    """By whoever loads."""
+    resaved(tmp_path, chunk)
+    with pytest.raises((ManifestError, CollectiveError), match="negative"):
+        ckptfs.load({"k": torch.zeros(4, 2)}, tmp_path / "step_1")
+    reader = ckptfs.StorageReader(tmp_path / "step_1")
+    with pytest.raises((CheckpointException, AssertionError), match="negative"):
+        dcp.load({"k": torch.zeros(4, 2)}, storage_reader=reader)
+
+
+def test_who_plans_less_gets_less(tmp_path: Path) -> None:
+    """A planner of somebody's own, and keys that are not there where that is allowed."""
+
+    class Nothing(DefaultLoadPlanner):
+        def create_local_plan(self) -> Any:
+            return dataclasses.replace(super().create_local_plan(), items=[])
+
+    dcp.save({"k": torch.ones(4, 2)}, checkpoint_id=tmp_path / "step_1")
+    reader = ckptfs.StorageReader(tmp_path / "step_1")
+    state = {"k": torch.zeros(4, 2)}
+    dcp.load(state, storage_reader=reader, planner=Nothing())
+    assert not state["k"].any()
+    more = {**state, "new": torch.zeros(1)}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(more, storage_reader=reader, planner=planner)
+    assert more["k"].all()
+
+
+def resaved(folder: Path, chunk: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """A checkpoint of stock torch whose only tensor is said to be this box."""
+    dcp.save({"k": torch.arange(8.0).reshape(4, 2)}, checkpoint_id=folder / "step_1")
+    path = folder / "step_1" / ".metadata"
+    saved = pickle.loads(path.read_bytes())
+    offsets, sizes = map(torch.Size, chunk)
+    saved.state_dict_metadata["k"].chunks = [ChunkStorageMetadata(offsets, sizes)]
+    (place,) = saved.storage_data.values()
+    saved.storage_data = {MetadataIndex("k", offsets, 0): place}
+    path.write_bytes(pickle.dumps(saved))
