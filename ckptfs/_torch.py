@@ -360,9 +360,9 @@ def set_element(root: Any, path: tuple[str | int, ...], value: Any) -> None:
 def tensor_rebuilders() -> tuple[Any, ...]:
     """What torch.save names in a pickle to make tensors over their storages, as weights_only knows it.
 
-    torch._utils, torch._tensor: the names are part of every file that torch.save wrote.
+    torch._utils: the names are part of every file that torch.save wrote.
     """
-    from torch import _tensor, _utils
+    from torch import _utils
 
     names = (
         *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
@@ -372,4 +372,11 @@ def tensor_rebuilders() -> tuple[Any, ...]:
         *("_rebuild_device_tensor_from_cpu_tensor",),
     )
     found = (getattr(_utils, name, None) for name in names)
-    return (*filter(None, found), _tensor._rebuild_from_type_v2)  # noqa: SLF001
+    return tuple(filter(None, found))
+
+
+def rebuilt_as(function: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
+    """What a rebuilder makes, as another class and with a state. _rebuild_from_type_v2: named in files too."""
+    from torch import _tensor
+
+    return _tensor._rebuild_from_type_v2(function, kind, arguments, state)  # noqa: SLF001

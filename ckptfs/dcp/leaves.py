@@ -363,8 +363,10 @@ class _Makers:
             self._by_name[module, "scalar"] = self._scalar
         for name, kind in _PATHS.items():
             self._by_name["pathlib", name] = partial(self._path, kind)
-        for function in _torch.tensor_rebuilders():
+        self._rebuilders = _torch.tensor_rebuilders()
+        for function in self._rebuilders:
             self._by_name[function.__module__, function.__name__] = function
+        self._by_name["torch._tensor", "_rebuild_from_type_v2"] = self._tensor_of_type
         self._calls = {id(made): made for made in self._by_name.values()}
         self._calls |= {id(made): made for made in self.users.values()}
 
@@ -443,6 +445,12 @@ class _Makers:
 
     def _size(self, lengths: Any) -> torch.Size:
         return torch.Size(self._items(lengths))
+
+    def _tensor_of_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+        """A tensor with attributes, or of a class that the user allowed; torch's own calls any function."""
+        _need(any(function is one for one in self._rebuilders) and type(arguments) is tuple)
+        _need(kind in (torch.Tensor, torch.nn.Parameter) or kind in self.users.values())
+        return _torch.rebuilt_as(function, kind, arguments, state)
 
     def _path(self, kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
         _need(all(type(part) is str for part in parts))

@@ -408,3 +408,32 @@ def test_objects_refuse_names_the_key_of_what_is_no_plain_value(tmp_path: Path) 
         assert state["day"] == dt.date(2026, 1, 1)
     with pytest.raises(ckptfs.StateError, match='"load" or "refuse"'):
         ckptfs.load(state, tmp_path / "step_1", objects="no")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "arguments"),
+    [
+        (torch.UntypedStorage, torch.UntypedStorage, (1 << 31,)),
+        (np.ndarray, np.ndarray, ((1 << 31,),)),
+        (torch.Tensor, torch.Tensor, (1 << 29,)),
+        (bytearray, torch.Tensor, (1 << 31,)),
+    ],
+)
+def test_a_tensor_s_class_is_given_to_tensors_alone(
+    function: Any, kind: Any, arguments: tuple[Any, ...]
+) -> None:
+    """What torch names for tensors with attributes calls any function, for memory of any size."""
+    rebuild = torch._tensor._rebuild_from_type_v2
+    stream = serialise_leaf(Called(rebuild, function, kind, arguments, {}))
+    with pytest.raises(pickle.UnpicklingError, match="not as its type is pickled"):
+        load_leaf(stream)
+
+
+def test_a_tensor_with_attributes_is_loaded() -> None:
+    """They come back with it."""
+    tensor = torch.arange(3.0)
+    tensor.note = "a"  # type: ignore[attr-defined]
+    found = load_leaf(serialise_leaf([tensor, torch.nn.Parameter(tensor)]))
+    assert found[0].note == "a"
+    assert torch.equal(found[0], tensor)
+    assert torch.equal(found[1], tensor)
