@@ -136,20 +136,21 @@ def check_tensor(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def check_leaf(leaf: object) -> str | None:
+def check_leaf(leaf: object, blob: io.BytesIO | None = None) -> str | None:
     """Why this object could not be loaded by ``load_leaf``; None when it can.
 
-    Plain values are judged by their types; anything else is serialised and loaded, once.
+    Plain values are judged by their types; anything else is serialised and loaded, once. blob: its bytes,
+    where it was serialised before.
     """
     if isinstance(leaf, Leaf):
-        reason = check_leaf(leaf.value)
+        reason = check_leaf(leaf.value, blob)
         return f"in the state of {leaf.owner}, {reason}" if reason and leaf.owner else reason
     if inside := _sharded_inside(leaf):
         return f"it holds a {inside}, of which only one rank's part would be kept; use a list"
     if _is_plain(leaf):
         return None
     try:
-        blob = serialise_leaf(leaf)
+        blob = serialise_leaf(leaf) if blob is None else blob
     except Exception as error:  # noqa: BLE001 - any __reduce__ of the user's may run here
         return f"{_name(leaf)} cannot be serialised: {error}"
     reason = check_leaf_bytes(blob)
@@ -158,10 +159,13 @@ def check_leaf(leaf: object) -> str | None:
 
 def check_leaf_bytes(blob: io.BytesIO) -> str | None:
     """Why the object in these bytes could not be loaded; None when it can. The stream stays where it is."""
+    at = blob.tell()
     try:
-        load_leaf(io.BytesIO(blob.getbuffer()))
+        load_leaf(blob)
     except Exception as error:  # noqa: BLE001 - whatever it raises here it would raise at load
         return f"could not be loaded without executing code ({_first_line(error)})"
+    finally:
+        blob.seek(at)
     return None
 
 
@@ -249,8 +253,9 @@ def _is_plain(leaf: object) -> bool:
         return all(map(_is_plain, leaf))  # type: ignore[call-overload]
     if kind in (dict, collections.OrderedDict):
         return all(_is_plain(k) and _is_plain(v) for k, v in leaf.items())  # type: ignore[attr-defined]
-    if kind is torch.Tensor:
-        return check_tensor(leaf) is None  # type: ignore[arg-type]
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        # Attributes of its own are pickled with it.
+        return not vars(leaf) and check_tensor(leaf) is None  # type: ignore[arg-type]
     if kind is np.ndarray or isinstance(leaf, np.generic):
         return leaf.dtype.kind in _ARRAYS  # type: ignore[attr-defined]
     if kind in (dt.datetime, dt.time):

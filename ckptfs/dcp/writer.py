@@ -152,6 +152,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         self._group = process_group
         self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         self._warned: set[str] = set()  # keys of objects that no load takes by default
+        self._checked: set[tuple[str, type]] = set()  # keys and classes of objects that load
         self._desk: Desk | None = None
         self._plan: SavePlan | None = None  # this rank's, before deduplication
         self._domains: dict[str, tuple[int, ...]] = {}
@@ -245,7 +246,9 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         def resolve(item: WriteItem) -> Any:
             own = original_item(item, self._rank)
             data = planner.resolve_data(own)
-            if item.type is WriteItemType.BYTE_IO and (why := _why_refused(planner, own, data)):
+            if item.type is WriteItemType.BYTE_IO and (
+                why := self._why_refused(planner, own, data)
+            ):
                 refused[own.index.fqn] = why
             return data
 
@@ -275,6 +278,27 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         )
         self._warn_of(refused)
         return written_part(written, attempt.save_id, domain)
+
+    def _why_refused(self, planner: Any, item: WriteItem, data: Any) -> str | None:
+        """Why a load would refuse the object that the planner saves for this item; None: it loads.
+
+        data: its bytes. An object of a class of somebody's own is looked at once for each key.
+        """
+        if isinstance(planner, CheckedPlanner) or not isinstance(data, io.BytesIO):
+            return None  # it refuses them itself; or it is no object
+        is_stock = getattr(type(planner), "transform_object", None) is (
+            DefaultSavePlanner.transform_object
+        )
+        if not is_stock or not hasattr(planner, "lookup_object"):
+            return check_leaf_bytes(data)
+        leaf = planner.lookup_object(item.index)
+        looked_at = (item.index.fqn, type(leaf))
+        if looked_at in self._checked:
+            return None
+        why = check_leaf(leaf, data)
+        if why is None and type(leaf).__module__ != "builtins":  # a dict may hold others next time
+            self._checked.add(looked_at)
+        return why
 
     def _warn_of(self, refused: Mapping[str, str]) -> None:
         """Tell of objects that no load takes by default, once for each. They are saved, as by torch."""
@@ -311,7 +335,12 @@ class StorageWriter(StockPlace, TorchStorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without group and agent: neither exists in the other process."""
-        return self.__dict__ | {"_group": None, "_desk": None, "_plan": None}
+        return self.__dict__ | {
+            "_group": None,
+            "_desk": None,
+            "_plan": None,
+            "_checked": set(),  # a class may be one that cannot be pickled
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Never raises: an error in the child's unpickling would hang every other rank's."""
@@ -433,18 +462,6 @@ def _results(plan: SavePlan, part: WrittenPart, root: Uri) -> list[WriteResult]:
             plan.items, decode_placed(part.payload), strict=True
         )
     ]
-
-
-def _why_refused(planner: Any, item: WriteItem, data: Any) -> str | None:
-    """Why a load would refuse the object that the planner saves for this item; None: it loads."""
-    if isinstance(planner, CheckedPlanner) or not isinstance(data, io.BytesIO):
-        return None  # it refuses them itself; or it is no object
-    is_plain = getattr(type(planner), "transform_object", None) is (
-        DefaultSavePlanner.transform_object
-    )
-    if is_plain and hasattr(planner, "lookup_object"):
-        return check_leaf(planner.lookup_object(item.index))
-    return check_leaf_bytes(data)
 
 
 def _size(item: WriteItem) -> int:

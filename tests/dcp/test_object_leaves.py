@@ -410,6 +410,41 @@ def test_objects_refuse_names_the_key_of_what_is_no_plain_value(tmp_path: Path) 
         ckptfs.load(state, tmp_path / "step_1", objects="no")  # type: ignore[arg-type]
 
 
+class Counted:
+    """Counts how often it is pickled."""
+
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        type(self).pickled += 1
+        return Counted, ()
+
+
+def test_an_object_is_serialised_once_and_looked_at_in_those_bytes(tmp_path: Path) -> None:
+    """A __reduce__ of the user's may be dear, or not repeatable."""
+    before = Counted.pickled
+    with torch.serialization.safe_globals([Counted]):
+        dcp.save({"k": Counted()}, storage_writer=ckptfs.StorageWriter(tmp_path / "step_1"))
+    assert Counted.pickled == before + 1
+
+
+def test_bytes_are_looked_at_only_where_types_do_not_tell() -> None:
+    """A tuple of parameters may have gigabytes; nothing is copied. The stream stays where it is."""
+    broken = io.BytesIO(b"no archive")
+    broken.seek(3)
+    assert check_leaf((torch.nn.Parameter(torch.ones(2)),), broken) is None
+    assert "could not be loaded" in str(check_leaf(Counted(), broken))
+    assert broken.tell() == 3
+
+
+def test_attributes_of_a_tensor_are_looked_at() -> None:
+    """They are pickled with it."""
+    for tensor in (torch.ones(2), torch.nn.Parameter(torch.ones(2))):
+        assert check_leaf([tensor]) is None
+        tensor.note = Counted()  # type: ignore[attr-defined]
+        assert "Counted" in str(check_leaf([tensor]))
+
+
 @pytest.mark.parametrize(
     ("function", "kind", "arguments"),
     [
