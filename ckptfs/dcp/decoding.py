@@ -60,6 +60,7 @@ from ckptfs.dcp.metadata_pickle import (
     SetOfList,
     decode,
 )
+from ckptfs.dcp.pickle_scan import check_collisions
 from ckptfs.dcp.planned import refuse_extensions
 from ckptfs.errors import ManifestError
 
@@ -72,7 +73,6 @@ _new = tuple.__new__
 
 _FIELDS_2_13 = 5
 _KINDS = 1000  # of tensors in one checkpoint: dtypes, layouts, and whether they want gradients
-_COLLISIONS = 64  # of keys by their hash; of honest ones there are none
 _DEPTH = 50  # of what a planner may have put into planner_data
 
 
@@ -216,7 +216,7 @@ class Columns:
         given = [*chain.from_iterable(map(repeat, map(len, sizes), map(len, lists)))]
         if dims != given or dims != [*map(len, lengths)]:
             raise self._not_described(entries)
-        _check_collisions({id(one): one for one in offsets}.values())
+        check_collisions({id(one): one for one in offsets}.values())
         states = {id(one): one for one in map(attrgetter("properties"), tensors)}.values()
         _need(all(map(_is_flat_state, states)), "properties of a tensor that are none")
         kinds = {*states}
@@ -263,7 +263,7 @@ class Columns:
         offsets = [*map(_SECOND, indexes)]
         _check_sizes([offset for offset in offsets if offset is not None])
         _need(_types(map(itemgetter(2), indexes)) <= {int, type(None)}, "a hint that is no number")
-        _check_collisions(map(itemgetter(0, 1), indexes))
+        check_collisions(map(itemgetter(0, 1), indexes))
         _need(_types(map(_FIRST, infos)) <= {str}, "a path that is no text")
         numbers = [*map(_SECOND, infos), *map(itemgetter(2), infos)]
         _need(_types(numbers) <= {int}, "a range of something else than numbers")
@@ -397,21 +397,6 @@ def _check_sizes(sizes: Collection[Any]) -> None:
     _need(min(chain.from_iterable(sizes), default=0) >= 0, "a size or an offset that is negative")
 
 
-def _check_collisions(keys: Iterable[Any]) -> None:
-    """ValueError where so many different ones have one hash that a dict of them would take for ever."""
-    found = [*keys]
-    hashes = [*map(hash, found)]
-    if len(set(hashes)) + _COLLISIONS >= len(hashes):
-        return
-    alike: dict[int, list[Any]] = {}
-    for one, key in zip(hashes, found, strict=True):
-        alike.setdefault(one, []).append(key)
-    for group in alike.values():
-        # Texts, which nobody makes collide: equal keys are no harm.
-        if len(group) > _COLLISIONS and len(set(map(repr, group))) > _COLLISIONS:
-            raise ValueError("keys that were made to collide")
-
-
 class _Plain:
     """Makes what a planner left in ``.metadata`` into plain objects, each copied no more often than the
     file is long.
@@ -445,7 +430,7 @@ class _Plain:
             keys = value[::2]
             if _types(keys) - {str}:
                 keys = [self._key(one) for one in keys]
-                _check_collisions(keys)
+                check_collisions(keys)
             self._spend(len(keys))
             values = value[1::2]
             if _types(values) == {tuple} and _types(chain.from_iterable(values)) <= {str, int}:
@@ -458,7 +443,7 @@ class _Plain:
             return _FLAVOURS[value.kind](*value.parts)
         if isinstance(value, SetOf):
             items = [self._key(one) for one in getattr(value, "items", value)]
-            _check_collisions(items)
+            check_collisions(items)
             return set(items)
         return self._object(value, depth)
 

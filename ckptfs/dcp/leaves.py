@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptfs import _torch
 from ckptfs._torch import is_sharded_tensor, is_wrapper_subclass
-from ckptfs.dcp.pickle_scan import check_archive
+from ckptfs.dcp.pickle_scan import check_archive, check_hashing
 from ckptfs.dcp.resolve import host_tensor, memory_of
 from ckptfs.errors import ArgumentChoice
 
@@ -427,18 +427,25 @@ class _Makers:
         self._copied(len(items))
         return items
 
+    def _hashed(self, items: Any) -> Any:
+        check_hashing(self._items(items))
+        return items
+
     def _set(self, items: Any = ()) -> set[Any]:
-        return set(self._items(items))
+        return set(self._hashed(items))
 
     def _frozenset(self, items: Any = ()) -> frozenset[Any]:
-        return frozenset(self._items(items))
+        return frozenset(self._hashed(items))
 
     def _deque(self, items: Any = (), longest: int | None = None) -> collections.deque[Any]:
         _need(longest is None or type(longest) is int)
         return collections.deque(self._items(items), longest)
 
     def _ordered(self, items: Any = ()) -> collections.OrderedDict[Any, Any]:
-        return collections.OrderedDict(self._items(items))
+        if type(self._items(items)) is not dict:
+            _need(all(type(pair) in (list, tuple) and len(pair) == 2 for pair in items))  # noqa: PLR2004
+            check_hashing([key for key, _ in items])
+        return collections.OrderedDict(items)
 
     def _counter(self, counts: Any = ()) -> collections.Counter[Any]:
         _need(type(counts) is dict or counts == ())

@@ -18,9 +18,10 @@ import logging
 import pickletools
 import struct
 import zipfile
+from collections.abc import Iterable
 from typing import Any, Final
 
-__all__ = ["advise_on_torch", "check_archive"]
+__all__ = ["advise_on_torch", "check_archive", "check_collisions", "check_hashing"]
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,41 @@ def check_archive(stream: Any) -> None:
         raise ValueError(f"it is no whole pickle: {error}") from error
     finally:
         stream.seek(0)
+
+
+def check_collisions(keys: Iterable[Any]) -> None:
+    """ValueError where so many different ones have one hash that a dict of them would take for ever."""
+    found = [*keys]
+    hashes = [*map(hash, found)]
+    if len(set(hashes)) + _COLLISIONS >= len(hashes):
+        return
+    alike: dict[int, list[Any]] = {}
+    for one, key in zip(hashes, found, strict=True):
+        alike.setdefault(one, []).append(key)
+    for group in alike.values():
+        # Texts, which nobody makes collide: equal keys are no harm.
+        if len(group) > _COLLISIONS and len(set(map(repr, group))) > _COLLISIONS:
+            raise ValueError("keys that were made to collide")
+
+
+def check_hashing(keys: Iterable[Any]) -> None:
+    """ValueError where to hash these, or to find one among the others, would take for ever."""
+    found = [*keys]
+    if set(map(type, found)) <= {str}:
+        return
+    for key in found:
+        if type(key) is tuple and not _is_short(key):
+            raise ValueError("a key that is nested too deep, or too long")
+    check_collisions(found)
+
+
+def _is_short(key: tuple[Any, ...]) -> bool:
+    left, parts = _MOST_PARTS, [key]
+    while parts and left > 0:
+        inner = parts.pop()
+        left -= 1 + len(inner)
+        parts += [one for one in inner if type(one) is tuple]
+    return left > 0
 
 
 def _check_zip(stream: Any, size: int) -> None:

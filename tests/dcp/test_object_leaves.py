@@ -472,3 +472,38 @@ def test_a_tensor_with_attributes_is_loaded() -> None:
     assert found[0].note == "a"
     assert torch.equal(found[0], tensor)
     assert torch.equal(found[1], tensor)
+
+
+def collision_of(count: int) -> list[int]:
+    """Different integers with one hash."""
+    return [n * (2**61 - 1) for n in range(1, count)]
+
+
+def doubled_tuple(times: int) -> tuple[Any, ...]:
+    """The same two tuples, each of the same two ..."""
+    made: tuple[Any, ...] = ()
+    for _ in range(times):
+        made = (made, made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        *(Called(kind, collision_of(500)) for kind in (set, frozenset)),
+        Called(collections.OrderedDict, [(n, 0) for n in collision_of(500)]),
+        Called(collections.OrderedDict, [[n, 0] for n in collision_of(500)]),
+        *(Called(kind, [doubled_tuple(12)]) for kind in (set, frozenset)),
+        Called(collections.OrderedDict, [(doubled_tuple(12), 0)]),
+    ],
+)
+def test_what_is_slow_to_hash_comes_into_no_set(made: Called) -> None:
+    """torch.save makes sets by a call of a list: the time that they take grows as its square, or as 2^n."""
+    with pytest.raises(pickle.UnpicklingError, match=r"made to collide|too deep, or too long"):
+        load_leaf(serialise_leaf(made))
+
+
+def test_honest_sets_are_loaded() -> None:
+    """Of many numbers, of texts, of tuples."""
+    found = [set(range(-5000, 5000)), {str(n) for n in range(5000)}, frozenset({(1, ("a", 2.5))})]
+    assert load_leaf(serialise_leaf(found)) == found
