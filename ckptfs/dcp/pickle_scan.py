@@ -17,6 +17,7 @@ import io
 import logging
 import pickletools
 import struct
+import sys
 import zipfile
 from collections.abc import Iterable
 from typing import Any, Final
@@ -30,6 +31,7 @@ _HEADER = 30  # bytes of a record before its name
 _LEGACY_PICKLES = 5  # magic number, protocol, system, the object, keys of its storages
 _MOST_PARTS = 300  # of a key, however they are nested
 _COLLISIONS = 64  # keys with one hash: of honest ones there are none
+_MODULUS = sys.hash_info.modulus
 _SHARED_LEAST, _SHARED_TIMES = 1_000_000, 100
 
 
@@ -313,8 +315,8 @@ class _Followed:
     def keys(self, keys: list[Any]) -> None:
         """ValueError where hashing one of them takes long, or finding it among the others."""
         for key in keys:
-            if type(key) is str:
-                continue
+            if type(key) is str or (type(key) is int and -_MODULUS < key < _MODULUS):
+                continue  # the hash of such a number is the number: no two of them collide
             if isinstance(key, _Large):
                 raise ValueError(  # noqa: TRY004
                     "a key that is nested too deep, or too long"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -150,3 +151,16 @@ def test_the_advice_comes_where_torch_unpickles(
     assert caplog.text == ""
     ckptfs.load_object(tmp_path / "x.pt")
     assert "torch 2.6.0" in caplog.text
+
+
+def test_honest_integer_keys_cost_no_memory() -> None:
+    """As an optimizer's state and a vocabulary have them: the hash of a number below 2**61 - 1 is the number."""
+    stream = io.BytesIO()
+    torch.save(dict.fromkeys(range(50_000)), stream)
+    tracemalloc.start()
+    try:
+        check_archive(stream)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2_000_000
