@@ -138,8 +138,13 @@ class Retrier:
                 if pause_s is None or (stop is not None and stop.is_set()):
                     self._told(error, failures, now_s - first_s)
                     raise
-                self._warn(error, now_s - first_s)
                 log.debug("try %d at %s failed: %s", failures, self.endpoint, error)
+                before_s = _WARN_S - (now_s - first_s)
+                if 0.0 < before_s <= pause_s:
+                    # The line comes when it is due, and not after a pause that goes on beyond that.
+                    self.sleep(before_s, stop)
+                    pause_s -= before_s
+                self._warn(error, self.clock() - first_s)
             except StorageError as error:
                 if failures:
                     self._told(error, failures + 1, self.clock() - first_s)

@@ -173,6 +173,23 @@ def test_a_silent_endpoint_is_told_once_after_three_seconds(
     assert line.endswith("; tried again for 17 s more")
 
 
+def test_the_line_does_not_wait_for_the_end_of_a_pause(caplog: pytest.LogCaptureFixture) -> None:
+    """The pause that begins before the third second ends after it: the line comes at three."""
+    time = FakeTime()
+    retrier = time.retrier(Retrier("http://host:1", RetryPolicy(60.0)))
+    told: list[float] = []
+    sleep = retrier.sleep
+
+    def watched(pause_s: float, stop: threading.Event | None) -> None:
+        if caplog.messages and not told:
+            told.append(time.now_s)
+        sleep(pause_s, stop)
+
+    with caplog.at_level(logging.WARNING), pytest.raises(TransientError):
+        replace(retrier, sleep=watched).run(failing(*[busy() for _ in range(999)]))
+    assert told == [pytest.approx(3.0)]
+
+
 def test_a_short_trouble_is_told_to_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """Two busy answers within three seconds are nobody's business, nor is a deadline that is shorter."""
     with caplog.at_level(logging.WARNING):
