@@ -77,11 +77,16 @@ def plan_load(
     """
     started = time.perf_counter()
     inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
-    planner = LoadPlanner(strict=strict, allow=allow, weights_only=weights_only, objects=objects)
+    planners: list[LoadPlanner] = []
     held: list[list[Read]] = []
 
     def local() -> Asked:
         flat = state_dict() if callable(state_dict) else state_dict
+        # Here, because the words that it is given may be wrong on one rank alone.
+        planner = LoadPlanner(
+            strict=strict, allow=allow, weights_only=weights_only, objects=objects
+        )
+        planners.append(planner)
         planner.handed_over = handed_over
         planner.set_up_planner(flat, is_coordinator=control.rank == 0)
         with gc_paused():
@@ -96,7 +101,7 @@ def plan_load(
 
     def decide(asked: list[Asked]) -> tuple[str, ...]:
         unexpected = unexpected_keys(inventory.keys, asked)
-        if unexpected and Allowed.EXTRA not in planner.allowed:
+        if unexpected and Allowed.EXTRA not in planners[0].allowed:
             raise StateError(
                 f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
                 hint=_hint_for(unexpected, inventory.keys),
@@ -104,6 +109,7 @@ def plan_load(
         return unexpected
 
     unexpected = control.step("plan the load", local, decide)
+    planner = planners[0]
     return PlannedLoad(
         tuple(held[0]), planner, planner.missing, unexpected, time.perf_counter() - started
     )

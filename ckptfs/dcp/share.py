@@ -99,6 +99,24 @@ class _NamedModule:
         self.module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
 
 
+class _Stateless:
+    """Stands for what is no state dict."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def state_dict(self) -> dict[str, Any]:
+        """StateError."""
+        name = self._name
+        raise StateError(
+            f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is no state dict",
+            hint='give a dict, such as {"state": value}; a module or another object with state_dict is taken too',
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Never called: to load, its state is needed first."""
+
+
 def module_of(value: object) -> torch.nn.Module | None:
     """The module whose state this is; None for any other object."""
     if isinstance(value, _NamedModule):
@@ -110,7 +128,8 @@ def as_state_dict(given: Any) -> Any:
     """What ``save`` and ``load`` were given as a state dict: a module, an optimizer or another object with
     state_dict and load_state_dict lies under "state", as ``CheckpointManager`` has it.
 
-    StateError: it is neither, such as a tensor or a list.
+    What is neither, such as a tensor or a list, lies there as an object whose state_dict raises StateError:
+    within a step, so that the other ranks, which may have been given what they need, hear of it.
     """
     if isinstance(given, Mapping):
         return given
@@ -118,11 +137,7 @@ def as_state_dict(given: Any) -> Any:
         return {ROOT: _NamedModule(given)}
     if isinstance(given, Stateful) and not isinstance(given, (type, torch.Tensor)):
         return {ROOT: given}
-    name = type(given).__name__
-    raise StateError(
-        f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is no state dict",
-        hint='give a dict, such as {"state": value}; a module or another object with state_dict is taken too',
-    )
+    return {ROOT: _Stateless(type(given).__name__)}
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:

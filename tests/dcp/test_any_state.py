@@ -96,11 +96,45 @@ def test_an_optimizer_is_a_state(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("given", [torch.ones(3), [torch.ones(3)], 3, None, torch.nn.Linear])
 def test_what_is_no_state_is_told_in_a_sentence(tmp_path: Path, given: Any) -> None:
-    """A tensor, a list, a number, a class: StateError names it and how to hand it over; nothing is made."""
-    for call in (ckptfs.save, ckptfs.async_save, ckptfs.load):
+    """A tensor, a list, a number, a class: StateError names it and how to hand it over; nothing is saved."""
+    run = tmp_path / "run"
+    ckptfs.save({"w": torch.ones(1)}, run / "step_1")
+    for call in (
+        lambda: ckptfs.save(given, run / "step_2"),
+        lambda: ckptfs.async_save(given, run / "step_2").result(),
+        lambda: ckptfs.load(given, run / "step_1"),
+    ):
         with pytest.raises(
             ckptfs.StateError, match=f"{type(given).__name__} is no state dict"
         ) as told:
-            call(given, tmp_path / "run" / "step_1")
+            call()
         assert '{"state": value}' in str(told.value)
-    assert not (tmp_path / "run").exists()
+    assert [one.step for one in ckptfs.list_checkpoints(run)] == [1]
+
+
+def wrong_on_one_rank(rank: Rank) -> list[list[int]]:
+    """Every way to hand over a wrong state, or a wrong word, by rank 1 alone."""
+    rank.init_group()
+    uri = f"{rank.args['run']}/step_1"
+    good: Any = {"w": torch.ones(2)}
+    ckptfs.save(good, uri, timeout_s=30)
+    state: Any = [torch.ones(2)] if rank.number == 1 else good
+    word = "al" if rank.number == 1 else "extra"
+    found = []
+    for call in (
+        lambda: ckptfs.save(state, f"{uri}1", timeout_s=30),
+        lambda: ckptfs.async_save(state, f"{uri}2", timeout_s=30).result(),
+        lambda: ckptfs.load(state, uri, timeout_s=30),
+        lambda: ckptfs.load(good, uri, allow=word, timeout_s=30),
+    ):
+        with pytest.raises(ckptfs.StateError) as told:
+            call()
+        assert isinstance(told.value, ckptfs.CollectiveError)
+        found.append(sorted(told.value.failures))
+    return found
+
+
+def test_what_is_wrong_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    """None waits for a rank that has not come."""
+    with launch(wrong_on_one_rank, 2, args={"run": str(tmp_path / "run")}) as ranks:
+        assert ranks.values(timeout_s=100) == [[[1]] * 4] * 2
