@@ -332,48 +332,7 @@ class _Makers:
     def __init__(self, size_bytes: int) -> None:
         self._left = _COPIES * size_bytes + 1024
         self.users = _users()
-        # Named as arguments only: to call one would make memory of any size.
-        self._named: dict[tuple[str, str], Any] = {
-            ("numpy", "ndarray"): np.ndarray,
-            ("torch", "Tensor"): torch.Tensor,
-            ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-            ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
-        }
-        self._by_name: dict[tuple[str, str], Any] = {
-            ("numpy", "dtype"): self._dtype,
-            ("_codecs", "encode"): self._bytes,
-            ("builtins", "bytes"): self._no_bytes,
-            ("builtins", "bytearray"): self._bytearray,
-            ("builtins", "complex"): self._complex,
-            ("builtins", "set"): self._set,
-            ("builtins", "frozenset"): self._frozenset,
-            ("builtins", "range"): self._range,
-            ("collections", "OrderedDict"): self._ordered,
-            ("collections", "Counter"): self._counter,
-            ("collections", "deque"): self._deque,
-            ("datetime", "date"): dt.date,
-            ("datetime", "datetime"): dt.datetime,
-            ("datetime", "time"): dt.time,
-            ("datetime", "timedelta"): dt.timedelta,
-            ("datetime", "timezone"): dt.timezone,
-            ("uuid", "UUID"): self._uuid,
-            ("_io", "BytesIO"): self._stream,
-            ("torch", "Size"): self._size,
-            ("torch", "device"): torch.device,
-            ("torch._C", "Generator"): self._generator,
-            ("torch.serialization", "_get_layout"): _layout,
-        }
-        for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            self._by_name[module, "_reconstruct"] = self._array
-            self._by_name[module, "scalar"] = self._scalar
-        for name, kind in _PATHS.items():
-            self._by_name["pathlib", name] = partial(self._path, kind)
-        self._rebuilders = _torch.tensor_rebuilders()
-        for function in self._rebuilders:
-            self._by_name[function.__module__, function.__name__] = function
-        self._by_name["torch._tensor", "_rebuild_from_type_v2"] = self._tensor_of_type
-        self._calls = {id(made): made for made in self._by_name.values()}
-        self._calls |= {id(made): made for made in self.users.values()}
+        self._users_calls = {id(made) for made in self.users.values()}
 
     def find(self, module: str, name: str) -> Any:
         """What a pickle may name. pickle.UnpicklingError: anything else."""
@@ -381,18 +340,19 @@ class _Makers:
             return found
         if module.split(".", maxsplit=1)[0] == "pathlib":
             module = "pathlib"  # 3.13 has them in pathlib._local
-        key = (module, name)
-        found = self._named.get(key) or self._by_name.get(key) or self.users.get(f"{module}.{name}")
+        found = _by_name().get((module, name)) or self.users.get(f"{module}.{name}")
         if found is None:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return found
 
     def make(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         """The call that a pickle asks for."""
-        maker = self._calls.get(id(function))
-        if maker is None:
+        is_method = _calls().get(id(function))
+        if is_method:
+            return function(self, *arguments)
+        if is_method is None and id(function) not in self._users_calls:
             raise pickle.UnpicklingError(f"it calls {function!r:.100}")
-        return maker(*arguments)
+        return function(*arguments)
 
     def is_users(self, value: object) -> bool:
         """Whether it is of a class that the user allowed."""
@@ -460,11 +420,13 @@ class _Makers:
 
     def _tensor_of_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
         """A tensor with attributes, or of a class that the user allowed; torch's own calls any function."""
-        _need(any(function is one for one in self._rebuilders) and type(arguments) is tuple)
+        _need(
+            any(function is one for one in _torch.tensor_rebuilders()) and type(arguments) is tuple
+        )
         _need(kind in (torch.Tensor, torch.nn.Parameter) or kind in self.users.values())
         return _torch.rebuilt_as(function, kind, arguments, state)
 
-    def _path(self, kind: type[pathlib.PurePath], *parts: str) -> pathlib.PurePath:
+    def _path(self, *parts: str, kind: type[pathlib.PurePath]) -> pathlib.PurePath:
         _need(all(type(part) is str for part in parts))
         self._copied(sum(map(len, parts)))
         return kind(*parts)
@@ -532,6 +494,66 @@ class _Makers:
         if not count:
             return np.empty(shape, dtype, order=order)
         return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order)
+
+    # What is made with a look at how much was made before; called with the maker before its arguments.
+    METHODS: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {
+        ("numpy", "dtype"): _dtype,
+        ("_codecs", "encode"): _bytes,
+        ("builtins", "bytes"): _no_bytes,
+        ("builtins", "bytearray"): _bytearray,
+        ("builtins", "complex"): _complex,
+        ("builtins", "set"): _set,
+        ("builtins", "frozenset"): _frozenset,
+        ("builtins", "range"): _range,
+        ("collections", "OrderedDict"): _ordered,
+        ("collections", "Counter"): _counter,
+        ("collections", "deque"): _deque,
+        ("uuid", "UUID"): _uuid,
+        ("_io", "BytesIO"): _stream,
+        ("torch", "Size"): _size,
+        ("torch._C", "Generator"): _generator,
+        ("torch._tensor", "_rebuild_from_type_v2"): _tensor_of_type,
+    }
+    for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        METHODS[_module, "_reconstruct"] = _array
+        METHODS[_module, "scalar"] = _scalar
+    for _name, _kind in _PATHS.items():
+        METHODS["pathlib", _name] = partial(_path, kind=_kind)
+
+
+# Named as arguments only: to call one would make memory of any size.
+_NAMED_ONLY: dict[tuple[str, str], Any] = {
+    ("numpy", "ndarray"): np.ndarray,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+}
+
+
+@functools.cache
+def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
+    """What is called as it is."""
+    kinds = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
+    return {
+        **{("datetime", kind.__name__): kind for kind in kinds},
+        ("torch", "device"): torch.device,
+        ("torch.serialization", "_get_layout"): _layout,
+        **{(one.__module__, one.__name__): one for one in _torch.tensor_rebuilders()},
+    }
+
+
+@functools.cache
+def _by_name() -> dict[tuple[str, str], Any]:
+    return {**_NAMED_ONLY, **_functions(), **_Makers.METHODS}
+
+
+@functools.cache
+def _calls() -> dict[int, bool]:
+    """What may be called, by identity: whether it is a method of ``_Makers``."""
+    return {
+        **{id(one): False for one in _functions().values()},
+        **{id(one): True for one in _Makers.METHODS.values()},
+    }
 
 
 def _dtype_of(named: np.dtype[Any], state: Any) -> np.dtype[Any]:
