@@ -206,9 +206,9 @@ def load_leaf(
     blob.seek(0)
     if not is_archive and is_plain_only:
         raise pickle.UnpicklingError("torch has not written such a file since 1.6")
-    if not is_archive:  # as torch wrote before 1.6; DCP never did
-        return torch.load(blob, map_location="cpu", weights_only=True)
     try:
+        if not is_archive:  # as torch wrote before 1.6; DCP never did
+            return torch.load(blob, map_location="cpu", weights_only=True)
         return _torch.load_archive(blob, _Plain if is_plain_only else _AllowListed)
     except pickle.UnpicklingError:
         raise
