@@ -47,8 +47,8 @@ _UNBOUND = (
 )
 _ENTRY = "copy the entry back from another place; else copy what is whole to a new run"
 _SAVED_OVER = (
-    "stock torch loads that one; move it away with its files to load ours, and the next save or "
-    "prepare_run shows ours again"
+    "stock torch loads that one; move it away with its files to load ours, and the next job of the "
+    "run shows ours again"
 )
 _REWRITE = "our readers do not need it; stock ones see what is there: copy {} over it"
 T = TypeVar("T")
