@@ -621,14 +621,19 @@ class Attempt:
         """Record and project. The save is committed: a failure here is a warning, not an error. Beside the
         warnings, how many bytes of older saves of the name stay.
         """
+
+        def together(ends: Sequence[_Finished]) -> tuple[tuple[str, ...], int]:
+            # Not a list of what each rank found: every rank would read one entry for each of them.
+            warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
+            return warnings, sum(end.replaced_bytes for end in ends)
+
         try:
-            ends = self.seat.control.step("finish", lambda: self._finish_here(seal))
+            found = self.seat.control.step("finish", lambda: self._finish_here(seal), together)
         except CkptfsError as error:
-            ends = [_Finished(str(error))]
-        warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
-        for note in warnings:
+            found = (str(error),), 0
+        for note in found[0]:
             logger.warning("%s is committed; its projection is not complete: %s", seal.name, note)
-        return warnings, sum(end.replaced_bytes for end in ends)
+        return found
 
     def _finish_here(self, seal: Seal) -> _Finished:
         if not self._owner or self._state is None:
