@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def test_a_rank_that_hangs_in_a_plain_file_is_named_with_the_path(
         assert told.error_type == "CollectiveError", told.log
         assert told.error
         (pipe,) = tmp_path.rglob("pipe")
-        assert f"open of {pipe} has not returned for" in told.error["message"]
+        # A long path loses its middle in the text.
+        assert re.search(r"open of /\S*pipe has not returned for", told.error["message"])
         assert "rank 0 on " in told.error["message"]
         os.close(os.open(pipe, os.O_RDWR))
