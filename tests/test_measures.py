@@ -45,6 +45,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("dcp/test_dcp_api.py", "threads"): "by the names of ckptfs's agents, in a rank of its own",
     ("dcp/test_exchange.py", "memory"): FAR,
     ("dcp/test_metadata_pickle.py", "memory"): FAR,
+    ("dcp/test_pickle_scan.py", "memory"): FAR,
     ("dcp/test_object_leaves.py", "memory"): "sets a limit of its own process, and takes it back",
     ("hostile/warm.py", "elapsed"): REPORT,
     ("hostile/warm.py", "memory"): "sets limits of its own child",
