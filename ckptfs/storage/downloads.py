@@ -99,6 +99,10 @@ class ObjectReader(DataReader):
                 for _ in range(min(self._route.concurrency, len(ranges)) - 1):
                     helpers.append(pool.submit(work))  # noqa: PERF401 - kept when the next one fails
             work()
+            # Before anybody is told to stop: the last range of a helper may have to be asked for again.
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.exception()
         finally:
             # Whatever happened, a second Ctrl-C included: no thread may write into the buffer after
             # this returns.

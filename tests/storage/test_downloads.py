@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -83,6 +84,29 @@ def test_broken_bodies_are_fetched_again() -> None:
     with storage.open_read("f") as reader:
         assert read_all(reader) == BIG
     assert store.counts()["get_range"] == 4 + 3
+    storage.close()
+
+
+def test_the_last_range_of_a_helper_is_asked_for_again() -> None:
+    """The caller has all of its own ranges when a helper's breaks: that is no reason to give it up."""
+    store = MemoryObjects()
+    caller, broken = threading.get_ident(), threading.Event()
+
+    class Slow(MemoryObjectClient):
+        def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if threading.get_ident() != caller and not broken.is_set():
+                broken.set()
+                time.sleep(0.2)  # a slow server; the caller is done meanwhile
+                raise busy()
+            if threading.get_ident() == caller:
+                broken.wait(10.0)  # or the caller would take all ranges itself
+            super().get_range(key, offset, out, etag)
+
+    store.put_behind("run/f", BIG)
+    storage = over(Slow(store), concurrency=2)
+    with storage.open_read("f") as reader:
+        assert read_all(reader, 2 * RANGE_BYTES) == BIG[: 2 * RANGE_BYTES]
+    assert broken.is_set()
     storage.close()
 
 
