@@ -67,10 +67,10 @@ ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago 
 _Refusal = SymlinkError | ManifestError
 LEFT_S = 60.0  # how long a claim waits for an earlier one of its process that is being released
 GIVE_BACK_S = 5.0  # and a claim that failed tries to release its fence
-LOOK_S = (
-    0.25  # a call that waits for another one watches its lease so long between two looks at the log
-)
-LONGEST_LOOK_S = 2.0  # ... and twice as long each time, up to this
+# A call that waits for another one watches its lease so long between two looks at the log, and twice as
+# long each time, up to the second number.
+LOOK_S = 0.25
+LONGEST_LOOK_S = 2.0
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 

@@ -295,7 +295,6 @@ _NAMES = {cls: name for name, cls in _KINDS.items()}
 _OMITTED_WHEN_EMPTY = ("metrics", "hosts", "origins")
 _SAVES = "\0saves"  # stands in a snapshot for what is put there as text; no word has a NUL
 _WORDS: dict[str, type[StrEnum]] = {"outcome": Outcome, "mode": FenceMode, "artifact": Kind}
-_ENVELOPE = ("v", "kind", "id", "at", "by_host", "by_pid", "by_rank")
 
 
 def encode_entry(entry: Entry) -> bytes:
@@ -367,7 +366,7 @@ def decode_entry(data: bytes, where: str) -> Entry:
         cls = _KINDS.get(head.kind)
         if cls is None or _has_unknown_word(cls, record):
             return Entry(head.id, Foreign(head.kind), stamp)
-        partial = not {*[f.name for f in fields(cls)], *_ENVELOPE}.issuperset(record)
+        partial = not {*_names_of(cls), *_names_of(_Envelope), "v"}.issuperset(record)
         return Entry(head.id, _SCHEMAS[cls].convert(record), stamp, partial)
     except SchemaError as error:
         raise ManifestError(
@@ -375,6 +374,10 @@ def decode_entry(data: bytes, where: str) -> Entry:
             uri=where,
             hint="entries are never rewritten: this file was damaged or placed by hand",
         ) from error
+
+
+def _names_of(cls: type) -> list[str]:
+    return [one.name for one in fields(cls)]
 
 
 def _has_unknown_word(cls: type, record: Mapping[str, Any]) -> bool:

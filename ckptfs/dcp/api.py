@@ -36,7 +36,7 @@ from ckptfs.dcp.saving import WriteOptions, plans_of, save_at
 from ckptfs.dcp.share import as_state_dict
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
-from ckptfs.topology.control import Control, default_timeout_s
+from ckptfs.topology.control import Control, timeout_of
 from ckptfs.topology.world import World
 from ckptfs.uri import HasProtocol, Uri, options_of
 
@@ -147,7 +147,7 @@ def save(
         with _control(process_group, timeout_s) as control:
             return save_part(state, uri, control, place, per_rank=tuple(per_rank), options=options)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
-    wait_s = default_timeout_s() if timeout_s is None else timeout_s
+    wait_s = timeout_of(timeout_s)
     with (
         _seat_for(uri, run, process_group, timeout_s, place) as (seat, target),
         claimed(seat, run, IfExists(if_exists), Unchanged(unchanged), wait_s) as holder,

@@ -42,7 +42,7 @@ from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import StateError, UriError
 from ckptfs.events import SaveResult
 from ckptfs.events import Staged as StagedEvent
-from ckptfs.topology.control import Control, control_opener, default_timeout_s
+from ckptfs.topology.control import Control, control_opener, timeout_of
 from ckptfs.topology.world import World
 from ckptfs.uri import Uri, mask_credentials, options_of
 
@@ -106,7 +106,7 @@ def async_save(
     )
     exists = IfExists(if_exists)
     how = Unchanged(unchanged)
-    wait_s = default_timeout_s() if timeout_s is None else timeout_s
+    wait_s = timeout_of(timeout_s)
     if run is not None:
         world = run.seat.control.world
         need_group(world)

@@ -182,7 +182,7 @@ class Objects(ArgumentChoice):
 
     LOAD = "load"  # the types of Python, numpy and torch that are data, and what the user allowed torch
     REFUSE = (
-        "refuse"  # plain values alone: numbers, text, bytes, their containers, and tensors in those
+        "refuse"  # plain values alone: numbers, text, bytes, their containers, tensors in those
     )
 
 

@@ -102,9 +102,8 @@ class LoadPlanner(DefaultLoadPlanner):
         self.weights_only = weights_only
         self.objects = Objects(objects)
         self.missing: tuple[str, ...] = ()
-        self.handed_over: Collection[
-            str
-        ] = ()  # top-level keys of objects that get their states back
+        # Top-level keys of objects that get their states back.
+        self.handed_over: Collection[str] = ()
         self._whole: dict[str, Any] = {}  # dicts and lists that are asked for as one object
         self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
 

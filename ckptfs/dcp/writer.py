@@ -49,7 +49,7 @@ from ckptfs.dcp.planner import SavePlanner as CheckedPlanner
 from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
 from ckptfs.dcp.reuse_write import Mine, write_changed
 from ckptfs.errors import IncompleteCheckpointError, StateError
-from ckptfs.topology.control import default_timeout_s
+from ckptfs.topology.control import timeout_of
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["StorageWriter"]
@@ -150,7 +150,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         self._engine = WriteEngineName(engine)
         self._unchanged, self._memory = Unchanged(unchanged), Memory()
         self._group = process_group
-        self._timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self._timeout_s = timeout_of(timeout_s)
         self._warned: set[str] = set()  # keys of objects that no load takes by default
         self._checked: set[tuple[str, type]] = set()  # keys and classes of objects that load
         self._desk: Desk | None = None

@@ -45,13 +45,9 @@ T = TypeVar("T")
 _Job = tuple["Future[Any]", Callable[[Any], Any], bool]
 
 CHUNK_BYTES = (1 << 20) - 4096  # with its header and key below 1 MiB
-_MOST_CHUNKS = (
-    4096  # nearly 4 GiB: more is no plan of any save, and was made up to take memory and time
-)
+_MOST_CHUNKS = 4096  # nearly 4 GiB: more is no plan of any save, and was made up to take memory
 _AT_ONCE = 32  # keys of one request, so that its answer stays below 32 MiB
-_ABSENT = (
-    b"ckptfs/absent"  # no value begins so: a store says what it is compared with for a missing key
-)
+_ABSENT = b"ckptfs/absent"  # no value begins so; what a store answers of a key that is missing
 _LONG = timedelta(days=20)  # c10d counts milliseconds in 32 bits: 24 days is the most it can wait
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "default_timeout_s",
     "hearing",
     "open_control",
+    "timeout_of",
 ]
 
 T = TypeVar("T")
@@ -193,6 +194,11 @@ def default_timeout_s() -> float:
     return value
 
 
+def timeout_of(timeout_s: float | None) -> float:
+    """What a caller gave, or the default."""
+    return default_timeout_s() if timeout_s is None else timeout_s
+
+
 def open_control(
     world: World | None = None,
     process_group: Any = None,
@@ -230,7 +236,7 @@ def control_opener(
     closes_at_exit: False where the caller closes it when the interpreter ends.
     """
     world = world or World.detect(process_group)
-    wait_s = default_timeout_s() if timeout_s is None else timeout_s
+    wait_s = timeout_of(timeout_s)
     if world.size == 1:
         return partial(SoloControl, world)
     ranks: tuple[int, ...] = tuple(range(world.size))

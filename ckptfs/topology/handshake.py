@@ -36,8 +36,9 @@ from ckptfs.topology.world import World
 __all__ = ["Meeting", "meet"]
 
 _POLL_S = (0.001, 0.05)  # from, to
-_DOUBT_S = 0.25  # how often rank 0 asks whether a rank that does not answer was a dead one's hello,
-# and how often a rank that is not welcomed asks whether its own hello is still there
+# How often rank 0 asks whether a rank that does not answer was a dead one's hello, and a rank that is not
+# welcomed whether its own hello is still there.
+_DOUBT_S = 0.25
 _GRACE_S = 2.0  # how much longer than rank 0 the others wait: its error names more than theirs
 
 

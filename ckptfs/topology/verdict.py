@@ -206,9 +206,8 @@ def collective_error(
         )
 
     # What to do is worth more than what a third rank met: its line goes before the hint does.
-    choices = [showing(count) for count in range(min(len(sentences), _SHOWN), 0, -1)] or [
-        showing(0)
-    ]
+    longest = min(len(sentences), _SHOWN)
+    choices = [showing(count) for count in range(longest, min(longest, 1) - 1, -1)]
     error = next((e for e in choices if e.hint and e.hint in str(e)), choices[0])
     _note(error)
     return error

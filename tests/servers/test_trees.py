@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,10 +14,10 @@ import torch
 import ckptfs
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.conformance import StorageConformance
 from tests import lab
 from tests.lab.server import Server
 from tests.servers.conftest import session_of
+from tests.storage.test_conformance import OnDisk
 
 
 @pytest.fixture(scope="module")
@@ -49,34 +48,15 @@ def directory_of(server: Server, root: str) -> Path:
     return files / root.removeprefix("webdav://")
 
 
-class OnTree(StorageConformance):
-    """The raw hooks: what the server's own disk has."""
+class OnTree(OnDisk):
+    """A fresh directory of a server; its raw hooks look at the server's own disk."""
 
     server: Server
-    root: Path
 
     def make_storage(self, place: Path) -> Storage:
         root = self.server.fresh("conformance")
         self.root = directory_of(self.server, root)
         return open_storage(root, self.server.storage_options())
-
-    def raw_write(self, key: str, data: bytes) -> None:
-        path = self.root / key
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-
-    def raw_read(self, key: str) -> bytes:
-        return (self.root / key).read_bytes()
-
-    def raw_exists(self, key: str) -> bool:
-        return (self.root / key).exists()
-
-    def raw_list(self) -> list[str]:
-        return sorted(
-            str(Path(folder, name).relative_to(self.root))
-            for folder, _, names in os.walk(self.root)
-            for name in names
-        )
 
 
 class TestSftp(OnTree):
