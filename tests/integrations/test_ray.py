@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -317,6 +318,21 @@ def full_disk(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def sizes_when_settled(directory: Path) -> dict[str, int]:
+    """Bytes by file name, once no file is on its way any more: the copy that failed ends Arrow's call, and
+    its other threads still write, rename and remove what they had begun.
+    """
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
+        except FileNotFoundError:
+            continue
+        if "config.pt" in sizes and not any(name.startswith(".partial-") for name in sizes):
+            return sizes
+    raise AssertionError(f"files are still on their way in {directory}")
+
+
 def test_ray_leaves_half_a_copy_under_the_final_name(tmp_path: Path) -> None:
     """Stock: a copy that fails leaves a directory with every file's name, one of them cut short, and
     nothing that tells it from a whole one. Through ckptfs that file is not there.
@@ -334,8 +350,7 @@ def test_ray_leaves_half_a_copy_under_the_final_name(tmp_path: Path) -> None:
         context = StorageContext(experiment_dir_name="run", **place)
         with full_disk(1 << 20), pytest.raises(OSError, match="too large"):
             context.persist_current_checkpoint(checkpoint, "checkpoint_1")
-        found = tmp_path / name / "run/checkpoint_1"
-        left[name] = {file.name: file.stat().st_size for file in found.iterdir()}
+        left[name] = sizes_when_settled(tmp_path / name / "run/checkpoint_1")
     assert set(left["stock"]) == {"config.pt", "model.pt"}
     assert 0 < left["stock"]["model.pt"] < (source / "model.pt").stat().st_size
     assert "model.pt" not in left["ours"]
