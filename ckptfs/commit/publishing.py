@@ -26,7 +26,7 @@ from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
-from ckptfs.storage.under_way import under_way
+from ckptfs.storage.inflight import under_way
 from ckptfs.storage.watched import WatchedFile, walk
 
 __all__ = [

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TypeVar
 
 from ckptfs.errors import CkptfsError
+from ckptfs.storage.inflight import carried
 from ckptfs.storage.threads import uninterrupted
-from ckptfs.storage.under_way import carried
 
 __all__ = ["Cancelled", "run_all"]
 

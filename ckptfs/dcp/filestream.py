@@ -17,8 +17,8 @@ from typing import Self
 
 from ckptfs.commit.digests import BlockDigester, ItemDigests
 from ckptfs.storage.base import DataWriter
+from ckptfs.storage.inflight import carried
 from ckptfs.storage.threads import uninterrupted
-from ckptfs.storage.under_way import carried
 
 __all__ = ["FileStream", "Pump"]
 

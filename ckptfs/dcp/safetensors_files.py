@@ -23,8 +23,8 @@ from ckptfs.dcp.safetensors_format import Entry, encode_header
 from ckptfs.dcp.safetensors_plan import PlannedFile
 from ckptfs.errors import StateError
 from ckptfs.storage.base import Shape
+from ckptfs.storage.inflight import carried
 from ckptfs.storage.threads import uninterrupted
-from ckptfs.storage.under_way import carried
 
 __all__ = ["FileWriter", "PlannedExport"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptfs.commit.layout import CONTROL
 from ckptfs.errors import CommitConflictError, StateError
-from ckptfs.storage.under_way import under_way
+from ckptfs.storage.inflight import under_way
 from ckptfs.storage.watched import WatchedFile, remove_tree
 from ckptfs.topology.control import Control
 

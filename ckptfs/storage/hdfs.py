@@ -46,7 +46,7 @@ from ckptfs.storage.hdfs_client import HdfsClient, Status
 from ckptfs.storage.hdfs_options import arrow_options, web_options
 from ckptfs.storage.hdfs_streams import Reader, Writer
 from ckptfs.storage.options import ObjectOptions
-from ckptfs.storage.retrying import Retrier, RetryPolicy, notice_of
+from ckptfs.storage.retry import Retrier, RetryPolicy, notice_of
 from ckptfs.uri import Uri
 
 __all__ = ["HdfsStorage", "open_hdfs"]

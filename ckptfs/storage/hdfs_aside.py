@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 
 from ckptfs.errors import AnswerLostError, NotFoundError, StorageError, TransientError
 from ckptfs.storage.hdfs_client import HdfsClient, Over, Sink
-from ckptfs.storage.retrying import NOT_DONE, Retrier
+from ckptfs.storage.retry import NOT_DONE, Retrier
 from ckptfs.uri import Uri
 
 __all__ = ["PARTIAL", "Aside", "beside"]

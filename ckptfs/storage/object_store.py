@@ -1,9 +1,9 @@
 """An object store: keys, no directories, no rename. What is decided once for all client libraries.
 
-    read create replace stat list     one request each              conditions.py  are they honoured?
-    open_write   parts in parallel    uploads.py, parts.py          retrying.py    when again
-    open_read    ranges in parallel   downloads.py                  options.py     how much at once
-    remove*      batches              deletes.py                    clients/       one file per library
+    read create replace stat list     one request each       conditional_writes.py  are they honoured?
+    open_write   parts in parallel    multipart.py, parts.py   retry.py     when again
+    open_read    ranges in parallel   ranged_reads.py          options.py   how much at once
+    remove*      batches              bulk_delete.py           clients/     one file per library
 
 Writing is final: data keys never change under their name, the one thing that can be won is a create.
 A conditional put whose answer was lost is not repeated here but told (AnswerLostError): only the
@@ -36,16 +36,16 @@ from ckptfs.storage.base import (
     UnfinishedUpload,
     usable,
 )
+from ckptfs.storage.bulk_delete import Deleter, Holds
 from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
 from ckptfs.storage.clients.choose import open_client
-from ckptfs.storage.conditions import Honoured, Verdict, probe_conditions
-from ckptfs.storage.deletes import Deleter, Holds
-from ckptfs.storage.downloads import ObjectReader
+from ckptfs.storage.conditional_writes import Honoured, Verdict, probe_conditions
+from ckptfs.storage.multipart import ObjectWriter, Route
 from ckptfs.storage.options import ObjectOptions, parse_options
 from ckptfs.storage.parts import plan_parts
-from ckptfs.storage.retrying import NOT_DONE, Retrier, RetryPolicy, notice_of
+from ckptfs.storage.ranged_reads import ObjectReader
+from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, notice_of
 from ckptfs.storage.threads import Threads
-from ckptfs.storage.uploads import ObjectWriter, Route
 from ckptfs.uri import Uri
 
 __all__ = ["ObjectStorage", "open_object_store"]

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from ckptfs.storage.under_way import path_of, under_way
+from ckptfs.storage.inflight import path_of, under_way
 
 __all__ = ["DirectAlignment", "Posix", "beneath", "holder_of", "without_mark"]
 

@@ -48,7 +48,7 @@ Factory = Callable[[Uri, Mapping[str, Any]], Storage]
 _WRAPPERS = {
     "faults": "ckptfs.testing.faults:open_faulty",
     "nodes": "ckptfs.testing.nodes:open_nodes",
-    "fsspec": "ckptfs.storage.fsspec:open_fsspec",
+    "fsspec": "ckptfs.storage.fsspec_store:open_fsspec",
     "objects": "ckptfs.testing.object_client:open_memory_objects",
 }
 _OBJECT_STORE = "ckptfs.storage.object_store:open_object_store"

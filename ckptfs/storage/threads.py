@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-from ckptfs.storage.under_way import carried
+from ckptfs.storage.inflight import carried
 
 __all__ = ["Threads", "uninterrupted"]
 

@@ -17,7 +17,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfs.storage.under_way import under_way
+from ckptfs.storage.inflight import under_way
 
 __all__ = ["WatchedFile", "remove_tree", "walk"]
 

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptfs.storage.under_way import mark, part_of, waited_for
+from ckptfs.storage.inflight import mark, part_of, waited_for
 from ckptfs.topology.pulse import Patience
 from ckptfs.topology.stepkeys import StepKeys
 

@@ -11,7 +11,7 @@ from ckptfs.errors import AnswerLostError, TransientError
 from ckptfs.storage.clients.base import Limits, ObjectClient
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import ObjectOptions
-from ckptfs.storage.retrying import Retrier
+from ckptfs.storage.retry import Retrier
 from ckptfs.testing.memory_objects import SMALL_LIMITS, MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.plan import Fault, Plan

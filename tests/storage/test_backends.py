@@ -30,7 +30,7 @@ from ckptfs.errors import (
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
 from ckptfs.storage.clients import choose
-from ckptfs.storage.fsspec import FsspecStorage
+from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import STORES, MemoryStorage
 from ckptfs.storage.registry import open_storage

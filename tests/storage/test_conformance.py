@@ -10,7 +10,7 @@ import fsspec
 import pytest
 
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.fsspec import FsspecStorage
+from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import STORES, MemoryStorage, Tree
 from ckptfs.storage.posix import Posix

@@ -16,8 +16,8 @@ from ckptfs.errors import (
     TransientError,
     UnsupportedError,
 )
+from ckptfs.storage.bulk_delete import Deleter, Holds
 from ckptfs.storage.clients.base import Listed, Refused
-from ckptfs.storage.deletes import Deleter, Holds
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptfs.errors import IntegrityError, NotFoundError, StaleError, StorageError, TransientError
 from ckptfs.storage.base import DataReader
-from ckptfs.storage.downloads import RANGE_BYTES, ObjectReader, split
+from ckptfs.storage.ranged_reads import RANGE_BYTES, ObjectReader, split
 from ckptfs.storage.threads import Threads
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient

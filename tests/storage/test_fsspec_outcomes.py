@@ -18,8 +18,8 @@ from ckptfs.errors import (
     TransientError,
 )
 from ckptfs.integrations.fsspec import FileCheckpoints
-from ckptfs.storage.fsspec import FsspecStorage
 from ckptfs.storage.fsspec_client import Client
+from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.uri import Uri
 from tests.storage.s3_scripted import KEY, SECRET, Answer, Request, Scripted, error, usual
 from tests.storage.test_forks import child_ends

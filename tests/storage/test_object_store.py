@@ -28,10 +28,10 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Entry
 from ckptfs.storage.clients.base import ALWAYS, Buffer, Condition, Conditions, IfMatch
-from ckptfs.storage.conditions import Honoured, Spelling
+from ckptfs.storage.conditional_writes import Honoured, Spelling
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
-from ckptfs.storage.retrying import Retrier
+from ckptfs.storage.retry import Retrier
 from ckptfs.testing.memory_objects import STORES, Manner, Manners, MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.plan import Fail, Fault, Hold, Lose, Plan

@@ -19,7 +19,7 @@ from ckptfs.errors import (
     StorageError,
     TransientError,
 )
-from ckptfs.storage.retrying import NOT_DONE, Retrier, RetryPolicy, wait_s
+from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, wait_s
 from tests.storage.objects import FakeTime, busy, lost
 
 

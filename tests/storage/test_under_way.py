@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.storage.inflight import carried, mark, part_of, under_way, waited_for
 from ckptfs.storage.posix import Posix
 from ckptfs.storage.threads import Threads
-from ckptfs.storage.under_way import carried, mark, part_of, under_way, waited_for
 from ckptfs.topology.hanging import Hanging
 from ckptfs.topology.pulse import Patience
 from ckptfs.topology.stepkeys import StepKeys

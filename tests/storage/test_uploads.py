@@ -22,8 +22,8 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.clients.base import Buffer, Limits, Upload
-from ckptfs.storage.retrying import Retrier, RetryPolicy
-from ckptfs.storage.uploads import ObjectWriter
+from ckptfs.storage.multipart import ObjectWriter
+from ckptfs.storage.retry import Retrier, RetryPolicy
 from ckptfs.testing._conformance.base import write_and_raise
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient

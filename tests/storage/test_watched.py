@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.storage.under_way import mark, part_of, waited_for
+from ckptfs.storage.inflight import mark, part_of, waited_for
 from ckptfs.storage.watched import WatchedFile, remove_tree, walk
 
 PIPE_BYTES = 1 << 20  # more than a pipe holds

@@ -30,7 +30,7 @@ from ckptfs.storage.base import DataWriter
 from ckptfs.storage.clients.base import ALWAYS, ObjectClient, Upload, whole
 from ckptfs.storage.part import FillingPart
 from ckptfs.storage.parts import Cut
-from ckptfs.storage.retrying import Retrier, RetryPolicy
+from ckptfs.storage.retry import Retrier, RetryPolicy
 from ckptfs.storage.room import Room
 from ckptfs.uri import Uri, mask_credentials
 

@@ -18,8 +18,8 @@ from contextlib import suppress
 from ckptfs.errors import IntegrityError, StorageError
 from ckptfs.storage.base import DataReader
 from ckptfs.storage.clients.base import Head
+from ckptfs.storage.multipart import Route
 from ckptfs.storage.threads import uninterrupted
-from ckptfs.storage.uploads import Route
 from ckptfs.uri import Uri
 
 __all__ = ["RANGE_BYTES", "ObjectReader", "split"]

@@ -34,7 +34,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.clients.base import IF_ABSENT, Condition, IfMatch, ObjectClient
 from ckptfs.storage.clients.forks import ProcessLock
-from ckptfs.storage.retrying import NOT_DONE, Retrier
+from ckptfs.storage.retry import NOT_DONE, Retrier
 from ckptfs.uri import mask_credentials
 
 __all__ = ["NOTHING", "Honoured", "Spelling", "Verdict", "probe_conditions"]

@@ -28,7 +28,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import first_of
 from ckptfs.storage.clients.base import ObjectClient
-from ckptfs.storage.retrying import IDEMPOTENT, Retrier
+from ckptfs.storage.retry import IDEMPOTENT, Retrier
 from ckptfs.uri import Uri
 
 __all__ = ["Deleter", "Holds"]
