@@ -5,7 +5,7 @@
     bucket kinds (oss, and fsspec+s3 ...)      data: one stream, committed on close, discarded on abort
                                                small: one PUT; create: a conditional PUT, probed
 
-S3, GCS, Azure and HDFS have clients of their own (``object_store``, ``hdfs``); this one always works.
+S3, GCS, Azure and HDFS have clients of their own (``object_store``, ``webhdfs``); this one always works.
 It writes through one stream and reads one range at a time, because that is what fsspec has: parts in
 parallel are not possible here, and retries are the library's own. Listing caches are off, instances
 are not shared, and a client that was made in another process is never used: fsspec's event loop does

@@ -4,7 +4,7 @@
     ArrowClient  hdfs://      libhdfs, the Java client, through pyarrow     hdfs_arrow.py
 
 A client is thin: it spells operations and translates answers. It never retries. Paths are absolute
-in HDFS. What the operations are put together to is decided once, in ``hdfs.py``.
+in HDFS. What the operations are put together to is decided once, in ``webhdfs.py``.
 
     NotFoundError      no such path, or a path's parent is missing
     TransientError     worth a retry, and nothing happened

@@ -10,7 +10,7 @@ import json
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from ckptfs.storage.hdfs import HdfsStorage, open_hdfs
+from ckptfs.storage.webhdfs import WebHdfsStorage, open_webhdfs
 from ckptfs.testing.proxy import FaultProxy
 from ckptfs.uri import Uri
 from tests.lab.server import Server
@@ -93,11 +93,11 @@ class Place:
         self.root = Uri.parse(server.fresh("hdfs"))
         self.raw = RawHdfs(self.root.authority, server.options["user"])
 
-    def open(self, proxy: FaultProxy | None = None, **options: Any) -> HdfsStorage:
+    def open(self, proxy: FaultProxy | None = None, **options: Any) -> WebHdfsStorage:
         """Its storage, through a proxy before the NameNode where one is given."""
         authority = f"127.0.0.1:{proxy.port}" if proxy else self.root.authority
         root = Uri(self.root.protocol, authority, self.root.path)
-        return open_hdfs(root, self.server.storage_options(**options))
+        return open_webhdfs(root, self.server.storage_options(**options))
 
     def write(self, key: str, data: bytes) -> None:
         """Behind the storage's back."""
@@ -116,7 +116,7 @@ class Place:
         return self.raw.exists(f"{self.root.path}/{key}")
 
 
-def write_file(store: HdfsStorage, key: str, data: bytes) -> None:
+def write_file(store: WebHdfsStorage, key: str, data: bytes) -> None:
     """One data file in one write."""
     with store.open_write(key) as writer:
         writer.write(data)

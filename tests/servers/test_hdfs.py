@@ -24,7 +24,7 @@ from ckptfs.errors import (
     StorageError,
     TransientError,
 )
-from ckptfs.storage.hdfs import HdfsStorage
+from ckptfs.storage.webhdfs import WebHdfsStorage
 from ckptfs.testing.conformance import together
 from ckptfs.testing.proxy import (
     LOSE,
@@ -187,7 +187,7 @@ def test_a_refused_create_that_lost_an_answer_does_not_win_later(
 
 
 @contextlib.contextmanager
-def _both_legs(place: Place, **options: Any) -> Iterator[tuple[HdfsStorage, FaultProxy]]:
+def _both_legs(place: Place, **options: Any) -> Iterator[tuple[WebHdfsStorage, FaultProxy]]:
     """The storage through proxies before both servers, and the DataNode's."""
     with (
         FaultProxy(place.raw.data_node()) as data,
@@ -231,9 +231,9 @@ def test_a_writer_killed_half_way_leaves_no_key(place: Place) -> None:
     place.write("d/older", b"whole")
     victim = (
         "import sys, time\n"
-        "from ckptfs.storage.hdfs import open_hdfs\n"
+        "from ckptfs.storage.webhdfs import open_webhdfs\n"
         "from ckptfs.uri import Uri\n"
-        "store = open_hdfs(Uri.parse(sys.argv[1]), {'user': sys.argv[2]})\n"
+        "store = open_webhdfs(Uri.parse(sys.argv[1]), {'user': sys.argv[2]})\n"
         "writers = [store.open_write(key) for key in ('d/f', 'd/older')]\n"
         "for writer in writers:\n"
         "    writer.write(b'x' * (3 << 20))\n"

@@ -19,8 +19,8 @@ from ckptfs.commit.layout import LOG
 from ckptfs.commit.log import Appended, Refused, append, make_log
 from ckptfs.commit.ops import drive
 from ckptfs.errors import CkptfsError, CommitConflictError, FencedError
-from ckptfs.storage.hdfs import HdfsStorage
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.webhdfs import WebHdfsStorage
 from ckptfs.testing.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from ckptfs.uri import Uri
 from tests.lab.server import Server
@@ -93,7 +93,7 @@ def test_a_run_from_claim_to_delete(run: Run) -> None:
     """Claim, save, replace, a second save of a name, delete: each does what it does on a disk, our
     reader and stock torch see the same, and nothing is left of what is gone.
     """
-    assert isinstance(open_storage(run.uri, run.options), HdfsStorage)
+    assert isinstance(open_storage(run.uri, run.options), WebHdfsStorage)
     with ckptfs.prepare_run(run.uri, storage_options=run.options) as held:
         run.save(1, "step_1", run=held)
         run.save(2, "step_2", run=held)

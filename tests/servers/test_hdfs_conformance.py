@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptfs.storage.base import Storage
-from ckptfs.storage.hdfs import open_hdfs
+from ckptfs.storage.webhdfs import open_webhdfs
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.uri import Uri
 from tests.lab.server import Server
@@ -29,7 +29,7 @@ class TestWebHdfs(StorageConformance):
         self.raw.ask("DELETE", "DELETE", self.root.path, recursive="true")
 
     def make_storage(self, place: Path) -> Storage:
-        return open_hdfs(self.root, self.server.storage_options())
+        return open_webhdfs(self.root, self.server.storage_options())
 
     def raw_write(self, key: str, data: bytes) -> None:
         self.raw.write(f"{self.root.path}/{key}", data)

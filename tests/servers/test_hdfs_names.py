@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ckptfs.errors import AccessError, NotFoundError, StaleError, StorageError, TransientError
-from ckptfs.storage.hdfs import open_hdfs
+from ckptfs.storage.webhdfs import open_webhdfs
 from ckptfs.uri import Uri
 from tests.lab.server import Server
 from tests.servers.hdfs_raw import Place, RawHdfs, write_file
@@ -38,20 +38,20 @@ def test_a_datanode_whose_name_does_not_resolve(place: Place) -> None:
     unknown = {"127.0.0.1": "datanode.invalid"}
     # data_proxy maps the NameNode's URL as well: the first match only, so that it stays reachable.
     host = Uri("webhdfs", f"localhost:{place.root.authority.rpartition(':')[2]}", place.root.path)
-    store = open_hdfs(host, place.server.storage_options(data_proxy=unknown, retry_s=0.2))
+    store = open_webhdfs(host, place.server.storage_options(data_proxy=unknown, retry_s=0.2))
     for attempt in (lambda: store.read("f"), lambda: store.replace("g", b"x")):
         with pytest.raises(TransientError) as caught:
             attempt()
         assert "datanode.invalid" in str(caught.value)
         assert "data_proxy" in str(caught.value)
     cured = place.server.storage_options(data_proxy={"127.0.0.1": "localhost"})
-    assert open_hdfs(host, cured).read("f") == b"x"
+    assert open_webhdfs(host, cured).read("f") == b"x"
 
 
 def test_the_port_of_the_rpc_is_no_webhdfs(place: Place) -> None:
     """The port that hdfs:// uses: an error that says which one is wanted, and no "not found"."""
     rpc = place.server.environment["LAB_HDFS_RPC"].removeprefix("hdfs://")
-    store = open_hdfs(Uri("webhdfs", rpc, place.root.path), {"user": "root", "retry_s": 0})
+    store = open_webhdfs(Uri("webhdfs", rpc, place.root.path), {"user": "root", "retry_s": 0})
     with pytest.raises(StorageError) as caught:
         store.stat("f")
     assert not isinstance(caught.value, NotFoundError)

@@ -15,9 +15,9 @@ from ckptfs.commit.log import Appended, Refused, append, make_log
 from ckptfs.commit.ops import drive
 from ckptfs.errors import MissingDriverError, TransientError, UnsupportedError
 from ckptfs.storage.base import Storage
-from ckptfs.storage.hdfs import HdfsStorage
 from ckptfs.storage.hdfs_arrow import ArrowClient
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.webhdfs import WebHdfsStorage
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.uri import Uri
 
@@ -73,7 +73,7 @@ class TestArrow(StorageConformance):
     def make_storage(self, place: Path) -> Storage:
         self.place = place / "run"
         root = Uri.parse(f"hdfs://nn{self.place}")
-        return HdfsStorage(root, _LocalClient(root, {"host": "nn"}))
+        return WebHdfsStorage(root, _LocalClient(root, {"host": "nn"}))
 
     def raw_write(self, key: str, data: bytes) -> None:
         path = self.place / key
@@ -99,7 +99,7 @@ def test_the_pyarrow_way_keeps_an_advisory_log(tmp_path: Path) -> None:
     of one number both keep their entry.
     """
     root = Uri.parse(f"hdfs://nn{tmp_path}/run")
-    store = HdfsStorage(root, _LocalClient(root, {"host": "nn"}))
+    store = WebHdfsStorage(root, _LocalClient(root, {"host": "nn"}))
     assert not store.capabilities.exclusive_create
     assert not store.capabilities.atomic_replace
     logs = [with_log(store, store.capabilities, write=True) for _ in range(2)]

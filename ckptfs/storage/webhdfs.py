@@ -49,10 +49,10 @@ from ckptfs.storage.options import ObjectOptions
 from ckptfs.storage.retry import Retrier, RetryPolicy, notice_of
 from ckptfs.uri import Uri
 
-__all__ = ["HdfsStorage", "open_hdfs"]
+__all__ = ["WebHdfsStorage", "open_webhdfs"]
 
 
-def open_hdfs(uri: Uri, storage_options: Mapping[str, Any]) -> HdfsStorage:
+def open_webhdfs(uri: Uri, storage_options: Mapping[str, Any]) -> WebHdfsStorage:
     """The registry's factory. UriError: an unknown option; MissingDriverError: a missing library."""
     if uri.protocol == "webhdfs":
         try:
@@ -64,7 +64,7 @@ def open_hdfs(uri: Uri, storage_options: Mapping[str, Any]) -> HdfsStorage:
                 hint="pip install requests",
             ) from error
         ours, options, creating = web_options(uri, storage_options)
-        return HdfsStorage(uri, WebClient(uri, options, ours.times, creating), ours)
+        return WebHdfsStorage(uri, WebClient(uri, options, ours.times, creating), ours)
     try:
         from ckptfs.storage.hdfs_arrow import ArrowClient
     except ImportError as error:
@@ -74,10 +74,10 @@ def open_hdfs(uri: Uri, storage_options: Mapping[str, Any]) -> HdfsStorage:
             hint="pip install 'ckptfs[hdfs]', or use webhdfs://",
         ) from error
     ours, options = arrow_options(uri, storage_options)
-    return HdfsStorage(uri, ArrowClient(uri, options), ours)
+    return WebHdfsStorage(uri, ArrowClient(uri, options), ours)
 
 
-class HdfsStorage(Storage):
+class WebHdfsStorage(Storage):
     """Bytes below one directory of an HDFS, through one client. Thread-safe, picklable."""
 
     def __init__(self, root: Uri, client: HdfsClient, options: ObjectOptions | None = None) -> None:

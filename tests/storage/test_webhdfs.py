@@ -29,10 +29,10 @@ from ckptfs.errors import (
     UriError,
 )
 from ckptfs.storage.clients.failures import Asked
-from ckptfs.storage.hdfs import HdfsStorage, open_hdfs
 from ckptfs.storage.hdfs_failures import DATA_NODE, NAME_NODE, refused
 from ckptfs.storage.hdfs_options import arrow_options, web_options
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.webhdfs import WebHdfsStorage, open_webhdfs
 from ckptfs.uri import Uri
 
 RUN = "webhdfs://namenode:9870/runs/a"
@@ -112,7 +112,7 @@ def test_a_pickle_keeps_the_options() -> None:
     """Options survive a pickle; nothing was connected to make it."""
     store = open_storage(RUN, {"user": "eve", "data_proxy": {"a": "b"}, "retry_s": 3})
     again = pickle.loads(pickle.dumps(store))
-    assert isinstance(again, HdfsStorage)
+    assert isinstance(again, WebHdfsStorage)
     assert again._client._options == store._client._options  # type: ignore[attr-defined]
     assert again.capabilities == store.capabilities
 
@@ -292,5 +292,5 @@ def test_a_datanode_that_closed_less_than_it_took(gateway: str) -> None:
 
 def test_open_hdfs_needs_no_server() -> None:
     """Opening connects to nothing."""
-    with contextlib.closing(open_hdfs(Uri.parse(RUN), {})) as store:
+    with contextlib.closing(open_webhdfs(Uri.parse(RUN), {})) as store:
         assert store.capabilities.exclusive_create
