@@ -34,7 +34,7 @@ from ckptfs.commit.entries import Generation, Kind, Seal, Stamp
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.foreign import foreign_at
 from ckptfs.commit.layout import CONTROL, MANIFEST, SHARED, AttemptKeys
-from ckptfs.commit.log import Refused, catch_up_again
+from ckptfs.commit.log import catch_up_again
 from ckptfs.commit.manifest import (
     Manifest,
     digest_of,
@@ -44,8 +44,7 @@ from ckptfs.commit.ops import drive, read_limited
 from ckptfs.commit.pieces import pieces
 from ckptfs.commit.plain import other_attempts
 from ckptfs.commit.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
-from ckptfs.commit.protocol import committed, name_taken
-from ckptfs.commit.reclaim import lies_nowhere, record_removal
+from ckptfs.commit.removal import find_removed, record_removed
 from ckptfs.commit.run import Caller, Run, is_for_call
 from ckptfs.commit.saving import Means, begin, clear, finish, prepare, survey, to_clear
 from ckptfs.commit.sealing import (
@@ -96,14 +95,6 @@ class Gathered:
     files: Mapping[str, SmallFile]
     counters: tuple[Counters, ...]
     origins: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Removed:
-    """A committed save that somebody removed by hand."""
-
-    seal: Seal
-    pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,108 +253,15 @@ class Attempt:
         """Collective, where the name is taken: whether nothing lies there any more of what has it. Then the
         log says so when this returns.
         """
-        if not self._removed_by_hand():
+        name, artifact = self.spec.name, self.spec.artifact
+        if not find_removed(self.seat, name, artifact):
             return False
         if self.spec.run is None:
             keep = () if self.spec.save_id is None else (self.spec.save_id,)
             self._claim(keep)
-        # Again, now that nobody else moves anything: what was on its way then may have come.
-        removed = self._removed_by_hand()
-        done = self.seat.control.step("record removals", lambda: self._record(removed), all)
-        if not (removed and done):
-            return False
-        if self.seat.control.rank == 0:
-            for one in removed:
-                pinned = ", which is pinned" if one.pinned else ""
-                logger.warning(
-                    "%s was removed by hand (save %s%s): the log records it as deleted, and the name is "
-                    "saved again",
-                    self.storage.uri(one.seal.name),
-                    one.seal.save_id,
-                    pinned,
-                )
-        return True
-
-    def _removed_by_hand(self) -> tuple[_Removed, ...]:
-        """Collective, read-only. The committed saves of this name of which nothing lies in any domain, all of
-        which are reached; none while one of them keeps the name.
-        """
-        name = self.spec.name
-
-        def look(ids: Collection[str]) -> tuple[View, frozenset[str]] | None:
-            if not self._owner:
-                return None
-            here = self._means.domain
-            state = drive(catch_up_again(self._known), self.storage)
-            seals = [
-                save.seal
-                for save in state.saves.living.values()
-                if save.seal is not None and save.seal.name == name and not save.deleted
-            ]
-            try:
-                gone = [
-                    seal.save_id
-                    for seal in seals
-                    if drive(lies_nowhere(seal, here, self._means.caps.shape), self.storage)
-                ]
-            except StorageError as error:
-                logger.debug("whether %s lies here is not known: %s", name, error)
-                gone = []
-            return (here, state.to_send(ids)), frozenset(gone)
-
-        def decide(
-            answers: Sequence[tuple[View, frozenset[str]] | None],
-        ) -> tuple[_Removed, ...]:
-            told = [a for a in answers if a is not None]
-            views = dict(view for view, _ in told)
-            gone = {view[0]: ids for view, ids in told}
-            mine = [live.seal for live in committed(views) if live.seal.name == name]
-            removed = tuple(
-                _Removed(seal, any(v.save(seal.save_id).pinned for v in views.values()))
-                for seal in mine
-                if all(seal.save_id in gone.get(domain, ()) for domain in seal.everywhere)
-            )
-            ids = {one.seal.save_id for one in removed}
-            taken = name_taken(name, views)
-            keeps = {seal.save_id for seal in mine} - ids
-            if self.spec.artifact is not Kind.DIRECTORY:
-                # Older saves of the name may keep their data: nothing of this one meets theirs.
-                keeps &= {taken.save_id} if taken is not None else set()
-            return () if taken is None or taken.save_id not in ids or keeps else removed
-
-        return step_with_views(
-            self.seat.control,
-            "removed by hand?",
-            look,
-            lambda told: None if told is None else told[0],
-            decide,
-        )
-
-    def _record(self, removed: Sequence[_Removed]) -> bool:
-        holder, means = self.spec.run, self._means
-        if not self._owner or holder is None:
-            return True
-        for one in removed:
-            if means.domain not in one.seal.everywhere:
-                continue
-            state = drive(catch_up_again(self._known), self.storage)
-            done = drive(
-                record_removal(
-                    one.seal,
-                    state,
-                    means.domain,
-                    holder,
-                    means.caps.shape,
-                    ids=means.ids,
-                    stamp=means.stamp,
-                ),
-                self.storage,
-            )
-            if isinstance(done, Refused):
-                return False
-            self.seat.known.learn(done)
-            self.seat.touch_log_later()
-        return True
+        assert self.spec.run is not None  # noqa: S101 - claimed above
+        # Looks again, now that nobody else moves anything: what was on its way then may have come.
+        return record_removed(self.seat, name, artifact, self.spec.run)
 
     def _claim(self, keep: tuple[str, ...] = ()) -> None:
         """Collective. Claim the run for this save, until it ends. RunBusyError: an owner lives."""

@@ -20,13 +20,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 
 from ckptfs.commit.decisions import Refusal, may_delete, may_forget
-from ckptfs.commit.entries import Delete, Generation, Kind, Seal, Stamp
+from ckptfs.commit.entries import Delete, Generation, Seal, Stamp
 from ckptfs.commit.erase import LEFT, erase, wipe_objects
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.layout import (
     ATTEMPTS,
-    MANIFEST,
-    METADATA,
     PARTIAL_PREFIX,
     AttemptKeys,
     shared_key,
@@ -35,11 +33,9 @@ from ckptfs.commit.log import Appended, Refused, append
 from ckptfs.commit.ops import (
     List,
     Program,
-    Refresh,
     Remove,
     RemoveDir,
     RemoveTree,
-    StatOf,
 )
 from ckptfs.commit.pieces import pieces
 from ckptfs.commit.project import discard_source
@@ -53,14 +49,11 @@ from ckptfs.errors import (
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
 __all__ = [
-    "REMOVED_BY_HAND",
     "delete_save",
     "discard_attempt",
     "discard_own_attempt",
     "enter_delete",
     "finish_delete",
-    "lies_nowhere",
-    "record_removal",
     "remove_empty_attempt",
     "wipe_leftovers",
 ]
@@ -145,92 +138,6 @@ def finish_delete(
             state=views[domain],
         )
     )
-
-
-def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
-    """Whether nothing of a committed save lies in this domain any more: somebody removed it by hand.
-
-    Reads only. What cannot be told counts as something: a link in the place of its directory, files
-    under the plain names of a directory artifact, data that it shares with other saves.
-    """
-    for piece in pieces(whole, domain):
-        # In the direction of movement, each directory opened anew: a client may have cached its absence.
-        for home in AttemptKeys(shape, piece.name, piece.save_id).homes():
-            parent = home.rpartition("/")[0]
-            for directory in (parent.rpartition("/")[0], parent):
-                yield Refresh(directory)
-            if (yield from _exists(f"{home}/{MANIFEST}")):
-                return False
-    here = {entry.name: entry for entry in (yield from _entries(""))}
-    step = here.get(whole.name)
-    if step is not None and (step.is_link or not step.is_dir):
-        return False
-    for piece in pieces(whole, domain):
-        keys = AttemptKeys(shape, piece.name, piece.save_id)
-        if shape is Shape.FILESYSTEM and (yield from _entries(keys.attempt)):
-            return False
-        if (yield from _entries(shared_key(piece.save_id))):
-            return False
-        if step is None:
-            continue
-        inside = {entry.name for entry in (yield from _entries(piece.name))}
-        if inside and (
-            piece.artifact is Kind.DIRECTORY
-            or not inside.isdisjoint({piece.save_id, METADATA, MANIFEST})
-        ):
-            return False
-    return True
-
-
-def _exists(key: str) -> Program[bool]:
-    try:
-        yield StatOf(key)
-    except NotFoundError:
-        return False
-    return True
-
-
-def _entries(key: str) -> Program[list[Entry]]:
-    try:
-        entries: list[Entry] = yield List(key)
-    except NotFoundError:
-        return []
-    return entries
-
-
-REMOVED_BY_HAND = "removed by hand"
-
-
-def record_removal(
-    seal: Seal,
-    state: LogState,
-    domain: str,
-    holder: Generation,
-    shape: Shape,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
-) -> Program[LogState | Refused[Refusal]]:
-    """Enter that a save was removed by hand, and that its bytes are gone here; the holder's to do.
-
-    Not where something of it lies here after all: then nothing is entered. Removes nothing.
-    """
-    if not (yield from lies_nowhere(seal, domain, shape)):
-        return Refused(Refusal.NOTHING, state)
-    entered = yield from enter_delete(
-        seal, state, holder, reason=REMOVED_BY_HAND, ids=ids, stamp=stamp
-    )
-    if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
-        return entered
-    done = yield from append(
-        lambda seen: may_forget(seen, seal.save_id, holder),
-        write_id=next(ids),
-        stamp=stamp,
-        state=entered.state,
-    )
-    if isinstance(done, Refused) and not done.state.save(seal.save_id).gone:
-        return done
-    return done.state
 
 
 def discard_attempt(

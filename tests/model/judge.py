@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from ckptfs.commit.entries import decode_entry
 from ckptfs.commit.fold import LogState, fold_entry
 from ckptfs.commit.protocol import Standing, catalog, latest, standing
-from ckptfs.commit.reclaim import REMOVED_BY_HAND
+from ckptfs.commit.removal import REMOVED_BY_HAND
 from ckptfs.storage.base import Shape
 from tests.model import oracle
 from tests.model.disk import Disk

@@ -25,6 +25,7 @@ from ckptfs.commit import (
     protocol,
     reclaim,
     recovery,
+    removal,
     returning,
     saving,
     trash,
@@ -402,7 +403,7 @@ def _removal_recorded_without_another_look() -> list[Patch]:
         yield Refresh("")
         return True
 
-    return [(where, "lies_nowhere", lies_nowhere) for where in (reclaim, programs)]
+    return [(where, "lies_nowhere", lies_nowhere) for where in (removal, programs)]
 
 
 def _swap_without_looking() -> list[Patch]:

@@ -26,7 +26,8 @@ from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of
 from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
 from ckptfs.commit.parts import word_of
 from ckptfs.commit.protocol import catalog, name_taken, next_seq
-from ckptfs.commit.reclaim import delete_save, lies_nowhere, record_removal
+from ckptfs.commit.reclaim import delete_save
+from ckptfs.commit.removal import lies_nowhere, record_removal
 from ckptfs.commit.run import release_fence
 from ckptfs.commit.saving import Means
 from ckptfs.commit.turns import is_long
