@@ -1,4 +1,4 @@
-"""Plug-ins for the checkpoint managers that people already have, one file per framework.
+"""Plug-ins for the checkpoint managers that people already have, one module or package per framework.
 
     fsspec          ckptfs+file:// ckptfs+s3:// ...: no code at all for whatever speaks fsspec
     lightning  accelerate  transformers  deepspeed  torchtitan  verl  ray

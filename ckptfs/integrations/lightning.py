@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from ckptfs.api import latest
 from ckptfs.errors import NotFoundError, StateError
+from ckptfs.integrations.fsspec.listings import forget_listing
 from ckptfs.manager.object_files import ObjectFiles, written_before
-from ckptfs.storage.listings import forget_listing
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.relay import from_rank_zero
 from ckptfs.uri import Uri, options_of

@@ -42,9 +42,9 @@ from ckptfs.commit.opening import control_for
 from ckptfs.dcp.objectfile import copy_file, freeze, read_object
 from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 from ckptfs.errors import StateError
+from ckptfs.integrations.fsspec.listings import forget_listing
 from ckptfs.manager.object_files import ObjectFiles, written_before
 from ckptfs.manager.shelves import Shelves
-from ckptfs.storage.listings import forget_listing
 from ckptfs.topology.relay import from_rank_zero
 from ckptfs.uri import Uri
 

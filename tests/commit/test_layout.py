@@ -14,10 +14,10 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.resuming import next_id
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.dcp.copy_source import stock_manifest
+from ckptfs.integrations.fsspec.agreement import agreed_id
 from ckptfs.manager.copy_plan import fresh_id
 from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.agreement import agreed_id
 
 HERE = Path(ckptfs.__file__).parent
 DATED = re.compile(r"\\d\{8\}T\\d\{6\}")

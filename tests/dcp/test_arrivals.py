@@ -39,12 +39,16 @@ from ckptfs.errors import (
     StateError,
     StorageError,
 )
-from ckptfs.integrations.fsspec import CheckpointFileSystem, FileCheckpoints, MemoryCheckpoints
+from ckptfs.integrations.fsspec import (
+    CheckpointFileSystem,
+    FileCheckpoints,
+    MemoryCheckpoints,
+    agreement,
+)
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fault, Hold, Plan
 from ckptfs.tools.copying import copy_to
-from ckptfs.topology import agreement
 from ckptfs.uri import Uri
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")

@@ -20,8 +20,12 @@ from torch.distributed.checkpoint import FileSystemWriter
 import ckptfs
 from ckptfs.commit.attempt import Attempt
 from ckptfs.errors import CommitConflictError, StorageError
-from ckptfs.integrations.fsspec import CheckpointFileSystem, FileCheckpoints, MemoryCheckpoints
-from ckptfs.topology import agreement
+from ckptfs.integrations.fsspec import (
+    CheckpointFileSystem,
+    FileCheckpoints,
+    MemoryCheckpoints,
+    agreement,
+)
 
 
 @pytest.fixture(autouse=True)

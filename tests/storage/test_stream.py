@@ -14,8 +14,8 @@ import pytest
 
 from ckptfs.errors import StorageError
 from ckptfs.integrations.fsspec import FileCheckpoints
+from ckptfs.integrations.fsspec.files import PublishedFile
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.stream import PublishedFile
 
 
 class Interrupted(Exception):  # noqa: N818 - what a program raises in the middle of a file

@@ -18,8 +18,8 @@ import fsspec
 from fsspec import AbstractFileSystem
 
 from ckptfs.errors import CkptfsError, MissingDriverError, StorageError
+from ckptfs.integrations.fsspec.view import StorageView
 from ckptfs.storage.options import OURS
-from ckptfs.storage.view import StorageView
 from ckptfs.uri import Uri, mask_credentials
 
 __all__ = [

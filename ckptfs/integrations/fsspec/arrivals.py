@@ -6,7 +6,7 @@
     put_metadata(step, data)   .metadata written in place: the commit comes with the last file
     replace(step)              ".metadata" was removed: the next commit replaces what is there
 
-The id of an attempt is agreed without a collective (``topology.agreement``), so that data have their
+The id of an attempt is agreed without a collective (``agreement``), so that data have their
 final keys on object stores too. It is used up by its commit, and by any file of it that was given up:
 whatever comes after belongs to another save, and nothing of two saves is ever mixed.
 """
@@ -29,8 +29,8 @@ from ckptfs.errors import (
     NotFoundError,
     UnsupportedError,
 )
+from ckptfs.integrations.fsspec.agreement import agreed_id, is_first, renew_id
 from ckptfs.storage.base import DataWriter, Shape, Storage
-from ckptfs.topology.agreement import agreed_id, is_first, renew_id
 from ckptfs.uri import Uri
 
 __all__ = ["Arrivals", "arrives", "refuse_alone"]
@@ -99,7 +99,7 @@ class Arrivals:
         """``.metadata`` written in place by a DCP writer: committed when all that it refers to has
         arrived. False: it is nothing that waits, write it as it is.
         """
-        from ckptfs.dcp.arriving import ARRIVED, needed
+        from ckptfs.integrations.fsspec.arriving import ARRIVED, needed
 
         files = needed(data, step)
         if files is None or any("/" in file for file in files):
@@ -114,7 +114,7 @@ class Arrivals:
 
     def commit_if_whole(self, step: Uri, joined: Joined) -> None:
         """Commit if ``.metadata`` was put and nothing is missing; one process of all does it."""
-        from ckptfs.dcp.arriving import ARRIVED, missing
+        from ckptfs.integrations.fsspec.arriving import ARRIVED, missing
 
         try:
             short = missing(joined, ARRIVED)
@@ -135,7 +135,7 @@ class Arrivals:
         self._commit(step, joined, metadata)
 
     def _commit(self, step: Uri, joined: Joined, metadata: str) -> None:
-        from ckptfs.dcp.arriving import commit_arrived
+        from ckptfs.integrations.fsspec.arriving import commit_arrived
 
         try:
             commit_arrived(joined, metadata, replace=step in self._replacing)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from ckptfs.commit.arriving import Joined, give_up, join_attempt
 from ckptfs.commit.layout import METADATA
 from ckptfs.errors import CkptfsError, UnsupportedError
+from ckptfs.integrations.fsspec.agreement import fresh_id
 from ckptfs.storage.base import Stat, Storage
-from ckptfs.topology.agreement import fresh_id
 from ckptfs.uri import Uri
 
 __all__ = ["CopiedFiles"]
@@ -62,7 +62,7 @@ class CopiedFiles:
         """A file of ``step`` was closed; data: the bytes of ``.metadata``. If it makes a stock save
         whole, that is committed; where this fails the files stay, and a warning says why.
         """
-        from ckptfs.dcp.arriving import needed
+        from ckptfs.integrations.fsspec.arriving import needed
 
         if name != METADATA and not _SHARD.fullmatch(name):
             return  # what refers to it, or to a subfolder, is never whole
@@ -87,7 +87,7 @@ class CopiedFiles:
             self._copies.pop(step, None)
 
     def _commit(self, step: Uri, needs: Mapping[str, int], data: bytes) -> None:
-        from ckptfs.dcp.arriving import ARRIVED, commit_arrived
+        from ckptfs.integrations.fsspec.arriving import ARRIVED, commit_arrived
 
         storage, home = self._storage_at(step.parent), step.name
         try:
@@ -103,7 +103,7 @@ class CopiedFiles:
 
     def _taken(self, step: Uri, files: tuple[str, ...], data: bytes) -> Joined:
         """A fresh attempt that holds all of it beside the plain files."""
-        from ckptfs.dcp.arriving import ARRIVED
+        from ckptfs.integrations.fsspec.arriving import ARRIVED
 
         joined = join_attempt(self._storage_at(step.parent), step.name, fresh_id())
         storage = joined.seat.storage

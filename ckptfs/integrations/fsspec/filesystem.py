@@ -8,11 +8,11 @@
     rm .metadata                 of a committed step: put off until that commit, which replaces it
     rm step_100, recursive       deletes the checkpoint: entry first, bytes later
     any other file               plain, whole or not at all when it is closed; a stock checkpoint that
-                                 this process has copied in whole is committed (``dcp.copied``)
+                                 this process has copied in whole is committed (``copied``)
     .ckptfs/, attempts           never listed
 
 Entry points register the names, so a spawned process knows them too. Second choice, for programs that
-insist on a chain: ``ckptfs::s3://bucket/run/step_100``. The work is done by ``dcp.arrivals``.
+insist on a chain: ``ckptfs::s3://bucket/run/step_100``. The work is done by ``arrivals``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ckptfs.commit.arriving import on_the_way
 from ckptfs.commit.deleting import delete_checkpoint, holds
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
 from ckptfs.commit.looking import unprojected
-from ckptfs.dcp.arrivals import Arrivals, arrives, refuse_alone
-from ckptfs.dcp.copied import CopiedFiles
 from ckptfs.errors import CommitConflictError, NotFoundError, UnsupportedError
-from ckptfs.storage.bare import options_for_storage, told
+from ckptfs.integrations.fsspec.arrivals import Arrivals, arrives, refuse_alone
+from ckptfs.integrations.fsspec.bare import options_for_storage, told
+from ckptfs.integrations.fsspec.copied import CopiedFiles
+from ckptfs.integrations.fsspec.files import DurableWriter, HeldWriter
+from ckptfs.integrations.fsspec.whole import WholeFileSystem
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.stream import DurableWriter, HeldWriter
-from ckptfs.storage.whole import WholeFileSystem
 from ckptfs.uri import Uri
 
 try:

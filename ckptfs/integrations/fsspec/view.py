@@ -21,7 +21,7 @@ from ckptfs.uri import Uri
 __all__ = ["StorageView"]
 
 
-class StorageView(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+class StorageView(AbstractFileSystem):
     """Files of ``protocol`` through ``open_storage``. Not cached: whoever holds it caches it."""
 
     cachable = False

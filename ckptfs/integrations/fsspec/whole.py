@@ -20,7 +20,7 @@ from fsspec import AbstractFileSystem
 from fsspec.utils import stringify_path
 
 from ckptfs.errors import AlreadyExistsError, UnsupportedError, UriError
-from ckptfs.storage.bare import (
+from ckptfs.integrations.fsspec.bare import (
     BUCKETS,
     bare_class,
     bare_filesystem,
@@ -28,10 +28,16 @@ from ckptfs.storage.bare import (
     told,
     without_secrets,
 )
+from ckptfs.integrations.fsspec.files import (
+    CompressedFile,
+    DurableWriter,
+    HeldWriter,
+    PublishedFile,
+    TextFile,
+)
 from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.registry import open_storage
-from ckptfs.storage.stream import CompressedFile, DurableWriter, HeldWriter, PublishedFile, TextFile
 from ckptfs.uri import Uri
 
 __all__ = ["WholeFileSystem"]
@@ -40,7 +46,7 @@ _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
 
 
-class WholeFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+class WholeFileSystem(AbstractFileSystem):
     """The plain half of ``ckptfs+X://``. A subclass has ``protocol`` and ``target``, the X; one without
     a target stands before another URL in a chain.
 
