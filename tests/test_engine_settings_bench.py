@@ -31,7 +31,7 @@ def test_every_setting_has_its_turn(tmp_path: Path) -> None:
 def test_a_setting_is_what_its_name_says(name: str, tmp_path: Path) -> None:
     """Windows, threads and engine reach the file that is written."""
     code = (
-        "import json; from benchmarks import windows; from ckptfs.storage.direct import WindowedFile\n"
+        "import json; from benchmarks import windows; from ckptfs.storage.local.direct_io import WindowedFile\n"
         f"setting = windows.SETTINGS[{name!r}]\n"
         f"save = windows.saving(setting, {SMALLEST})\n"
         "found = []\n"

@@ -145,8 +145,8 @@ def test_import_does_not_bring_torch(module: str) -> None:
 
 
 PLANTED = {
-    "storage takes torch": ("storage/local.py", "import torch"),
-    "storage takes torch by a detour": ("storage/local.py", "import ckptfs._torch"),
+    "storage takes torch": ("storage/local/storage.py", "import torch"),
+    "storage takes torch by a detour": ("storage/local/storage.py", "import ckptfs._torch"),
     "storage knows topology": ("storage/base.py", "import ckptfs.topology.world"),
     "commit takes torch": ("commit/ops.py", "import torch"),
     "commit asks _torch": ("commit/ops.py", "import ckptfs._torch"),

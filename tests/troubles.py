@@ -20,7 +20,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
-from ckptfs.storage.failures import lost_answer
+from ckptfs.storage.os_errors import lost_answer
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

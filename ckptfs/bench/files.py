@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptfs.bench.results import Result, decode_result, encode_result
 from ckptfs.errors import ManifestError
-from ckptfs.storage.failures import translated
+from ckptfs.storage.os_errors import translated
 from ckptfs.uri import Uri
 
 __all__ = ["read_result", "try_place", "write_file", "write_result"]

@@ -21,7 +21,7 @@ import torch
 from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Shape
-from ckptfs.storage.files import is_partial_name, writer_is_gone
+from ckptfs.storage.local.files import is_partial_name, writer_is_gone
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
-from ckptfs.storage.failures import CONTROL, too_large
+from ckptfs.storage.os_errors import CONTROL, too_large
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.ranged import DataReader, Reach
 from ckptfs.storage.unfinished import Unfinished

@@ -31,7 +31,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.reasons import CODES, STATUSES, Reason
-from ckptfs.storage.failures import typed
+from ckptfs.storage.os_errors import typed
 from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["Client"]

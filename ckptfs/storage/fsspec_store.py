@@ -46,10 +46,10 @@ from ckptfs.storage.base import (
     usable,
 )
 from ckptfs.storage.clients.forks import ProcessLock
-from ckptfs.storage.failures import too_large
 from ckptfs.storage.fsspec_client import Client
 from ckptfs.storage.fsspec_data import Ranges, Stream
 from ckptfs.storage.options import OURS
+from ckptfs.storage.os_errors import too_large
 from ckptfs.uri import Uri, mask_credentials
 
 _log = logging.getLogger(__name__)

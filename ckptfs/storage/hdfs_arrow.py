@@ -35,8 +35,8 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Entry
-from ckptfs.storage.failures import typed
 from ckptfs.storage.hdfs_client import HdfsClient, Over, Powers, Sink, Source, Status
+from ckptfs.storage.os_errors import typed
 from ckptfs.uri import Uri, mask_credentials
 
 __all__ = ["ArrowClient"]

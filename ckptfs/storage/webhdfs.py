@@ -40,12 +40,12 @@ from ckptfs.storage.base import (
     first_of,
     usable,
 )
-from ckptfs.storage.failures import too_large
 from ckptfs.storage.hdfs_aside import PARTIAL, Aside, beside
 from ckptfs.storage.hdfs_client import HdfsClient, Status
 from ckptfs.storage.hdfs_options import arrow_options, web_options
 from ckptfs.storage.hdfs_streams import Reader, Writer
 from ckptfs.storage.options import ObjectOptions
+from ckptfs.storage.os_errors import too_large
 from ckptfs.storage.retry import Retrier, RetryPolicy, notice_of
 from ckptfs.uri import Uri
 

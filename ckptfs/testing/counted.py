@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from typing import Any
 
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 
 __all__ = ["Calls", "CountedPosix"]
 

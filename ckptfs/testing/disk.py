@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckptfs.storage.posix import Buffer, Posix, without_mark
+from ckptfs.storage.local.posix import Buffer, Posix, without_mark
 
 __all__ = ["Fsync", "PowerCut", "SimulatedDisk"]
 

@@ -13,7 +13,7 @@ import errno
 import os
 import shutil
 
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 
 __all__ = ["CopyingMount"]
 

@@ -26,7 +26,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.unlogged import check_unlogged
 from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Entry, Shape, Storage
-from ckptfs.storage.files import is_partial_name
+from ckptfs.storage.local.files import is_partial_name
 from ckptfs.tools.holding import Holding, holding_of
 from ckptfs.tools.lines import Checkpoint, Run, Sort, State, began_at, side_by_side
 from ckptfs.tools.listing import list_run

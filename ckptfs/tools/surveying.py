@@ -38,7 +38,7 @@ from ckptfs.commit.recovery import AttemptRecord, Report, attempts_here, plan_re
 from ckptfs.commit.shared_data import needed, not_needed
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
-from ckptfs.storage.files import is_partial_name, writer_is_gone
+from ckptfs.storage.local.files import is_partial_name, writer_is_gone
 from ckptfs.tools.copies import homes_of, listed_by_copies, names_save
 from ckptfs.tools.debris import DAY_S, Debris, Fate, Found, Survey, attempt_fate, is_sending
 from ckptfs.tools.lines import age_s, began_at, side_by_side

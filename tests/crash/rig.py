@@ -42,7 +42,7 @@ from ckptfs.manager.retention import Keep
 from ckptfs.manager.retiring import Retirer
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.faults import Action, Fail, FaultyStorage, Kill, Plan, When
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import End, SimulatedDeath, simulate

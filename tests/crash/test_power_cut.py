@@ -19,7 +19,7 @@ from ckptfs.commit.claim import claim
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.commit.run import Run
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.faults import Fault, FaultyStorage, Hold, Plan
 from ckptfs.testing.world import SimulatedDeath

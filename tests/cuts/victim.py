@@ -31,7 +31,7 @@ import ckptfs
 from ckptfs.cli.main import main as command_line
 from ckptfs.storage import registry
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 from tests.cuts.contents import FILES, file_of, state_of
 

@@ -36,7 +36,7 @@ from ckptfs.dcp.copying import copy_checkpoint
 from ckptfs.dcp.loading import load_at
 from ckptfs.dcp.saving import save_at
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.reading import LocalReader
+from ckptfs.storage.local.reader import LocalReader
 from ckptfs.testing.world import End, simulate
 from ckptfs.topology.control import Control
 from ckptfs.uri import Uri

@@ -30,7 +30,7 @@ from ckptfs.manager.naming import Template
 from ckptfs.manager.retention import Keep
 from ckptfs.manager.retiring import Retirer
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.faults import Fail, Fault, Lose, Plan, When
 from ckptfs.uri import Uri
 from tests.crash import rig

@@ -190,8 +190,8 @@ def takes_turns(rank: Rank) -> list[list[float]]:
     from ckptfs.commit.opening import Place, sit_down
     from ckptfs.commit.spec import SaveSpec
     from ckptfs.dcp.saving import WriteOptions, save_at
-    from ckptfs.storage.files import LocalWriter
     from ckptfs.storage.local import LocalStorage
+    from ckptfs.storage.local.files import LocalWriter
     from ckptfs.topology.control import open_control
 
     spans: list[list[float]] = []

@@ -22,7 +22,7 @@ import pytest
 import ckptfs
 from ckptfs.commit.opening import Place, sit_down
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.world import simulate
 from ckptfs.topology.control import Control
 from ckptfs.topology.directory import ensure_dir

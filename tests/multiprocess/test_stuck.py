@@ -21,7 +21,7 @@ from ckptfs.commit import sealing
 from ckptfs.commit.attempt import Attempt
 from ckptfs.manager.retiring import Retirer
 from ckptfs.storage.base import Storage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.control import Control, open_control
 from ckptfs.uri import Uri

@@ -21,7 +21,7 @@ from ckptfs.commit.project import discard_source
 from ckptfs.commit.seat import TOUCH_AFTER_S
 from ckptfs.storage.base import Shape
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 
 __all__ = [

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from ckptfs.errors import StorageError, SymlinkError
-from ckptfs.storage import posix
-from ckptfs.storage.kept import kept_name
-from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import beneath, holder_of, without_mark
+from ckptfs.storage.local import LocalStorage, posix
+from ckptfs.storage.local.kept import kept_name
+from ckptfs.storage.local.posix import beneath, holder_of, without_mark
 from ckptfs.uri import Uri
 
 Change = Callable[[LocalStorage], object]

@@ -12,8 +12,8 @@ import pytest
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.local import LocalStorage
+from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.memory import STORES, MemoryStorage, Tree
-from ckptfs.storage.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.testing.faults import FaultyStorage, Plan

@@ -11,7 +11,7 @@ import pytest
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.disk import Fsync, PowerCut, SimulatedDisk
 from ckptfs.uri import Uri
 

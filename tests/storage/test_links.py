@@ -10,7 +10,7 @@ import pytest
 
 from ckptfs.errors import AccessError, AnswerLostError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 
 

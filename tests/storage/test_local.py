@@ -24,9 +24,9 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Capabilities, Shape
-from ckptfs.storage.files import unlink_quietly
 from ckptfs.storage.local import ASSUMED, LocalStorage
-from ckptfs.storage.posix import Buffer, Posix
+from ckptfs.storage.local.files import unlink_quietly
+from ckptfs.storage.local.posix import Buffer, Posix
 from ckptfs.uri import Uri
 
 

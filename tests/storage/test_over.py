@@ -13,8 +13,8 @@ import pytest
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.over import OverWriter, WriteMethod, method_of
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.over import OverWriter, WriteMethod, method_of
+from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 
 

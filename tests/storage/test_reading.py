@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.errors import IntegrityError, StorageError
-from ckptfs.storage.posix import DirectAlignment, Posix
-from ckptfs.storage.reading import LocalReader
+from ckptfs.storage.local.posix import DirectAlignment, Posix
+from ckptfs.storage.local.reader import LocalReader
 from ckptfs.uri import Uri
 from tests.measures import descriptors_below
 

@@ -24,7 +24,7 @@ from ckptfs.commit.layout import (
 from ckptfs.errors import StorageError, SymlinkError
 from ckptfs.storage.base import SMALL_BYTES, Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.storage import spreading
-from ckptfs.storage.posix import Posix
-from ckptfs.storage.spreading import core_count, files_at_once
+from ckptfs.storage.local import spreading
+from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.local.spreading import core_count, files_at_once
 
 TMPFS, RAMFS, EXT4, NFS = 0x01021994, 0x858458F6, 0xEF53, 0x6969
 GB = 1 << 30

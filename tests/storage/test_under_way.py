@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ckptfs.storage.inflight import carried, mark, part_of, under_way, waited_for
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.threads import Threads
 from ckptfs.topology.hanging import Hanging
 from ckptfs.topology.pulse import Patience

@@ -13,7 +13,7 @@ import pytest
 from ckptfs.errors import AccessError, CollectiveError, CredentialsError, UnsupportedError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fault, FaultyStorage, Plan
 from ckptfs.testing.late import LateNews, LateStorage, SharedClock

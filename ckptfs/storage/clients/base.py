@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ckptfs.storage.clients.bucket_rules import BucketRules
-from ckptfs.storage.failures import too_large
+from ckptfs.storage.os_errors import too_large
 from ckptfs.uri import Uri
 
 __all__ = [

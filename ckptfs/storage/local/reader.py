@@ -27,13 +27,13 @@ from secrets import randbelow
 
 from ckptfs.errors import IntegrityError, StaleError, StorageError
 from ckptfs.storage.base import DataReader, Reach
-from ckptfs.storage.direct import takes_direct
-from ckptfs.storage.failures import translated, typed
-from ckptfs.storage.files import open_regular
-from ckptfs.storage.posix import Posix
-from ckptfs.storage.slices import behind, first, scatter
-from ckptfs.storage.spreading import core_count
-from ckptfs.storage.staging import staging
+from ckptfs.storage.local.direct_io import takes_direct
+from ckptfs.storage.local.files import open_regular
+from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.local.slices import behind, first, scatter
+from ckptfs.storage.local.spreading import core_count
+from ckptfs.storage.local.staging import staging
+from ckptfs.storage.os_errors import translated, typed
 from ckptfs.uri import Uri
 
 __all__ = ["LocalReader"]

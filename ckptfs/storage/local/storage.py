@@ -47,29 +47,29 @@ from ckptfs.storage.base import (
     Storage,
     usable,
 )
-from ckptfs.storage.direct import WindowedFile
-from ckptfs.storage.failures import HARD_TO_TELL, lost_answer, translated, typed
-from ckptfs.storage.files import (
-    LocalWriter,
-    partial_name,
-    read_whole,
-    unlink_quietly,
-    write_whole,
-)
-from ckptfs.storage.kept import KeptFile, kept_name
-from ckptfs.storage.names import (
+from ckptfs.storage.local.direct_io import WindowedFile
+from ckptfs.storage.local.directories import (
     make_dirs,
     refresh_dir,
     remove_tree,
     sync_dir,
     unlink_if_there,
 )
-from ckptfs.storage.over import InPlaceWriter, OverWriter, WriteMethod, look_at_target
+from ckptfs.storage.local.files import (
+    LocalWriter,
+    partial_name,
+    read_whole,
+    unlink_quietly,
+    write_whole,
+)
+from ckptfs.storage.local.kept import KeptFile, kept_name
+from ckptfs.storage.local.mount_probe import probe_posix
+from ckptfs.storage.local.over import InPlaceWriter, OverWriter, WriteMethod, look_at_target
+from ckptfs.storage.local.posix import Posix, beneath, holder_of, without_mark
+from ckptfs.storage.local.reader import LocalReader
+from ckptfs.storage.local.spreading import files_at_once
+from ckptfs.storage.os_errors import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.storage.parallel import Engine, ParallelWriter
-from ckptfs.storage.posix import Posix, beneath, holder_of, without_mark
-from ckptfs.storage.probe import probe_posix
-from ckptfs.storage.reading import LocalReader
-from ckptfs.storage.spreading import files_at_once
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]

@@ -16,9 +16,9 @@ import logging
 import secrets
 
 from ckptfs.storage.base import Capabilities, Shape
-from ckptfs.storage.files import read_whole, stands, unlink_quietly, write_whole
-from ckptfs.storage.names import remove_tree, sync_dir
-from ckptfs.storage.posix import Posix, without_mark
+from ckptfs.storage.local.directories import remove_tree, sync_dir
+from ckptfs.storage.local.files import read_whole, stands, unlink_quietly, write_whole
+from ckptfs.storage.local.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
 __all__ = ["PROBE_PREFIX", "probe_posix"]

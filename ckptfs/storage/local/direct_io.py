@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 from ckptfs.errors import StorageError
-from ckptfs.storage.failures import translated
-from ckptfs.storage.files import FileState, PartialFile
+from ckptfs.storage.local.files import FileState, PartialFile
+from ckptfs.storage.local.posix import DirectAlignment, Posix
+from ckptfs.storage.local.spreading import core_count
+from ckptfs.storage.local.staging import staging
+from ckptfs.storage.os_errors import translated
 from ckptfs.storage.parallel import Engine, ParallelWriter
-from ckptfs.storage.posix import DirectAlignment, Posix
-from ckptfs.storage.spreading import core_count
-from ckptfs.storage.staging import staging
 from ckptfs.uri import Uri
 
 __all__ = ["DIRECT_FROM_BYTES", "WindowedFile", "takes_direct"]

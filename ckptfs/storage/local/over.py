@@ -20,9 +20,9 @@ from enum import Enum
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.failures import translated
-from ckptfs.storage.files import NEW, LocalWriter, write_all
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.files import NEW, LocalWriter, write_all
+from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.os_errors import translated
 from ckptfs.uri import Uri
 
 __all__ = [

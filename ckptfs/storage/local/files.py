@@ -23,8 +23,8 @@ from enum import Enum
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.failures import too_large, translated
-from ckptfs.storage.posix import Posix, without_mark
+from ckptfs.storage.local.posix import Posix, without_mark
+from ckptfs.storage.os_errors import too_large, translated
 from ckptfs.uri import Uri
 
 __all__ = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.posix import Posix
 
 __all__ = ["core_count", "files_at_once"]
 

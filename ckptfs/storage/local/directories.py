@@ -17,7 +17,7 @@ import contextlib
 import errno
 import os
 
-from ckptfs.storage.posix import Posix, holder_of
+from ckptfs.storage.local.posix import Posix, holder_of
 
 __all__ = ["make_dirs", "refresh_dir", "remove_tree", "sync_dir", "unlink_if_there"]
 

@@ -18,9 +18,9 @@ import stat
 from collections.abc import Callable
 
 from ckptfs.errors import AlreadyExistsError, IntegrityError
-from ckptfs.storage.failures import translated
-from ckptfs.storage.files import LocalWriter
-from ckptfs.storage.posix import Posix
+from ckptfs.storage.local.files import LocalWriter
+from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.os_errors import translated
 from ckptfs.uri import Uri
 
 __all__ = ["KeptFile", "kept_name"]
