@@ -28,6 +28,7 @@ from ckptfs.errors import (
     NotFoundError,
     StorageError,
     TransientError,
+    UnsupportedError,
 )
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.reasons import CODES, STATUSES, Reason
@@ -40,6 +41,10 @@ __all__ = ["Client"]
 _ONE_AT_A_TIME = frozenset(("sftp", "ssh", "ftp"))
 _WEBDAV = frozenset(("webdav", "dav"))
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
+# libhdfs: a Java virtual machine in this process.
+_JAVA = frozenset(("hdfs", "arrow_hdfs"))
+_JAVA_LIBRARIES = ("libjvm", "libhdfs", "JNI")
+_JAVA_ERRORS = (None, errno.EIO, 255)  # a Java exception that has no errno of its own
 _SERVER_ERRORS = 500
 # What an answer says of a change by itself: it was not done, or nobody knows.
 _NOT_DONE = frozenset(
@@ -87,6 +92,25 @@ class Client:
         tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
         base = self._opened()[2].rstrip("/")
         return f"{base}/{tail}" if tail else base or "/"
+
+    def info(self, path: str) -> dict[str, Any]:
+        """What stands at a path. FileNotFoundError: nothing does."""
+        try:
+            found: dict[str, Any] = self.fs.info(path)
+        except FileNotFoundError:
+            if self.protocol not in _JAVA:
+                raise
+            # pyarrow answers "not found" to every error of libhdfs (hdfs.cc). Opening the file tells
+            # which one it was: a file that cannot be looked at is not absent.
+            self.fs.open(path, "rb").close()
+            found = self.fs.info(path)
+        return found
+
+    def read_range(self, path: str, begin: int, end: int) -> bytes:
+        """The bytes from ``begin`` up to ``end`` of one file."""
+        # fsspec opens hdfs:// as a stream for a range that begins at 0, and then cannot seek in it.
+        more = {"seekable": True} if self.protocol in _JAVA else {}
+        return bytes(self.fs.cat_file(path, start=begin, end=end, **more))
 
     def below(self, key: str) -> tuple[list[str], list[str]]:
         """Paths of all files below a key, or of the file that it is; and of its directories, the
@@ -194,11 +218,21 @@ class Client:
         except Exception as error:  # noqa: BLE001 - see above: the edge where all become typed
             self._made.clear()  # somebody may have removed a directory
             reason = _reason(error) if self.is_bucket else None
+            if self.protocol in _JAVA and isinstance(error, OSError):
+                # Hadoop's client tried again, and failed over, before it gave up.
+                reason = Reason.SERVER if error.errno in _JAVA_ERRORS else None
             raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
 
     def _opened(self) -> tuple[int, Any, str]:
         with self._lock:
             if self._open is None or self._open[0] != os.getpid():
+                if self._open is not None and self.protocol in _JAVA:
+                    raise UnsupportedError(
+                        "this process was forked from one that uses libhdfs, and a Java virtual "
+                        "machine does not survive a fork",
+                        uri=self.root,
+                        hint="start processes with 'spawn', or use webhdfs://",
+                    )
                 try:
                     self._open = (os.getpid(), *_connect(self.root, self.protocol, self._options))
                 except ImportError as error:
@@ -209,7 +243,15 @@ class Client:
                     # Of an archive: the URI names what is in it.
                     archive = mask_credentials(str(self._options.get("fo", self.root)))
                     raise NotFoundError(f"there is no {archive}", uri=self.root) from _cause(error)
-                except Exception as error:  # noqa: BLE001 - as in said
+                except Exception as error:
+                    libraries = _JAVA_LIBRARIES if self.protocol in _JAVA else ()
+                    if any(library in str(error) for library in libraries):
+                        raise MissingDriverError(
+                            f"hdfs:// needs libhdfs and Java: {str(error).partition(chr(10))[0]}",
+                            uri=self.root,
+                            hint="set JAVA_HOME, HADOOP_HOME (or ARROW_LIBHDFS_DIR) and "
+                            "CLASSPATH=$(hadoop classpath --glob), or use webhdfs://",
+                        ) from error
                     raise _typed(error, self.root, "open", None, changes=False) from _cause(error)
             return self._open
 

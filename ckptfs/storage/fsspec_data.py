@@ -169,7 +169,7 @@ class Ranges(DataReader):
     def _read(self, begin: int, end: int) -> bytes:
         client = self._client
         if client.protocol not in _WEB:
-            return bytes(client.fs.cat_file(client.at(self._key), start=begin, end=end))
+            return client.read_range(client.at(self._key), begin, end)
         if self._whole is None:
             try:
                 return self._read_range(begin, end)

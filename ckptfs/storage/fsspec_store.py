@@ -5,7 +5,7 @@
     bucket kinds (oss, and fsspec+s3 ...)      data: one stream, committed on close, discarded on abort
                                                small: one PUT; create: a conditional PUT, probed
 
-S3, GCS, Azure and HDFS have clients of their own (``object_store``, ``webhdfs``); this one always works.
+S3, GCS, Azure and WebHDFS have clients of their own (``object_store``, ``webhdfs``); this one always works.
 It writes through one stream and reads one range at a time, because that is what fsspec has: parts in
 parallel are not possible here, and retries are the library's own. Listing caches are off, instances
 are not shared, and a client that was made in another process is never used: fsspec's event loop does
@@ -18,12 +18,15 @@ that a tree ``step_[1]`` would remove ``step_1``; none of them gets a name that 
 from __future__ import annotations
 
 import errno
+import inspect
 import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from glob import has_magic
 from typing import Any
+
+import fsspec
 
 from ckptfs.errors import (
     AccessError,
@@ -72,9 +75,11 @@ def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
             raise UriError(
                 f"storage option {name!r} means nothing to {uri.protocol}://",
                 uri=uri,
-                hint="it goes through one fsspec stream; s3, gs, az and hdfs have such options",
+                hint="it goes through one fsspec stream; s3, gs, az and webhdfs have such options",
             )
     protocol = uri.protocol.removeprefix("fsspec+")
+    if protocol == "hdfs":
+        storage_options = _hdfs_options(uri, storage_options)
     if protocol in _ARCHIVES and not storage_options.get("fo"):
         raise UriError(
             f"{protocol}:// does not say which archive",
@@ -82,6 +87,30 @@ def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
             hint=f'storage_options={{"fo": "/data/run.{protocol}"}}; the URI names what is in it',
         )
     return FsspecStorage(uri, storage_options)
+
+
+def _hdfs_options(uri: Uri, storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options for libhdfs. A URI's query gives numbers as text, which pyarrow refuses; fsspec's class
+    drops the names that it does not know, and their values would do nothing.
+    """
+    cls: Any = fsspec.get_filesystem_class("hdfs")
+    known = inspect.signature(cls.__init__).parameters.keys() - {"self", "kwargs"}
+    for name in sorted(storage_options.keys() - known):
+        raise UriError(
+            f"{uri.protocol}:// has no storage option {name!r}",
+            uri=uri,
+            hint=f"it has {', '.join(sorted(known))}; Hadoop's own settings go into extra_conf",
+        )
+    options = dict(storage_options)
+    for name in ("port", "replication"):
+        if name in options:
+            try:
+                options[name] = int(str(options[name]))
+            except ValueError as error:
+                raise UriError(
+                    f"storage option {name}={options[name]!r}: it takes a number", uri=uri
+                ) from error
+    return options
 
 
 class FsspecStorage(Storage):
@@ -274,7 +303,7 @@ class FsspecStorage(Storage):
 
     def _info(self, key: str) -> dict[str, Any]:
         with self._client.said("stat", key):
-            found: dict[str, Any] = self._client.fs.info(self._client.at(key))
+            found = self._client.info(self._client.at(key))
         if found.get("type") == "directory":
             raise NotFoundError("stat failed: a prefix, not an object", uri=self.uri(key))
         return found

@@ -1,7 +1,6 @@
 """What a way to HDFS must do: a few operations, each one try, each with a typed answer.
 
     WebClient    webhdfs://   HTTP to the NameNode, then to a DataNode      hdfs_web.py
-    ArrowClient  hdfs://      libhdfs, the Java client, through pyarrow     hdfs_arrow.py
 
 A client is thin: it spells operations and translates answers. It never retries. Paths are absolute
 in HDFS. What the operations are put together to is decided once, in ``webhdfs.py``.

@@ -1,11 +1,9 @@
-"""Storage options of webhdfs:// and hdfs://: fsspec's and pyarrow's names, and ours; others are errors.
+"""Storage options of webhdfs://: fsspec's names and ours; others are errors.
 
-    webhdfs   host port user password kerberos kerb_kwargs token proxy_to data_proxy use_https
+    fsspec's  host port user password kerberos kerb_kwargs token proxy_to data_proxy use_https
               session_cert session_verify          fsspec.implementations.webhdfs.WebHDFS
-              replication block_size_bytes         of new files
-    hdfs      host port user kerb_ticket replication buffer_size default_block_size extra_conf
-                                                   pyarrow.fs.HadoopFileSystem
-    both      concurrency retry_s connect_timeout_s request_timeout_s      ckptfs.storage.options
+    ours      replication block_size_bytes         of new files
+              concurrency retry_s connect_timeout_s request_timeout_s      ckptfs.storage.options
 
 The URI says host, port and user where the options do not; HADOOP_USER_NAME says the user where
 neither does. Parsing does no I/O.
@@ -22,7 +20,7 @@ from ckptfs.errors import UriError
 from ckptfs.storage.options import ObjectOptions, parse_options
 from ckptfs.uri import Uri
 
-__all__ = ["ARROW", "WEB", "arrow_options", "web_options"]
+__all__ = ["WEB", "web_options"]
 
 WEB: Final = (
     "host",
@@ -37,16 +35,6 @@ WEB: Final = (
     "use_https",
     "session_cert",
     "session_verify",
-)
-ARROW: Final = (
-    "host",
-    "port",
-    "user",
-    "kerb_ticket",
-    "replication",
-    "buffer_size",
-    "default_block_size",
-    "extra_conf",
 )
 _OURS: Final = ("concurrency", "retry_s", "connect_timeout_s", "request_timeout_s")
 _CREATING: Final = {"replication": "replication", "block_size_bytes": "blocksize"}
@@ -76,23 +64,6 @@ def web_options(
     if not named and (user := os.environ.get("HADOOP_USER_NAME")):
         options["user"] = user
     return ours, options, creating
-
-
-def arrow_options(
-    uri: Uri, storage_options: Mapping[str, Any]
-) -> tuple[ObjectOptions, dict[str, Any]]:
-    """Ours; and what pyarrow's class takes. host "default": fs.defaultFS of core-site.xml."""
-    _known(uri, storage_options, (*ARROW, *_OURS))
-    ours, rest = parse_options(uri, storage_options)
-    options = {**_place(uri), **rest}
-    options.pop("password", None)  # the Java client has no such thing
-    options["host"] = options.get("host") or "default"
-    for name in ("port", "replication", "buffer_size", "default_block_size"):
-        if name in options:
-            options[name] = _number(uri, name, options[name])
-    # 0 is "as configured": the address of a nameservice has no port.
-    options.setdefault("port", 0)
-    return ours, options
 
 
 def _place(uri: Uri) -> dict[str, Any]:

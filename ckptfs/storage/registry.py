@@ -4,7 +4,7 @@
     memory                MemoryStorage
     s3 s3a  gs gcs        ObjectStorage, over the client that ``clients.choose`` finds
     az abfs abfss
-    hdfs webhdfs          WebHdfsStorage
+    webhdfs               WebHdfsStorage
     faults+X, nodes+X     ckptfs.testing: faults planned from outside; node-local disks as directories
     objects+memory        ckptfs.testing: ObjectStorage over an object store in this process's memory
     fsspec+X              FsspecStorage over X, whatever else knows X (fsspec+file, fsspec+memory)
@@ -52,7 +52,7 @@ _WRAPPERS = {
     "objects": "ckptfs.testing.object_client:open_memory_objects",
 }
 _OBJECT_STORE = "ckptfs.storage.object_store:open_object_store"
-_HDFS = "ckptfs.storage.webhdfs:open_webhdfs"
+_WEBHDFS = "ckptfs.storage.webhdfs:open_webhdfs"
 _OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _EXTRAS = {
     **dict.fromkeys(("adl", "wasb", "wasbs"), "azure"),
@@ -127,7 +127,7 @@ def _factory(uri: Uri) -> Factory:
     if protocol in _OBJECT_STORES:
         return _load(_OBJECT_STORE)
     _need_driver(uri)
-    return _load(_HDFS if protocol in ("hdfs", "webhdfs") else _WRAPPERS["fsspec"])
+    return _load(_WEBHDFS if protocol == "webhdfs" else _WRAPPERS["fsspec"])
 
 
 def _open_local(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:

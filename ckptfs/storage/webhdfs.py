@@ -9,8 +9,8 @@ HDFS has directories, and its rename of one onto another moves it *into* that on
 is ever renamed here, and a key is all there is: parents are made by the write that needs them and
 removed when their last key is.
 
-``webhdfs://`` has all of this. ``hdfs://`` (pyarrow, libhdfs) has no rename that refuses: see
-``hdfs_arrow``.
+This is ``webhdfs://``. ``hdfs://`` goes through fsspec, pyarrow and libhdfs (``fsspec_store``), which have
+no rename that refuses.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptfs.storage.base import (
 )
 from ckptfs.storage.hdfs_aside import PARTIAL, Aside, beside
 from ckptfs.storage.hdfs_client import HdfsClient, Status
-from ckptfs.storage.hdfs_options import arrow_options, web_options
+from ckptfs.storage.hdfs_options import web_options
 from ckptfs.storage.hdfs_streams import Reader, Writer
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.storage.os_errors import too_large
@@ -54,27 +54,16 @@ __all__ = ["WebHdfsStorage", "open_webhdfs"]
 
 def open_webhdfs(uri: Uri, storage_options: Mapping[str, Any]) -> WebHdfsStorage:
     """The registry's factory. UriError: an unknown option; MissingDriverError: a missing library."""
-    if uri.protocol == "webhdfs":
-        try:
-            from ckptfs.storage.hdfs_web import WebClient
-        except ImportError as error:
-            raise MissingDriverError(
-                f"the library of webhdfs:// does not import: {error}",
-                uri=uri,
-                hint="pip install requests",
-            ) from error
-        ours, options, creating = web_options(uri, storage_options)
-        return WebHdfsStorage(uri, WebClient(uri, options, ours.times, creating), ours)
     try:
-        from ckptfs.storage.hdfs_arrow import ArrowClient
+        from ckptfs.storage.hdfs_web import WebClient
     except ImportError as error:
         raise MissingDriverError(
-            f"the library of {uri.protocol}:// does not import: {error}",
+            f"the library of webhdfs:// does not import: {error}",
             uri=uri,
-            hint="pip install 'ckptfs[hdfs]', or use webhdfs://",
+            hint="pip install requests",
         ) from error
-    ours, options = arrow_options(uri, storage_options)
-    return WebHdfsStorage(uri, ArrowClient(uri, options), ours)
+    ours, options, creating = web_options(uri, storage_options)
+    return WebHdfsStorage(uri, WebClient(uri, options, ours.times, creating), ours)
 
 
 class WebHdfsStorage(Storage):

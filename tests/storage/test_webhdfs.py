@@ -1,6 +1,6 @@
 """HDFS without a server: options, what its refusals mean, gateways that are none.
 
-The pyarrow way is in test_hdfs_arrow.py; what needs a NameNode is in tests/servers/test_hdfs*.py.
+hdfs:// is in test_fsspec_hdfs.py; what needs a NameNode is in tests/servers/test_hdfs*.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.clients.failures import Asked
 from ckptfs.storage.hdfs_failures import DATA_NODE, NAME_NODE, refused
-from ckptfs.storage.hdfs_options import arrow_options, web_options
+from ckptfs.storage.hdfs_options import web_options
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.webhdfs import WebHdfsStorage, open_webhdfs
 from ckptfs.uri import Uri
@@ -83,8 +83,6 @@ def test_new_files_can_be_told_their_replication() -> None:
         (RUN, {"port": "http"}, "port"),
         (RUN, {"replication": "many"}, "replication"),
         (RUN, {"retry_s": "soon"}, "retry_s"),
-        ("hdfs://nn/r", {"token": "x"}, "'token'"),
-        ("hdfs://nn/r", {"buffer_size": "x"}, "buffer_size"),
     ],
 )
 def test_nonsense_is_refused_by_name(uri: str, options: dict[str, Any], said: str) -> None:
@@ -99,13 +97,6 @@ def test_contradictions_are_refused_at_first_use() -> None:
     with pytest.raises(UriError) as caught:
         store.read("f")
     assert "geheim" not in str(caught.value)
-
-
-def test_the_java_client_is_told_its_own_names() -> None:
-    """hdfs:///path is the configured filesystem, a nameservice has no port."""
-    assert arrow_options(Uri.parse("hdfs:///r"), {})[1] == {"host": "default", "port": 0}
-    found = arrow_options(Uri.parse("hdfs://eve@ns1/r"), {"replication": "2"})[1]
-    assert found == {"host": "ns1", "port": 0, "user": "eve", "replication": 2}
 
 
 def test_a_pickle_keeps_the_options() -> None:
