@@ -1,6 +1,7 @@
 """Home's side of one ticket: what the run's coordinator does with the home's log.
 
     begin    fold; is the name free? the attempt, its record first      -> the word for the groups
+             (where it was removed by hand, every reached log records that first)
     commit   one sealed part for each name; manifest; the one seal      -> committed
              project what lies in home
     abandon  append the abort, remove what home reaches
@@ -32,6 +33,7 @@ from ckptfs.commit.pieces import part_name, promised_here
 from ckptfs.commit.protocol import name_taken, next_seq
 from ckptfs.commit.publishing import list_files
 from ckptfs.commit.reclaim import discard_own_attempt
+from ckptfs.commit.removal import record_removed
 from ckptfs.commit.run import Run, is_for_call
 from ckptfs.commit.saving import (
     Means,
@@ -113,7 +115,19 @@ class Desk:
     # -- on every rank that holds the run --------------------------------------------------
 
     def begin(self) -> HomeWord:
-        """Collective. Make the attempt; what the groups are told. Errors as for begin_parts."""
+        """Collective. Make the attempt; what the groups are told. Errors as for begin_parts.
+
+        Where what has the name was removed by hand, the log records that first.
+        """
+        run = self._run
+        try:
+            return self._begin_together()
+        except CommitConflictError:
+            if not record_removed(run.seat, self._name, self._artifact, run.generation):
+                raise
+        return self._begin_together()
+
+    def _begin_together(self) -> HomeWord:
         control = self._run.seat.control
         self.save_id, word = control.step("begin parts", lambda: None, lambda _: self._begin())
         return word

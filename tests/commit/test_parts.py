@@ -18,7 +18,7 @@ from ckptfs.commit.claim import claim
 from ckptfs.commit.decisions import may_abort, may_seal, may_seal_part
 from ckptfs.commit.entries import Abort, Decided, Delete, Gone, Outcome, Part, PartRef
 from ckptfs.commit.fold import fold_entries, fold_entry
-from ckptfs.commit.layout import ATTEMPTS
+from ckptfs.commit.layout import ATTEMPTS, LOG
 from ckptfs.commit.locate import locate
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.opening import Place, sit_down
@@ -26,6 +26,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.parts import stand_in, word_of
 from ckptfs.commit.protocol import Standing, standing
 from ckptfs.commit.recovery import encode_record
+from ckptfs.commit.removal import REMOVED_BY_HAND
 from ckptfs.commit.run import Run
 from ckptfs.commit.spec import IfExists
 from ckptfs.commit.tickets import Ticket, TicketPart, begin_parts
@@ -437,6 +438,94 @@ def test_parts_replace_a_save_without_parts_and_the_other_way(together: Cast) ->
         assert not names & set(PARTS)
         assert {".metadata", "ckptfs.json"} <= names
         assert not together.debris()
+
+
+def test_parts_that_were_removed_by_hand_are_saved_again(
+    together: Cast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says that they were removed, whatever takes the name then: parts again, or a save without."""
+    step = Path(together.directory(HOME), "step_1")
+    with together.seat(HOME) as seat, claim(seat) as run:
+        together.act(run, "one")
+        shutil.rmtree(step)
+        together.act(run, "uno")
+        assert "step_1 was removed by hand" in caplog.text
+        assert holds(together, "uno", "step_1")
+        deletes = deletes_in(together, HOME)
+        assert [entry["reason"] for entry in deletes] == [REMOVED_BY_HAND]
+        assert not together.debris()
+        shutil.rmtree(step)
+        rig.save(seat, "step_1", "plain", run)
+        shutil.rmtree(step)
+        together.act(run, "one")
+    assert holds(together, "one", "step_1")
+    with together.seat(HOME, write=False) as seat:
+        state = drive(catch_up(), seat.storage)
+    assert [s.gone for s in state.saves.living.values() if s.deleted] == []
+    assert len(deletes_in(together, HOME)) == 3
+
+
+def test_parts_of_which_anything_is_left_keep_their_name(together: Cast) -> None:
+    """One part, the manifest of the whole, or a part that waits for its projection: nothing is entered."""
+    step = Path(together.directory(HOME), "step_1")
+    with together.seat(HOME) as seat, claim(seat) as run:
+        decision = together.act(run, "one")
+        entries = len(os.listdir(seat.storage.local_path(LOG) or ""))
+        for left in PARTS:
+            for other in {*PARTS} - {left}:
+                shutil.move(step / other, f"{together.base}/{other}")
+            shutil.move(step / "ckptfs.json", f"{together.base}/ckptfs.json")
+            shutil.move(step / decision.seal.save_id, f"{together.base}/whole")
+            with pytest.raises(CommitConflictError, match="committed already"):
+                begin_parts(run, "step_1", 1, list(PARTS))
+            shutil.move(f"{together.base}/whole", step / decision.seal.save_id)
+            shutil.move(f"{together.base}/ckptfs.json", step / "ckptfs.json")
+            for other in {*PARTS} - {left}:
+                shutil.move(f"{together.base}/{other}", step / other)
+        for part in PARTS:
+            shutil.rmtree(step / part)
+        with pytest.raises(CommitConflictError, match="committed already"):
+            begin_parts(run, "step_1", 1, list(PARTS))
+        assert len(os.listdir(seat.storage.local_path(LOG) or "")) == entries
+
+
+def test_parts_on_a_disk_that_the_driver_does_not_reach_keep_their_name(apart: Cast) -> None:
+    """They may lie there, or not: only a driver whose ranks reach all disks records what was removed."""
+    apart.play("one")
+    for node in {*PARTS.values()}:
+        shutil.rmtree(f"{apart.directory(node)}/step_1")
+    with (
+        apart.seat(HOME) as seat,
+        claim(seat) as run,
+        pytest.raises(CommitConflictError, match="committed already"),
+    ):
+        begin_parts(run, "step_1", 1, list(PARTS))
+    assert deletes_in(apart, HOME) == []
+
+    nodes = (HOME, "a", "b")
+
+    def together(control: Control) -> Ticket:
+        where = apart.directory(nodes[control.rank])
+        seat = sit_down(control, LocalStorage(ROOT, directory=where), Place(), write=True)
+        with claim(seat) as run:
+            ticket = begin_parts(run, "step_1", 1, list(PARTS))
+            mine = [name for name, node in PARTS.items() if node == nodes[control.rank]]
+            ticket.commit([apart.save(ticket, name, "uno") for name in mine])
+        return ticket
+
+    for end in simulate(3, together, nodes=nodes, job_id="job:cast"):
+        end.get()
+    for node in nodes:
+        assert [entry["reason"] for entry in deletes_in(apart, node)] == [REMOVED_BY_HAND], node
+    for name in PARTS:
+        assert holds(apart, "uno", "step_1", name)
+
+
+def deletes_in(cast: Cast, node: str) -> list[dict[str, object]]:
+    """The deletes that a node's log holds."""
+    paths = sorted(Path(cast.directory(node), LOG).iterdir())
+    entries = [json.loads(path.read_text()) for path in paths]
+    return [entry for entry in entries if entry["kind"] == "delete"]
 
 
 # -- several ranks, several domains ----------------------------------------------------------------

@@ -46,7 +46,7 @@ __all__ = ["PARTS", "Cast", "contents"]
 ROOT = Uri.parse("/simulated/run")
 PARTS = {"actor": "a", "critic": "b", "driver": "head"}  # who saves where
 HOME = "head"
-NAME_OF = {"one": "step_1", "two": "step_2", "three": "step_3"}
+NAME_OF = {"one": "step_1", "two": "step_2", "three": "step_3", "uno": "step_1"}
 
 
 def contents(label: str, part: str) -> bytes:

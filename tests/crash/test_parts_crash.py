@@ -8,6 +8,7 @@ ticket what its groups reach; nothing of the dead is left behind.
 from __future__ import annotations
 
 import collections
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from ckptfs.commit.claim import claim
+from ckptfs.commit.layout import LOG
 from ckptfs.commit.opening import Place, sit_down
-from ckptfs.errors import FencedError
+from ckptfs.commit.removal import REMOVED_BY_HAND
+from ckptfs.errors import CkptfsError, FencedError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Plan
 from ckptfs.testing.world import SimulatedDeath, simulate
@@ -38,13 +41,13 @@ def moments(plan: Mortal) -> Iterator[tuple[int, str]]:
             yield nth, "after"
 
 
-def die(cast: Cast, plan: Plan) -> bool:
+def die(cast: Cast, plan: Plan, label: str = "two") -> bool:
     """Play until everybody dies; whether they told of a commit before."""
     cast.plan = plan
     told = False
     try:
         with cast.seat(HOME) as seat, claim(seat) as run:
-            decision = cast.act(run, "two", publish=False)
+            decision = cast.act(run, label, publish=False)
             told = True
             cast.publish(decision)
     except SimulatedDeath:
@@ -113,6 +116,53 @@ def test_killed_at_every_operation_leaves_all_parts_or_none(
             ) from error
         shutil.rmtree(cast.base)
     assert set(ends) == {"old", "new"}, ends
+
+
+@pytest.mark.parametrize(
+    "stride",
+    [
+        pytest.param(9, id="sample"),
+        pytest.param(1, id="all", marks=[pytest.mark.campaign, pytest.mark.timeout(0)]),
+    ],
+)
+def test_killed_while_removed_parts_are_saved_again(memory_path: Path, stride: int) -> None:
+    """step_1 was removed by hand. Its name is saved again and everybody dies at operation k: all of the new
+    parts are there, or none, and then the next driver saves the name. Nothing else was ever deleted.
+    """
+    before = prepared(memory_path, shared=True)
+    shutil.rmtree(f"{before.directory(HOME)}/step_1")
+    trial = Mortal(None, "before", alone=True)
+    die(before.copy(f"{memory_path}/trial"), trial, "uno")
+    ends: collections.Counter[str] = collections.Counter()
+    for nth, when in list(moments(trial))[::stride]:
+        cast = before.copy(f"{memory_path}/case")
+        try:
+            told = die(cast, Mortal(nth, when, alone=True), "uno")
+            ends[judge_again(cast, told=told)] += 1
+        except (AssertionError, CkptfsError) as error:
+            op = trial.names[nth - 1]
+            raise AssertionError(f"{when} operation {nth} {op}: {error}") from error
+        shutil.rmtree(cast.base)
+    assert set(ends) == {"old", "new"}, ends
+
+
+def judge_again(cast: Cast, *, told: bool) -> str:
+    """Look, let the next driver come, look again; what became of the second step_1."""
+    before = {part: cast.look("uno", part) for part in PARTS}
+    committed = before["driver"] == "whole"
+    assert committed or not told, f"told of a commit, and home knows none: {before}"
+    for part, seen in before.items():
+        assert (seen == "whole") == committed, before
+        assert committed or not cast.stock("uno", part)
+    cast.play("three" if committed else "uno")
+    for part in PARTS:
+        assert cast.look("uno", part) == "whole"
+        assert cast.stock("uno", part)
+    log = Path(cast.directory(HOME), LOG)
+    entries = [json.loads(path.read_text()) for path in log.iterdir()]
+    assert [e["reason"] for e in entries if e["kind"] == "delete"] == [REMOVED_BY_HAND]
+    assert not cast.debris()
+    return "new" if committed else "old"
 
 
 def test_a_lost_home_keeps_every_promise(memory_path: Path) -> None:

@@ -163,6 +163,8 @@ class Judge:
                     if domain in by_name and not self._whole(by_name[domain], save.save_id, domain):
                         bad.append(f"I1 committed save {save.save_id} is not whole in {domain}")
         for part_id, domain in reading.kept:
+            if part_id in self._scenario.removed:
+                continue
             if not self._whole(by_name[domain], part_id, domain):
                 bad.append(f"I1 the promised part {part_id} is not whole in {domain}")
         for domain, disk in by_name.items():
@@ -225,16 +227,21 @@ class Judge:
                 save = self._deciding(reading, what)
                 if save is None or not save.committed:
                     bad.append(f"I9 {domain} alone believes the uncommitted {save_id}")
-                elif domain in what.domains and not self._whole(disk, save_id, domain):
+                elif (
+                    domain in what.domains
+                    and save_id not in self._scenario.removed
+                    and not self._whole(disk, save_id, domain)
+                ):
                     bad.append(f"I1 {domain} alone believes {save_id}, which is not whole there")
         return bad
 
     def _removed(self, disk: Disk, domain: str) -> list[str]:
+        log = log_of(disk)
         gone = {
-            e["save_id"]
-            for e in log_of(disk)
-            if e["kind"] == "delete" and e["reason"] == REMOVED_BY_HAND
+            e["save_id"] for e in log if e["kind"] == "delete" and e["reason"] == REMOVED_BY_HAND
         }
+        seals = [e for e in log if e["kind"] == "seal" and e["save_id"] in gone]
+        gone |= {part["save_id"] for e in seals for part in e.get("parts", ())}
         return [
             f"I11 {save_id} is recorded as removed by hand, and {path} lies in {domain}"
             for save_id in gone

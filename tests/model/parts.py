@@ -1,6 +1,7 @@
 """Checkpoints of several parts in the search: what they consist of, and who writes and commits them.
 
 driver       begins a ticket in home, waits for all parts, commits or abandons it
+driver_again the same of a name that is taken: where nothing lies there the logs record that first
 part_saver   one owner's part of one part, as PartAttempt drives it
 heeder       what Decision.publish, or the next part's save, does in a domain
 part_reader  reads one part wherever its log says that it is committed
@@ -22,9 +23,10 @@ from ckptfs.commit.log import Refused, catch_up
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.ops import Read
 from ckptfs.commit.pieces import part_name, piece, promised_here
-from ckptfs.commit.protocol import catalog, next_seq
+from ckptfs.commit.protocol import catalog, name_taken, next_seq
 from ckptfs.commit.reclaim import discard_own_attempt
 from ckptfs.commit.recovery import encode_record
+from ckptfs.commit.removal import lies_nowhere, record_removal
 from ckptfs.commit.saving import Means
 from ckptfs.errors import CkptfsError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
@@ -33,7 +35,17 @@ from tests.model.programs import FILESYSTEM, Hear, Steps, Tell, ids, on
 
 G1 = Generation(1, "x")
 
-__all__ = ["PartWhat", "Whole", "driver", "heeder", "part_reader", "part_saver", "teller", "whole"]
+__all__ = [
+    "PartWhat",
+    "Whole",
+    "driver",
+    "driver_again",
+    "heeder",
+    "part_reader",
+    "part_saver",
+    "teller",
+    "whole",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,30 @@ def driver(what: Whole, ending: str = "commit", after: tuple[str, ...] = ()) -> 
     except CkptfsError as error:
         yield home, Tell(("broke", what.save_id, type(error).__name__))
         return "broke"
+
+
+def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
+    """A ticket of a name that is taken, as Desk begins it. domains: those that the run's ranks reach."""
+    views: dict[str, Any] = {}
+    for domain in domains:
+        views[domain] = yield from on(domain, catch_up())
+    taken = name_taken(what.name, views)
+    if taken is None:
+        return "free"
+    if set(taken.everywhere) - set(domains):
+        return "out of reach"
+    for domain in taken.everywhere:
+        if not (yield from on(domain, lies_nowhere(taken, domain, what.caps.shape))):
+            return "taken"
+    for domain in taken.everywhere:
+        program = record_removal(
+            taken, views[domain], domain, what.gen, what.caps.shape,
+            ids=ids(f"again-{what.save_id}-{domain}"),
+        )  # fmt: skip
+        if isinstance((yield from on(domain, program)), Refused):
+            return "lies there"
+    del views, program, taken
+    return (yield from driver(what))
 
 
 def _commit(what: Whole, means: Means, state: Any) -> Steps:

@@ -15,8 +15,8 @@ from ckptfs.storage.base import Shape
 from tests.model.disk import Disk
 from tests.model.judge import fold_disk
 from tests.model.lying import G1, G2, G3, committed_disk
-from tests.model.parts import driver, heeder, part_reader, part_saver, teller, whole
-from tests.model.programs import OBJECT, Holder, Speak, holder
+from tests.model.parts import driver, driver_again, heeder, part_reader, part_saver, teller, whole
+from tests.model.programs import OBJECT, Holder, Speak, holder, person
 from tests.model.search import Scenario
 
 __all__ = ["PARTS"]
@@ -240,6 +240,51 @@ def parts_replaced() -> Scenario:
     )
 
 
+def parts_removed_by_hand() -> Scenario:
+    """Somebody removes s, its part last; the driver saves its name again as t, P2 takes the run."""
+    s = whole("sss", ("ppp", "p", A))
+    t = whole("ttt", ("qqq", "p", A))
+    log: list[Body] = [F1, s.parts[0].entry(G1), s.seal(G1, 1)]
+    return Scenario(
+        "parts-removed-by-hand",
+        {**s.whats(), **t.whats()},
+        {
+            "H": partial(person, s.name, first=(s.save_id, "ckptfs.json", ".metadata")),
+            "W": partial(driver_again, t),
+            "G": partial(part_saver, t.parts[0], "A"),
+            "P2": partial(holder, Holder(G2)),
+        },
+        _disks(log, projected=(s, *s.parts)),
+        removed=frozenset(s.whats()),
+    )
+
+
+def parts_removed_in_two_places() -> Scenario:
+    """As before, with the part in B: a driver that reaches both disks records it in both, and may die
+    between them; P2 takes over.
+    """
+    s = whole("sss", ("ppp", "p", B))
+    t = whole("ttt", ("qqq", "p", B))
+    here: list[Body] = [F1, s.seal(G1, 1)]
+    there: list[Body] = [F1, s.parts[0].entry(G1), s.seal(G1, 1)]
+    return Scenario(
+        "parts-removed-in-two-places",
+        {**s.whats(), **t.whats()},
+        {
+            "H": partial(person, s.name),
+            "I": partial(person, s.name, "B"),
+            "W": partial(driver_again, t, AB),
+            "G": partial(part_saver, t.parts[0], "B"),
+            "P2": partial(holder, Holder(G2, AB)),
+        },
+        {
+            "A": committed_disk(Shape.FILESYSTEM, here, projected=(s,)),
+            "B": committed_disk(Shape.FILESYSTEM, there, domain="B", projected=s.parts),
+        },
+        removed=frozenset(s.whats()),
+    )
+
+
 def object_parts() -> Scenario:
     """An object store: keys are final, only the plain names wait for the commit."""
     w = whole("sss", ("ppp", "p", A), caps=OBJECT)
@@ -273,6 +318,8 @@ PARTS: dict[str, Callable[[], Scenario]] = {
         parts_deleted,
         parts_next_ticket,
         parts_replaced,
+        parts_removed_by_hand,
+        parts_removed_in_two_places,
         object_parts,
     )
 }

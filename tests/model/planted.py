@@ -46,6 +46,7 @@ from ckptfs.commit.ops import (
 )
 from ckptfs.commit.saves import Saves
 from ckptfs.errors import NotFoundError
+from tests.model import parts as parts_model
 from tests.model import programs, scenarios
 
 __all__ = ["PLANTED", "Mistake"]
@@ -406,6 +407,15 @@ def _removal_recorded_without_another_look() -> list[Patch]:
     return [(where, "lies_nowhere", lies_nowhere) for where in (removal, programs)]
 
 
+def _parts_left_count_as_nothing() -> list[Patch]:
+    real = removal.lies_nowhere
+
+    def lies_nowhere(whole: Any, domain: str, shape: Any) -> Steps:
+        return (yield from real(replace(whole, parts=()), domain, shape))
+
+    return [(where, "lies_nowhere", lies_nowhere) for where in (removal, parts_model)]
+
+
 def _swap_without_looking() -> list[Patch]:
     def swap(state: Any, seal: Any, expected: Any) -> Any:
         return decisions.may_seal(state, seal, replace=True)
@@ -419,6 +429,9 @@ PLANTED: dict[str, Mistake] = {
     ),
     "what lies there recorded as removed": Mistake(
         "taken-while-it-moves", "I11", _removal_recorded_without_another_look
+    ),
+    "parts that are left recorded as removed": Mistake(
+        "parts-removed-by-hand", "I11", _parts_left_count_as_nothing
     ),
     "a sealed part taken for a commit": Mistake("parts-remote", "I9", _a_promise_for_a_commit),
     "sealed parts aborted while their home is out of reach": Mistake(

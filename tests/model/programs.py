@@ -387,10 +387,12 @@ def _write(what: What, domain: str) -> Steps:
     yield domain, Puts(tuple(files))
 
 
-def person(what: What) -> Steps:
-    """Somebody with a shell removes a step and everything in it, half of it first."""
-    yield "A", HalfRemove(what.name)
-    yield "A", RemoveTree(what.name)
+def person(name: str, domain: str = "A", first: tuple[str, ...] = ()) -> Steps:
+    """Somebody with a shell removes a step and everything in it: what is named ``first``, then half of it."""
+    for inside in first:
+        yield domain, RemoveTree(f"{name}/{inside}")
+    yield domain, HalfRemove(name)
+    yield domain, RemoveTree(name)
     return "removed"
 
 

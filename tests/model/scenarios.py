@@ -635,7 +635,7 @@ def removed_by_hand() -> Scenario:
         "removed-by-hand",
         _saves(a, u, v),
         {
-            "H": partial(person, a),
+            "H": partial(person, a.name),
             "U": partial(saver_again, u, Holder(G2)),
             "V": partial(saver_again, v, Holder(G3)),
         },
@@ -1213,7 +1213,7 @@ def object_removed_by_hand() -> Scenario:
         "object-removed-by-hand",
         _saves(a, u),
         {
-            "H": partial(person, a),
+            "H": partial(person, a.name),
             "U": partial(saver_again, u, Holder(G2, caps=OBJECT)),
             "P3": partial(holder, Holder(G3, caps=OBJECT)),
         },

@@ -39,6 +39,7 @@ def test_no_promise_is_broken_in_any_short_interleaving(name: str) -> None:
         "delete-unfenced-late",
         "newcomers-two-domains",
         "newcomers-fewer-domains",
+        "parts-removed-by-hand",
     ],
 )
 def test_small_scenarios_are_searched_whole(name: str) -> None:
