@@ -33,7 +33,7 @@ from ckptfs.errors import (
     StateError,
 )
 from ckptfs.events import Counters
-from ckptfs.storage.watched import WatchedFile, walk
+from ckptfs.storage.inflight import WatchedFile, walk
 from ckptfs.topology.control import Control
 
 __all__ = ["Collector", "collected_files", "leaving_together", "writing_directory"]

@@ -35,9 +35,8 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Listing, Storage
-from ckptfs.storage.inflight import under_way
+from ckptfs.storage.inflight import WatchedFile, under_way
 from ckptfs.storage.threads import Threads
-from ckptfs.storage.watched import WatchedFile
 from ckptfs.topology.control import Control
 
 __all__ = ["Item", "Wanted", "fetched", "items_of", "share_items"]

@@ -26,8 +26,7 @@ from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
-from ckptfs.storage.inflight import under_way
-from ckptfs.storage.watched import WatchedFile, walk
+from ckptfs.storage.inflight import WatchedFile, under_way, walk
 
 __all__ = [
     "Listed",

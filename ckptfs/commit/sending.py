@@ -27,9 +27,8 @@ from ckptfs.commit.seat import Known, Seat
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.inflight import under_way
+from ckptfs.storage.inflight import WatchedFile, under_way, walk
 from ckptfs.storage.threads import Threads
-from ckptfs.storage.watched import WatchedFile, walk
 
 __all__ = ["BATCHED_BYTES", "PlainNames", "Sender", "files_below"]
 

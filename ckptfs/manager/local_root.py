@@ -19,8 +19,7 @@ from pathlib import Path
 
 from ckptfs.commit.layout import CONTROL
 from ckptfs.errors import CommitConflictError, StateError
-from ckptfs.storage.inflight import under_way
-from ckptfs.storage.watched import WatchedFile, remove_tree
+from ckptfs.storage.inflight import WatchedFile, remove_tree, under_way
 from ckptfs.topology.control import Control
 
 __all__ = ["LocalRoot", "is_lead"]

@@ -1,28 +1,50 @@
-"""The system calls of storage that this process waits for: which, at which path, since when.
+"""The system calls that this process waits for: which call, on which path, since when.
 
-    with under_way("fsync", fd):        every call of ``Posix``
+    with under_way("fsync", fd):        every call of ``Posix`` is registered like this
         os.fsync(fd)
-    with part_of(mark()) as part:       what this thread calls now belongs to that part of some work
-    thread(target=carried(work))        and what this one calls, too
-    waited_for(part)                    of its calls, the one that has been under way for longest, or None
+    with part_of(mark()) as part:       the calls of this thread belong to this part of some work
+    thread(target=carried(work))        and so do the calls of that thread
+    waited_for(part)                    the call of this part that has waited longest, or None
 
-A thread in a dead hard mount cannot be interrupted, and can tell nobody. Another thread of its process
-can: the heartbeat asks here, and the other ranks are told. Nothing here does any I/O, and no lock is held
-over a call. Work is handed to other threads by ``carried``, or by ``Threads``, which does that; a chore
-that a thread of its own does belongs to no part.
+    with WatchedFile(path) as file:     as open(path, "rb", buffering=0); mode "wb" writes
+        file.read(size)
+    walk(top)                           as os.walk
+    remove_tree(top)                    as shutil.rmtree with ignore_errors=True
+
+A thread in a dead hard mount cannot be interrupted and cannot report anything. Another thread of its process
+can: the heartbeat asks here and tells the other ranks. Nothing here does any I/O, and no lock is held
+during a call. Hand work to other threads with ``carried``, or with ``Threads``, which uses it. Work that a
+thread does on its own account belongs to no part.
+
+``WatchedFile``, ``walk`` and ``remove_tree`` are for the plain files of a user. They too may lie in a mount
+whose server is gone, and a rank that hangs there is reported with the path. Each call is registered by
+itself, because many calls that return are no hang.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["Waited", "carried", "mark", "part_of", "path_of", "under_way", "waited_for"]
+__all__ = [
+    "Waited",
+    "WatchedFile",
+    "carried",
+    "mark",
+    "part_of",
+    "path_of",
+    "remove_tree",
+    "under_way",
+    "waited_for",
+    "walk",
+]
+
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,3 +150,68 @@ def waited_for(part: int) -> Waited | None:
     """The first call of that part, on whatever thread, of those that have not returned. Any thread."""
     waited = [one for one in list(_WAITED.values()) if one.part == part]
     return min(waited, key=lambda one: one.number, default=None)
+
+
+# -- a user's own files --------------------------------------------------------------------------
+
+
+class WatchedFile(io.FileIO):
+    """An unbuffered file: reads and writes may be short. ``sync`` is fsync."""
+
+    def __init__(self, path: str, mode: str = "rb") -> None:
+        with under_way("open", path):
+            super().__init__(path, mode)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As ``FileIO.read``."""
+        with under_way("read", self.fileno()):
+            return super().read(-1 if size is None else size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        """As ``FileIO.readinto``."""
+        with under_way("read", self.fileno()):
+            return super().readinto(buffer)
+
+    def write(self, data: Any, /) -> int:
+        """As ``FileIO.write``."""
+        with under_way("write", self.fileno()):
+            return super().write(data)
+
+    def sync(self) -> None:
+        """fsync(2)."""
+        with under_way("fsync", self.fileno()):
+            os.fsync(self.fileno())
+
+    def close(self) -> None:
+        """As ``FileIO.close``; a network filesystem writes here what it holds back."""
+        if self.closed:
+            return
+        with under_way("close", self.fileno()):
+            super().close()
+
+
+def walk(top: str, *, topdown: bool = True) -> Iterator[tuple[str, list[str], list[str]]]:
+    """As ``os.walk``; links to directories are not followed."""
+    found = os.walk(top, topdown=topdown)
+    while True:
+        with under_way("listing", top):
+            one = next(found, None)
+        if one is None:
+            return
+        yield one
+
+
+def remove_tree(top: str) -> None:
+    """Remove a directory and what is in it, as far as that can be; absent is fine."""
+    if os.path.islink(top):
+        return
+    for folder, folders, names in walk(top, topdown=False):
+        for name in (*names, *folders):
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError), under_way("unlink", path):
+                if name in folders and not os.path.islink(path):
+                    os.rmdir(path)
+                else:
+                    os.unlink(path)
+    with contextlib.suppress(OSError), under_way("rmdir", top):
+        os.rmdir(top)

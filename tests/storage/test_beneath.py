@@ -15,7 +15,7 @@ import pytest
 
 from ckptfs.errors import StorageError, SymlinkError
 from ckptfs.storage.local import LocalStorage, posix
-from ckptfs.storage.local.kept import kept_name
+from ckptfs.storage.local.files import kept_name
 from ckptfs.storage.local.posix import beneath, holder_of, without_mark
 from ckptfs.uri import Uri
 

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.local.over import OverWriter, WriteMethod, method_of
+from ckptfs.storage.local.files import OverWriter, WriteMethod, method_of
 from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 

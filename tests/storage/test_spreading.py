@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.storage.local import spreading
-from ckptfs.storage.local.posix import Posix
-from ckptfs.storage.local.spreading import core_count, files_at_once
+from ckptfs.storage.local import storage
+from ckptfs.storage.local.posix import Posix, core_count
+from ckptfs.storage.local.storage import files_at_once
 
 TMPFS, RAMFS, EXT4, NFS = 0x01021994, 0x858458F6, 0xEF53, 0x6969
 GB = 1 << 30
@@ -43,7 +43,7 @@ class Told(Posix):
 @pytest.fixture
 def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a larger machine."""
-    monkeypatch.setattr(spreading, "core_count", lambda: 8)
+    monkeypatch.setattr(storage, "core_count", lambda: 8)
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -89,8 +89,8 @@ def test_what_several_files_hold_is_one_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Written unasked into three files, read back by ckptfs and by stock torch; asked for, one."""
-    monkeypatch.setattr(spreading, "core_count", lambda: 3)
-    monkeypatch.setattr(spreading, "_LEAST_BYTES", 1000)
+    monkeypatch.setattr(storage, "core_count", lambda: 3)
+    monkeypatch.setattr(storage, "_MIN_FILE_BYTES", 1000)
     monkeypatch.setattr(Posix, "fs_type", lambda *_: TMPFS)
     state: dict[str, Any] = {
         f"t{n}": torch.arange(n, n + 1000, dtype=torch.float32) for n in range(7)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.storage.inflight import mark, part_of, waited_for
-from ckptfs.storage.watched import WatchedFile, remove_tree, walk
+from ckptfs.storage.inflight import WatchedFile, mark, part_of, remove_tree, waited_for, walk
 
 PIPE_BYTES = 1 << 20  # more than a pipe holds
 

@@ -1,21 +1,28 @@
 """One new file, written in windows by several threads: past the page cache where that pays.
 
-    views --copy--> staging buffer --O_DIRECT--> the aligned part of the window      Engine.DIRECT
-                                   --buffered--> what is left of the last window
+    views --copy--> aligned buffer --O_DIRECT--> the aligned part of the window      Engine.DIRECT
+                                   --buffered--> the rest of the last window
     views -------------------------- pwritev --> the page cache, write-behind        Engine.BUFFERED
 
-A buffered write copies everything into fresh pages of the kernel's, which then go to the disk: ten
-times the processor time of a direct one. Direct are files that are large enough, where the filesystem
-says that it takes direct writes (statx), or is one of those known to before kernels said so. Wherever
-it refuses one after all, at any point, the rest of the file goes through the page cache.
+A buffered write copies everything into fresh pages of the kernel, which then go to the disk. That takes ten
+times the processor time of a direct write. A file is written directly if it is large enough and the
+filesystem reports direct writes (statx), or is one that supported them before kernels reported it. Where
+the filesystem refuses a direct write after all, at any point, the rest of the file goes through the page cache.
 
-The file lies under a partial name and is published as those of ``LocalWriter`` are. Its blocks are
-allocated first: a full disk is told before anything is written, and writers do not wait for each other.
+The file has a partial name and is published as the files of ``LocalWriter`` are. Its blocks are
+allocated first, so that a full disk is an error before anything is written, and writers do not wait for
+each other.
+
+The aligned buffers (``staging``) are kept from window to window and from file to file, because touching
+fresh memory takes as long as writing it to a fast disk. They consist of huge pages where there are any: a
+direct transfer pins every page of its window.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import logging
 import mmap
 import os
@@ -25,14 +32,12 @@ from itertools import accumulate
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.local.files import FileState, PartialFile
-from ckptfs.storage.local.posix import DirectAlignment, Posix
-from ckptfs.storage.local.spreading import core_count
-from ckptfs.storage.local.staging import staging
+from ckptfs.storage.local.posix import DirectAlignment, Posix, core_count
 from ckptfs.storage.os_errors import translated
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.uri import Uri
 
-__all__ = ["DIRECT_FROM_BYTES", "WindowedFile", "takes_direct"]
+__all__ = ["DIRECT_FROM_BYTES", "Buffer", "Staging", "WindowedFile", "staging", "takes_direct"]
 
 log = logging.getLogger(__name__)
 
@@ -253,3 +258,76 @@ def takes_direct(told: DirectAlignment | None, fs_type: int | None, *, tries: bo
     if told is None:
         return tries or fs_type in _TRIED
     return 0 < told.offset_bytes <= mmap.PAGESIZE and 0 < told.memory_bytes <= mmap.PAGESIZE
+
+
+# -- aligned buffers ---------------------------------------------------------------------
+
+_KEPT_BUFFERS = 8
+_HUGE_BYTES = 2 << 20
+# Or buffers of nearly the same size would push each other out.
+_LEAST_BYTES = (8 << 20) + (64 << 10)
+
+
+class Staging:
+    """Buffers that are kept, touched, from window to window and from file to file. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[memoryview] = []
+
+    def buffer(self, size_bytes: int) -> Buffer:
+        """One for the time of a with statement."""
+        return Buffer(self, size_bytes)
+
+    def take(self, size_bytes: int) -> memoryview:
+        """A buffer of at least that size, on whole pages."""
+        with self._lock:
+            for index, kept in enumerate(self._kept):
+                if len(kept) >= size_bytes:
+                    return self._kept.pop(index)
+        return _aligned(max(size_bytes, _LEAST_BYTES))
+
+    def give(self, buffer: memoryview) -> None:
+        """Nobody uses it any more."""
+        with self._lock:
+            if len(self._kept) < _KEPT_BUFFERS:
+                self._kept.append(buffer)
+
+
+class Buffer:
+    """A borrowed buffer."""
+
+    def __init__(self, staging: Staging, size_bytes: int) -> None:
+        self._staging, self._size_bytes = staging, size_bytes
+
+    def __enter__(self) -> memoryview:
+        self._taken = self._staging.take(self._size_bytes)
+        return self._taken
+
+    def __exit__(self, *exc: object) -> None:
+        self._staging.give(self._taken)
+
+
+@functools.cache
+def staging() -> Staging:
+    """This process's. A fork's child has its own: another thread may hold the lock of this one."""
+    return Staging()
+
+
+os.register_at_fork(after_in_child=staging.cache_clear)
+
+
+def _aligned(size_bytes: int) -> memoryview:
+    """Fresh memory that begins at a huge page, of huge pages where there are any: a direct write of
+    a window pins each of its pages.
+    """
+    memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        try:
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        except OSError as error:
+            log.debug("no huge pages: %s", error)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        memory.madvise(mmap.MADV_DONTFORK)  # open(2): no fork beside direct I/O from private pages
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
+    return memoryview(memory)[start : start + size_bytes]

@@ -1,11 +1,28 @@
-"""Whole files and streams over the ``Posix`` seam: the short functions under the local backend.
+"""Files on a mounted filesystem: read whole, written whole, streamed, resumed, or replaced.
 
-    write_whole   O_EXCL, write all, fsync, close         read_whole   open, read to the end
-    LocalWriter   .partial-* -> fsync -> publish(name)    reading.py   ranges into the caller's buffer
-                  in order; direct.py: in windows, by several threads
+    read_whole        open, read to the end                   LocalReader (reader.py) reads ranges
+    write_whole       O_EXCL, write all, fsync, close
+    LocalWriter       .partial-*, fsync, publish(name)        in order; WindowedFile (direct_io.py)
+                                                              is written by several threads
+    KeptFile          .partial-kept-<name>, which the next process continues
+    OverWriter        a path that a person named, as ``open(path, "wb")`` would treat it
 
 Large buffers go to the kernel as they are, without a copy; small ones are gathered to 1 MiB first.
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
+
+One process at a time writes a KeptFile: it holds a lock (flock), and the lock ends with its process, SIGKILL
+included. On a filesystem without locks two processes may write it. They write the same bytes to the same
+places, and neither truncates the file before the end, so neither makes a hole in what the other has written.
+
+What an OverWriter does depends on what stands at the path:
+
+    nothing, a regular file    a partial file beside it is renamed over it when it is closed
+    a link                     the same, at the link's target; the link stays
+    a device, a FIFO           written in place (InPlaceWriter)
+    a directory, a socket      refused before the first byte
+
+A rename puts another file there. The new file gets the mode and, where that is permitted, the owner and
+group of the old one before any byte is in it. Another hard link of the old file keeps the old bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +36,10 @@ import re
 import secrets
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
-from ckptfs.errors import StorageError
+from ckptfs.errors import AlreadyExistsError, IntegrityError, StorageError, UnsupportedError
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.local.posix import Posix, without_mark
 from ckptfs.storage.os_errors import too_large, translated
@@ -30,9 +48,17 @@ from ckptfs.uri import Uri
 __all__ = [
     "NEW",
     "FileState",
+    "InPlaceWriter",
+    "KeptFile",
     "LocalWriter",
+    "OverWriter",
     "PartialFile",
+    "WriteMethod",
+    "WriteTarget",
     "is_partial_name",
+    "kept_name",
+    "look_at_target",
+    "method_of",
     "open_regular",
     "partial_name",
     "read_whole",
@@ -388,3 +414,251 @@ def stands(posix: Posix, path: str) -> bool:
     except OSError:
         return True
     return True
+
+
+# -- resumable files ------------------------------------------------------------------------
+
+# Everybody knows the name: a link that somebody put there would be written through.
+_GO_ON = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+_TAKEN = frozenset({errno.EAGAIN, errno.EACCES})
+_TRIES = 4
+_LONG_BYTES = 100  # a name as long as the filesystem takes (255, some 143) leaves no room for more
+
+
+def kept_name(path: str) -> str:
+    """Where a file lies until it is whole. Every process finds it again."""
+    folder, name = os.path.split(path)
+    raw = os.fsencode(name)
+    if len(raw) > _LONG_BYTES:
+        name = hashlib.sha256(raw).hexdigest()[:32]
+    return f"{folder}/.partial-kept-{name}"
+
+
+class KeptFile(LocalWriter):
+    """See ``Storage.open_kept``. size_bytes: of the whole file."""
+
+    def __init__(
+        self,
+        posix: Posix,
+        uri: Uri,
+        partial: str,
+        publish: Callable[[str], None],
+        size_bytes: int,
+    ) -> None:
+        super().__init__(posix, uri, partial, publish)
+        fd = self._open_fd()
+        with translated(uri, "write"):
+            self.there_bytes = min(posix.fstat(fd).st_size, size_bytes)
+
+    def read_there(self, offset: int, buffer: memoryview) -> None:
+        fd, done = self._open_fd(), 0
+        while done < len(buffer):
+            with translated(self._uri, "read"):
+                count = self._posix.preadv(fd, [buffer[done:]], offset + done)
+            if count == 0:
+                raise IntegrityError(f"what was left ends at byte {offset + done}", uri=self._uri)
+            done += count
+
+    def skip(self, size_bytes: int) -> None:
+        fd = self._open_fd()
+        with translated(self._uri, "write"):
+            self._posix.seek(fd, size_bytes)
+        self._sent = self._behind = size_bytes
+
+    def _opened(self) -> int:
+        """The file of that name, ours alone: between open and lock another may have published it."""
+        for _ in range(_TRIES):
+            fd = self._posix.open(self._partial, _GO_ON)
+            try:
+                self._lock(fd)
+                mine = self._posix.fstat(fd)
+                named = self._posix.stat(self._partial, follow=False)
+                if stat.S_ISREG(mine.st_mode) and mine.st_ino == named.st_ino:
+                    return fd
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                self._posix.close(fd)
+                raise
+            self._posix.close(fd)
+        raise self._taken()
+
+    def _lock(self, fd: int) -> None:
+        try:
+            self._posix.lock(fd)
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise self._taken() from error
+            if error.errno not in _NO_LOCKS:
+                raise
+
+    def _taken(self) -> AlreadyExistsError:
+        return AlreadyExistsError(
+            "another process is writing this file",
+            uri=self._uri,
+            hint="the same copy is on its way already: wait for it",
+        )
+
+    def _finish(self, fd: int) -> None:
+        if self._posix.fstat(fd).st_size > self._sent:
+            self._posix.truncate(fd, self._sent)
+        super()._finish(fd)
+
+    def _empty(self, fd: int) -> None:
+        """What is there stays."""
+
+    def _discard(self) -> None:
+        """What is there stays."""
+
+
+# -- paths that a person named ---------------------------------------------------------------
+
+_PERMISSIONS = 0o1777  # set-user-id does not outlive a write of others, and need not
+_PRIVATE = 0o600
+# A FIFO and most devices have nothing that could be made durable.
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EROFS})
+
+
+class WriteMethod(Enum):
+    """How bytes come to what stands at a path."""
+
+    NEW = "new"
+    REPLACE = "replace"
+    IN_PLACE = "in place"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class WriteTarget:
+    """Where to write. path: behind all links. like: of a regular file that is replaced."""
+
+    path: str
+    method: WriteMethod
+    like: os.stat_result | None = None
+
+
+def method_of(mode: int) -> WriteMethod:
+    """For something of this st_mode. Pure."""
+    if stat.S_ISREG(mode):
+        return WriteMethod.REPLACE
+    special = stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)
+    return WriteMethod.IN_PLACE if special else WriteMethod.REFUSED
+
+
+def look_at_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
+    """What stands at ``path``. AlreadyExistsError: a directory. UnsupportedError: a socket, or a file
+    that no path leads to any more.
+    """
+    with translated(uri, "write"):
+        try:
+            found = posix.stat(path)
+        except FileNotFoundError:
+            return WriteTarget(posix.resolve(path), WriteMethod.NEW)
+        method = method_of(found.st_mode)
+        if method is WriteMethod.IN_PLACE:
+            return WriteTarget(path, method)
+        if method is WriteMethod.REFUSED:
+            raise _refused(found.st_mode, uri)
+        target = posix.resolve(path)
+        behind = posix.stat(target, follow=False)
+    if (behind.st_dev, behind.st_ino) != (found.st_dev, found.st_ino):
+        raise UnsupportedError("no path leads to the file behind this link", uri=uri)
+    return WriteTarget(target, method, found)
+
+
+def _refused(mode: int, uri: Uri) -> StorageError:
+    if stat.S_ISDIR(mode):
+        return AlreadyExistsError("a directory stands there", errno=errno.EISDIR, uri=uri)
+    return UnsupportedError("a socket stands there, or what no bytes are written to", uri=uri)
+
+
+class OverWriter(LocalWriter):
+    """A new file that takes the place of nothing or of a regular file, with that one's mode and owner."""
+
+    def __init__(
+        self,
+        posix: Posix,
+        uri: Uri,
+        partial: str,
+        publish: Callable[[str], None],
+        target: WriteTarget,
+    ) -> None:
+        self._target = target
+        super().__init__(posix, uri, partial, publish)
+
+    def _opened(self) -> int:
+        like = self._target.like
+        if like is None:
+            return super()._opened()
+        # Private until it has its owner: nobody whom the old one was closed to opens the new one.
+        fd = self._fd = self._posix.open(self._partial, NEW, _PRIVATE)
+        self._resemble(fd, like)
+        return fd
+
+    def _resemble(self, fd: int, like: os.stat_result) -> None:
+        mine = self._posix.fstat(fd)
+        for owner, group in ((like.st_uid, -1), (-1, like.st_gid)):
+            if (owner, group) in ((mine.st_uid, -1), (-1, mine.st_gid)):
+                continue
+            try:
+                self._posix.fchown(fd, owner, group)
+            except PermissionError:
+                continue  # it stays ours, as what we make is
+        self._posix.fchmod(fd, stat.S_IMODE(like.st_mode) & _PERMISSIONS)
+
+    def _finish(self, fd: int) -> None:
+        # Somebody may have put something else there since: a device is not replaced then, either.
+        try:
+            found = self._posix.stat(self._target.path, follow=False)
+        except FileNotFoundError:
+            found = None
+        if found is not None and not stat.S_ISREG(found.st_mode):
+            raise AlreadyExistsError("something else stands there by now", uri=self._uri)
+        super()._finish(fd)
+
+
+class InPlaceWriter(DataWriter):
+    """A device or a FIFO, written as ``open(path, "wb")`` does; what was written stays written."""
+
+    def __init__(self, posix: Posix, uri: Uri, path: str) -> None:
+        self._posix, self._uri = posix, uri
+        self._fd: int | None = None
+        with translated(uri, "write"):
+            self._fd = posix.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """All of it, now."""
+        if self._fd is None:
+            raise StorageError("the file is closed", uri=self._uri)
+        view = memoryview(data).cast("B")
+        with translated(self._uri, "write"):
+            write_all(self._posix, self._fd, view)
+        return len(view)
+
+    def close(self) -> None:
+        """Durable, where there is something to be durable."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
+        with translated(self._uri, "write"):
+            try:
+                self._posix.fsync(fd)
+            except OSError as error:
+                if error.errno not in _NO_SYNC:
+                    raise
+            finally:
+                self._posix.close(fd)
+
+    def abort(self) -> None:
+        """Close it: nothing that was written can be taken back."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            try:
+                self._posix.close(fd)
+            except OSError:
+                return
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", None) is not None:
+            self.abort()

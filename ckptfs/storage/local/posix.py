@@ -32,7 +32,7 @@ from typing import Any, TypeVar, cast
 
 from ckptfs.storage.inflight import path_of, under_way
 
-__all__ = ["DirectAlignment", "Posix", "beneath", "holder_of", "without_mark"]
+__all__ = ["DirectAlignment", "Posix", "beneath", "core_count", "holder_of", "without_mark"]
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
@@ -41,6 +41,13 @@ _MARK = "/./"
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
 # O_PATH needs no right to list, as the lookup of a whole path does not.
 _STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
+
+
+def core_count() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def beneath(root: str, below: str) -> str:

@@ -16,6 +16,7 @@ Files are never mapped: over NFS a mapped file that is replaced reads as zeros o
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -27,16 +28,13 @@ from secrets import randbelow
 
 from ckptfs.errors import IntegrityError, StaleError, StorageError
 from ckptfs.storage.base import DataReader, Reach
-from ckptfs.storage.local.direct_io import takes_direct
+from ckptfs.storage.local.direct_io import staging, takes_direct
 from ckptfs.storage.local.files import open_regular
-from ckptfs.storage.local.posix import Posix
-from ckptfs.storage.local.slices import behind, first, scatter
-from ckptfs.storage.local.spreading import core_count
-from ckptfs.storage.local.staging import staging
+from ckptfs.storage.local.posix import Posix, core_count
 from ckptfs.storage.os_errors import translated, typed
 from ckptfs.uri import Uri
 
-__all__ = ["LocalReader"]
+__all__ = ["LocalReader", "behind", "first", "scatter"]
 
 log = logging.getLogger(__name__)
 
@@ -322,3 +320,53 @@ def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:
     if len(views) == 1 and len(views[0]) > CALL_BYTES:
         return [views[0][:CALL_BYTES]]
     return views[:_VIEWS]
+
+
+# -- lists of buffers that one call fills one after the other -----------------------------------
+
+_COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
+
+
+def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """What is left of them behind their first ``count`` bytes."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]] if count else list(views[index:])
+        count -= len(view)
+    return []
+
+
+def first(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Their first ``count`` bytes."""
+    found = []
+    for view in views:
+        if count <= 0:
+            break
+        found.append(view[:count])
+        count -= len(view)
+    return found
+
+
+def scatter(data: memoryview, views: Sequence[memoryview]) -> list[memoryview]:
+    """Copy ``data`` into them, one after the other; what is left of them."""
+    at = 0
+    for view in views:
+        if at == len(data):
+            break
+        size = min(len(view), len(data) - at)
+        if size <= _COPIED_HERE_BYTES:
+            view[:size] = data[at : at + size]
+        else:
+            _copy(view[:size], data[at : at + size])
+        at += size
+    return behind(views, at)
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    """Copy bytes without the interpreter's lock, so that threads copy side by side."""
+    byte = ctypes.c_char
+    ctypes.memmove(
+        ctypes.addressof(byte.from_buffer(target)),
+        ctypes.addressof(byte.from_buffer(source)),
+        len(source),
+    )

@@ -56,18 +56,21 @@ from ckptfs.storage.local.directories import (
     unlink_if_there,
 )
 from ckptfs.storage.local.files import (
+    InPlaceWriter,
+    KeptFile,
     LocalWriter,
+    OverWriter,
+    WriteMethod,
+    kept_name,
+    look_at_target,
     partial_name,
     read_whole,
     unlink_quietly,
     write_whole,
 )
-from ckptfs.storage.local.kept import KeptFile, kept_name
 from ckptfs.storage.local.mount_probe import probe_posix
-from ckptfs.storage.local.over import InPlaceWriter, OverWriter, WriteMethod, look_at_target
-from ckptfs.storage.local.posix import Posix, beneath, holder_of, without_mark
+from ckptfs.storage.local.posix import Posix, beneath, core_count, holder_of, without_mark
 from ckptfs.storage.local.reader import LocalReader
-from ckptfs.storage.local.spreading import files_at_once
 from ckptfs.storage.os_errors import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.uri import Uri
@@ -90,6 +93,9 @@ ASSUMED = Capabilities(
 # meets a replacement.
 _STALE_TRIES = 10
 _MOST_LINKS = 40  # as the kernel's own
+_IN_MEMORY = frozenset({0x01021994, 0x858458F6})  # f_type of tmpfs and ramfs
+_MAX_FILES = 4
+_MIN_FILE_BYTES = 64 << 20
 _NO_LINKS = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )
@@ -287,7 +293,7 @@ class LocalStorage(Storage):
         return self._in_directory(key, begin)
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
-        """As ``Storage.files_at_once``: more than one in memory only, see ``spreading``."""
+        """As ``Storage.files_at_once``: more than one on a filesystem in memory only."""
         return files_at_once(self._posix, self.local_path(key), size_bytes)
 
     def open_parallel(
@@ -583,3 +589,32 @@ def _is_control(key: str) -> bool:
 
 def _is_below(key: str, top: str) -> bool:
     return not top or key == top or key.startswith(f"{top}/")
+
+
+def files_at_once(posix: Posix, directory: str, size_bytes: int) -> int:
+    """How many files in ``directory`` a process writes its bytes into.
+
+    A file lets one thread write at a time. On a disk or over a network that does not matter, because the bytes
+    wait for something else. In memory (tmpfs, ramfs) the copy that the thread makes is all that a write costs.
+
+    Args:
+        posix: The system calls.
+        directory: An existing directory.
+        size_bytes: What the process writes, all files together.
+
+    Returns:
+        1, or on a filesystem in memory one per core, at most 4, each of at least 64 MiB.
+    """
+    most = min(core_count(), _MAX_FILES, size_bytes // _MIN_FILE_BYTES)
+    return most if most > 1 and _fs_type(posix, directory) in _IN_MEMORY else 1
+
+
+def _fs_type(posix: Posix, directory: str) -> int | None:
+    try:
+        fd = posix.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        return posix.fs_type(fd)
+    finally:
+        posix.close(fd)
