@@ -28,7 +28,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.uri import Uri
 
 __all__ = ["ADVICE", "AdvisoryLog", "LogKind", "kind_of_log", "other_kind", "with_log"]

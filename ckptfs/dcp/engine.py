@@ -33,7 +33,7 @@ from ckptfs.dcp.resolve import Loan, Resolve, host_tensor, memory_of
 from ckptfs.dcp.windows import DiffersError, Windows
 from ckptfs.errors import ArgumentChoice, StateError
 from ckptfs.storage.base import Storage
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 
 __all__ = ["WriteEngineName", "auto_engine", "engine_for", "stream_engine"]
 

@@ -29,7 +29,7 @@ from ckptfs.dcp.crew import Cancelled, run_all
 from ckptfs.dcp.resolve import Resolve
 from ckptfs.events import Counters
 from ckptfs.storage.base import Storage
-from ckptfs.storage.parallel import Engine
+from ckptfs.storage.io import Engine
 
 __all__ = [
     "DATA_SUFFIX",

@@ -34,7 +34,7 @@ from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests
 from ckptfs.dcp.crew import Cancelled, run_all
 from ckptfs.dcp.laid import Framed, Laid, Payload, blocks_of
 from ckptfs.dcp.resolve import Loan, Resolve
-from ckptfs.storage.parallel import ParallelWriter
+from ckptfs.storage.io import ParallelWriter
 
 __all__ = ["DiffersError", "Windows"]
 

@@ -27,10 +27,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
+from ckptfs.storage.io import DataReader, DataWriter, Engine, ParallelWriter, Reach
 from ckptfs.storage.os_errors import CONTROL, too_large
-from ckptfs.storage.parallel import Engine, ParallelWriter
-from ckptfs.storage.ranged import DataReader, Reach
-from ckptfs.storage.unfinished import Unfinished
 from ckptfs.uri import Uri, check_key
 
 __all__ = [
@@ -118,37 +116,6 @@ class Space:
 
     free_bytes: int | None
     free_inodes: int | None
-
-
-class DataWriter(Unfinished):
-    """One file on its way, written in order. One thread at a time.
-
-    there_bytes: what an earlier writer left of this file (``open_kept``), to be read, compared and
-    skipped. spared_bytes: of what was written, bytes that the place held already.
-    """
-
-    there_bytes: int = 0
-    spared_bytes: int = 0
-
-    @abstractmethod
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append all of ``data``; the buffer may be reused when it returns. NoSpaceError, ..."""
-
-    def lend(self, data: bytes | bytearray | memoryview) -> int:
-        """As ``write``, but ``data`` stays as it is until ``close`` returns: it need not be copied.
-
-        A writer lets go of it once its bytes are sent; staged copies live as long as that.
-        """
-        return self.write(data)
-
-    def read_there(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with what an earlier writer left, from ``offset``; below ``there_bytes``."""
-        raise UnsupportedError("nothing is left of an earlier writer")
-
-    def skip(self, size_bytes: int) -> None:
-        """Before the first write: the first bytes are right as they are there, go on behind them."""
-        if size_bytes:
-            raise UnsupportedError("nothing is left of an earlier writer")
 
 
 class Storage(ABC):

@@ -46,8 +46,8 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.os_errors import typed
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faulty_files import FaultyReader, FaultyWindows, FaultyWriter
 from ckptfs.testing.plan import (

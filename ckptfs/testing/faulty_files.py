@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.base import DataReader, DataWriter
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 
 __all__ = ["Do", "FaultyReader", "FaultyWindows", "FaultyWriter"]
 

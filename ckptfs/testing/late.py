@@ -14,7 +14,7 @@ import threading
 
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Entry, Stat, Storage
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.tools.doctor.settings import Clock
 

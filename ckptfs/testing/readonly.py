@@ -24,7 +24,7 @@ from ckptfs.storage.base import (
     Storage,
     UnfinishedUpload,
 )
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 
 __all__ = ["ReadOnlyStorage"]
 

@@ -17,9 +17,9 @@ from ckptfs.dcp.crew import Cancelled, run_all
 from ckptfs.dcp.lanes import Lanes
 from ckptfs.dcp.resolve import memory_of
 from ckptfs.errors import CkptfsError, StateError
+from ckptfs.storage.io import Engine
 from ckptfs.storage.local.direct_io import WindowedFile
 from ckptfs.storage.local.posix import Posix
-from ckptfs.storage.parallel import Engine
 from ckptfs.uri import Uri
 from tests.measures import descriptors_below
 

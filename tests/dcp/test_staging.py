@@ -33,8 +33,8 @@ from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult
 from ckptfs.storage.base import DataWriter, Storage
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri

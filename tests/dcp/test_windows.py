@@ -22,9 +22,9 @@ from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
 from ckptfs.dcp.pipeline import plan_save
 from ckptfs.dcp.resolve import Loan, host_tensor, memory_of
 from ckptfs.errors import NoSpaceError, StateError
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 

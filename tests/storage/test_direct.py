@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from ckptfs.errors import StorageError
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.direct_io import takes_direct
 from ckptfs.storage.local.posix import DirectAlignment, Posix
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.testing._conformance.base import pattern
 from ckptfs.uri import Uri
 

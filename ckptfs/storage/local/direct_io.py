@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 from ckptfs.errors import StorageError
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local.files import FileState, PartialFile
 from ckptfs.storage.local.posix import DirectAlignment, Posix, core_count
 from ckptfs.storage.os_errors import translated
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.uri import Uri
 
 __all__ = ["DIRECT_FROM_BYTES", "Buffer", "Staging", "WindowedFile", "staging", "takes_direct"]

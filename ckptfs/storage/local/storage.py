@@ -47,6 +47,7 @@ from ckptfs.storage.base import (
     Storage,
     usable,
 )
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local.direct_io import WindowedFile
 from ckptfs.storage.local.directories import (
     make_dirs,
@@ -72,7 +73,6 @@ from ckptfs.storage.local.mount_probe import probe_posix
 from ckptfs.storage.local.posix import Posix, beneath, core_count, holder_of, without_mark
 from ckptfs.storage.local.reader import LocalReader
 from ckptfs.storage.os_errors import HARD_TO_TELL, lost_answer, translated, typed
-from ckptfs.storage.parallel import Engine, ParallelWriter
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]

@@ -6,7 +6,7 @@ import pytest
 
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import Storage
-from ckptfs.storage.parallel import Engine, ParallelWriter
+from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.testing._conformance.base import Conformance, pattern, together
 
 __all__ = ["ParallelFiles"]
