@@ -29,7 +29,7 @@ from ckptfs.uri import Uri
 
 BUCKET = "bucket"
 KEY, SECRET, TOKEN = "AKIASCRIPTED00000000", "very-secret-secret", "very-secret-token"
-TIMES = Times(5, 5)
+TIMES = Times(60, 60)  # far beyond what any answer here takes on a busy machine
 _PIECE_BYTES = 64 << 10
 MODULES = ("s3", "obstore_s3")
 
@@ -181,7 +181,7 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
             scripted.requests.append(request)
             answer = scripted.answer(request)
             if answer.then == "hold":
-                scripted.release.wait(30)
+                scripted.release.wait(120)
             if answer.then in ("drop", "hold"):
                 self.close_connection = True
                 return

@@ -309,16 +309,18 @@ def test_a_server_without_ranges_is_told(module: str, server: Scripted) -> None:
 
 
 DATE = "Fri, 20 Nov 2026 10:00:00 GMT"
+# What takes a second on an idle machine, and a minute or more where its time is not bounded.
+SOON_S = 30.0
 
 
 def test_silence_ends(module: str, server: Scripted) -> None:
     """A server that says nothing for request_s ends a read as TransientError, a change in doubt."""
     server.answer = lambda _: Answer(then="hold")
-    client = open_s3(module, server, Times(0.2, 0.2))
+    client = open_s3(module, server, Times(30, 0.2))
     began = time.monotonic()
     assert type(failing(client, GET)) is TransientError
     assert type(failing(client, PUT)) is AnswerLostError
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < SOON_S
 
 
 def test_nobody_reads_the_body_of_a_put(module: str) -> None:
@@ -327,17 +329,17 @@ def test_nobody_reads_the_body_of_a_put(module: str) -> None:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with Scripted() as server:
             server.endpoint = endpoint
-            client = open_s3(module, server, Times(0.2, 0.3))
+            client = open_s3(module, server, Times(30, 0.3))
             began = time.monotonic()
             found = failing(client, lambda c: c.put("run/k", bytes(16 << 20)))
     assert type(found) is AnswerLostError
     assert "was silent for too long" in str(found)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_a_trickle_ends(module: str, server: Scripted) -> None:
     """A server that is never silent, and never done, is given up too."""
-    client = open_s3(module, server, Times(0.2, 0.3))
+    client = open_s3(module, server, Times(1, 1))
     data = bytes(1 << 20)
     ranged = {"Content-Range": f"bytes 0-{len(data) - 1}/{len(data)}", "Last-Modified": DATE}
     server.answer = lambda _: Answer(206, data, {"ETag": '"e1"', **ranged}, "trickle")
@@ -345,13 +347,13 @@ def test_a_trickle_ends(module: str, server: Scripted) -> None:
     out = memoryview(bytearray(len(data)))
     found = failing(client, lambda c: c.get_range("run/k", 0, out, None))
     assert type(found) is TransientError
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_after_ctrl_c_the_buffer_is_the_callers_again(server: Scripted) -> None:
     """An interrupted read stops at once, and writes nothing into the buffer afterwards."""
-    data = bytes([1]) * 1000
-    ranged = {"Content-Range": "bytes 0-999/1000", "ETag": '"e1"', "Last-Modified": DATE}
+    data = bytes([1]) * 5000
+    ranged = {"Content-Range": "bytes 0-4999/5000", "ETag": '"e1"', "Last-Modified": DATE}
 
     def answer(_: Request) -> Answer:
         os.kill(os.getpid(), signal.SIGINT)
@@ -360,11 +362,11 @@ def test_after_ctrl_c_the_buffer_is_the_callers_again(server: Scripted) -> None:
     client = open_s3("s3", server)
     PUT(client)
     server.answer = answer
-    out = bytearray(1000)
+    out = bytearray(5000)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         client.get_range("run/k", 0, memoryview(out), None)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < SOON_S
     then = bytes(out)
     assert 0 in then
     server.answer = usual
@@ -703,7 +705,7 @@ def test_credentials_are_renewed_in_the_middle_of_an_upload(
     upload = client.begin_upload("run/u", part_bytes=5 << 20)
     upload.put_part(0, bytes(5 << 20))
     tokens: set[str] = set()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while len(tokens) < 2 and time.monotonic() < end:  # 30 s are less than botocore's margin
         client.put("run/k", b"x")
         tokens.add(server.requests[-1].headers["x-amz-security-token"])
@@ -766,7 +768,7 @@ def test_a_host_without_instance_metadata(
     assert type(found) is CredentialsError
     assert "no credentials were found" in str(found)
     assert "AWS_ACCESS_KEY_ID" in str(found)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < SOON_S
     assert server.requests == []
 
 
