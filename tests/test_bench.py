@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 OLD = sorted((ROOT / "benchmarks" / "results").glob("*-2026-11-20.json"))
 
 
-@pytest.mark.timeout(200)
 def test_the_benchmark_runs_from_end_to_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,6 @@ from benchmarks.telling import HERE
 SMALLEST = 20_000_000  # three windows of 8 MiB
 
 
-@pytest.mark.timeout(200)
 def test_every_setting_has_its_turn(tmp_path: Path) -> None:
     """A process of its own for each, a sample of each in every round, nothing left on the disk."""
     names = [windows.OURS, "1 MiB", "small pages"]
@@ -61,7 +60,7 @@ def test_a_profile_is_a_page(case: str, tmp_path: Path) -> None:
     page = tmp_path / "page.txt"
     command = [sys.executable, "-m", "benchmarks.profiled", case, "--size", "50MB", "--rounds", "1"]
     command += ["--dir", str(tmp_path), "--out", str(page)]
-    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=150)
+    subprocess.run(command, cwd=HERE.parent, check=True, capture_output=True, timeout=400)
     assert "CPU seconds per GB" in page.read_text()
     assert "_xxhash" in page.read_text()
 

@@ -50,7 +50,6 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
     return findings_of(row, result)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("row", ["durable", "tmpfs", "hot", "cold", "small", "memory", "stall"])
 def test_a_row_runs_from_end_to_end(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -64,7 +63,6 @@ def test_a_row_runs_from_end_to_end(
     assert "every measurement: " in capsys.readouterr().out
 
 
-@pytest.mark.timeout(200)
 def test_two_ranks_take_turns_with_their_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +72,6 @@ def test_two_ranks_take_turns_with_their_peers(
     assert all(one.found is not None and one.verdict is None for one in found)
 
 
-@pytest.mark.timeout(200)
 def test_the_row_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides in processes of their own; a world of another size than the floor's is told only, with
     the coordinator's CPU seconds and memory.

@@ -37,7 +37,7 @@ LABS = "the labs run one test at a time"
 # (file, what it measures): why nobody else can disturb it. "elapsed" is a subtraction of clock readings.
 ALLOWED: dict[tuple[str, str], str] = {
     ("bench/test_variants.py", "memory"): "asks only whether the system can tell",
-    ("cli/test_look.py", "processor"): "of child processes alone, the least of three runs",
+    ("cli/test_look.py", "processor"): "of child processes alone, the least of five runs",
     ("commit/test_log.py", "memory"): FAR,
     ("crash/one_rank.py", "elapsed"): DEADLINE,
     ("crash/test_takeover.py", "elapsed"): SLOWER,
@@ -55,7 +55,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("lab/training.py", "elapsed"): REPORT,
     ("model/search.py", "elapsed"): "the budget of a search that a person gave",
     ("multiprocess/test_async.py", "memory"): "sets a limit of its own rank",
-    ("multiprocess/test_harness.py", "elapsed"): "0.5 s were promised; it fails from 5 s on",
+    ("multiprocess/test_harness.py", "elapsed"): "0.5 s were promised; it fails from 60 s on",
     ("multiprocess/test_needs_kill.py", "elapsed"): DEADLINE,
     ("multiprocess/test_needs_n2.py", "elapsed"): DEADLINE,
     ("multiprocess/test_stuck.py", "descriptors"): "asks for the name behind one descriptor",

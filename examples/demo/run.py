@@ -42,8 +42,8 @@ SAVES = STEPS // EVERY
 VICTIM = 3  # the rank that dies: not the coordinator, not on its node
 VICTIM_FILE = f"__{VICTIM}_0.distcp"
 ENTRIES_BEFORE = 2  # in the run log, when the second save begins: a fence and a seal
-JOB_TIMEOUT_S = 120.0
-READ_TIMEOUT_S = 60.0
+JOB_TIMEOUT_S = 300.0
+READ_TIMEOUT_S = 240.0
 
 
 class StockReader:

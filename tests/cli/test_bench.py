@@ -103,7 +103,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     command += ["-e", "ckptfs", "--json", "--out", str(out)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        command, capture_output=True, text=True, timeout=400, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["result"] == json.loads(out.read_text())

@@ -297,7 +297,7 @@ def test_on_a_terminal_it_asks(run: Place, answer: bytes, code: int) -> None:
     ) as process:
         os.close(slave)
         os.write(master, answer)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=400)
     os.close(master)
     assert process.returncode == code, err
     assert "delete" in err

@@ -237,7 +237,7 @@ def mounted(script: str, *arguments: object) -> subprocess.CompletedProcess[str]
     words = " ".join(str(a) for a in (sys.executable, "-m", "ckptfs", "doctor", *arguments))
     command = ["unshare", "--mount", "--propagation", "private"]
     command += ["sh", "-c", f"({script}) || exit 99; exec {words} --json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     if ran.returncode == 99:
         pytest.skip(f"this kernel or container allows no mount: {ran.stderr}")
     return ran

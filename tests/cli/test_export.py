@@ -210,7 +210,7 @@ def test_a_killed_export_leaves_no_target(tmp_path: Path) -> None:
         env={**os.environ, "CKPTFS_TEST_FAULT": "kill-half:write:*:1"},
         check=False,
         capture_output=True,
-        timeout=60,
+        timeout=400,
     )
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     (left,) = os.listdir(out)

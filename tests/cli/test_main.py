@@ -291,7 +291,7 @@ def test_no_credentials_at_any_verbosity(scheme: str, given: str) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=400,
             check=False,
         )
     finally:

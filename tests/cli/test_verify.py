@@ -211,7 +211,7 @@ def test_a_healthy_run_is_verified_without_torch(local: Place) -> None:
         f"print(verify([{local.uri!r}]).verdict, 'torch' in sys.modules)"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=400
     )
     assert ran.stdout.split() == ["clean", "False"]
 
@@ -328,7 +328,7 @@ def _killed(uri: str, state: Path, fault: str) -> int:
         env=environment,
         check=False,
         capture_output=True,
-        timeout=60,
+        timeout=400,
     )
     return ran.returncode
 

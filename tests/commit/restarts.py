@@ -23,7 +23,7 @@ from tests.crash.rig import TWO_DOMAINS, Mortal, save, seats, values
 
 LIVES = 45
 STRIDE = 7
-LIFE_TIMEOUT_S = 30.0
+LIFE_TIMEOUT_S = 200.0
 
 
 def life(seat: Seat, number: int) -> None:

@@ -51,8 +51,6 @@ from tests.commit.logs import G1, G2, fence, folded, reread, seal
 from tests.crash import rig
 from tests.crash.cast import HOME, NAME_OF, PARTS, ROOT, Cast, contents, save_part
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(params=[True, False], ids=["shared", "nodes"])
 def cast(request: pytest.FixtureRequest, tmp_path: Path) -> Cast:

@@ -38,7 +38,7 @@ def test_debris_is_at_most_one_attempt_however_often_a_job_dies(tmp_path: Path) 
         check=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     lives = [json.loads(line) for line in told.stdout.splitlines()]
     assert [life["killed"] for life in lives] == [True] * (len(lives) - 1) + [False]

@@ -51,7 +51,7 @@ def test_ckptfs_runs_on_that_torch(wheel: Wheel, tmp_path: Path) -> None:
         [sys.executable, "-m", "tests.compat.ours", str(overlay_for(wheel)), str(tmp_path)],
         cwd=ROOT,
         check=True,
-        timeout=120,
+        timeout=400,
     )
     for name in ("api", "dcp"):
         run_stock("load", tmp_path / name)

@@ -44,7 +44,7 @@ from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 CAUSE = "the storage of this rank fails"
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)

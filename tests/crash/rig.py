@@ -195,7 +195,7 @@ def seats(
         assert guard is None or guard.refused == 0, "a reader tried to write"
         return value
 
-    return simulate(len(layout.nodes), sit, nodes=layout.nodes, job_id=job, timeout_s=20.0)
+    return simulate(len(layout.nodes), sit, nodes=layout.nodes, job_id=job, timeout_s=120.0)
 
 
 def values(ends: Sequence[End[Any]]) -> list[Any]:

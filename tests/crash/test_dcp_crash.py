@@ -28,7 +28,7 @@ from tests.multiprocess.harness import Rank, launch
 
 RANKS = 2
 SAMPLE = 12
-CASE_TIMEOUT_S = 60
+CASE_TIMEOUT_S = 300
 
 # The name that the victim saves, over a run that holds step_1 already.
 SCENARIOS = {"replace": "step_1", "fresh": "step_2"}

@@ -13,8 +13,6 @@ import pytest
 from ckptfs.errors import AccessError, IntegrityError, TransientError
 from tests.crash.one_rank import CALLS, CAUSE, GROUNDS, MADE, Case, Stage, cases_of, verdict
 
-pytestmark = pytest.mark.timeout(300)
-
 EVERY = 25  # of the other operations one in so many, and each first of its kind
 
 # What went on outside of a step once: one rank failed there, and the others waited for it.

@@ -28,8 +28,6 @@ from ckptfs.topology.control import Control
 from tests.crash.cast import HOME, NAME_OF, PARTS, ROOT, Cast
 from tests.crash.rig import HALVES, Mortal
 
-pytestmark = pytest.mark.timeout(120)
-
 
 def moments(plan: Mortal) -> Iterator[tuple[int, str]]:
     """Every operation of a play, and half of those that can be done by half."""

@@ -90,7 +90,6 @@ BEST = {
 }
 
 
-@pytest.mark.timeout(280)
 def test_removing_any_fsync_fails_a_test() -> None:
     """A disk that is deaf to one call site, found by recording, loses or leaves something."""
     scenes: dict[str, list[str]] = collections.defaultdict(list)

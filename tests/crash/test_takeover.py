@@ -35,8 +35,6 @@ from ckptfs.uri import Uri
 from tests.crash import rig
 from tests.multiprocess.harness import Rank, Ranks, launch
 
-pytestmark = pytest.mark.timeout(60)
-
 SHORT = LeaseTimes(rewrite_s=0.1, still_s=1.0)
 ENDLESS = LeaseTimes(rewrite_s=0.1, still_s=3600.0)  # whoever waits for this lease fails the test
 OWNER = {"CKPTFS_JOB_ID": "old", "CKPTFS_NODE": "there"}
@@ -121,7 +119,7 @@ class Held:
 
     def end(self) -> Any:
         """What the owner says when it is done."""
-        return self.ranks.values(timeout_s=20)[0]
+        return self.ranks.values()[0]
 
     def kill(self) -> None:
         """SIGKILL, and wait until the kernel has buried it."""
@@ -148,7 +146,7 @@ def held(tmp_path: Path) -> Iterator[Held]:
     """An owner that lives: another job, another node."""
     run = str(tmp_path / "run")
     with launch(own, 1, args={"run": run}, store="none", env=OWNER) as ranks:
-        ranks.wait("holding", timeout_s=60)
+        ranks.wait("holding")
         yield Held(run, ranks)
 
 

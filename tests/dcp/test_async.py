@@ -28,7 +28,7 @@ from ckptfs.errors import (
 )
 from ckptfs.events import Counters, SaveResult
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def _state(value: float) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def _loads(rank: Rank, uri: str, ranks: Any = None, group: Any = None) -> list[A
 def _writer(uri: str, **options: Any) -> Any:
     import ckptfs
 
-    return ckptfs.StorageWriter(uri, per_rank=["own.*"], timeout_s=20, **options)
+    return ckptfs.StorageWriter(uri, per_rank=["own.*"], timeout_s=600, **options)
 
 
 def _save(rank: Rank, uri: str, planner: Any = None, **options: Any) -> Any:
@@ -151,8 +151,8 @@ def write_fails(rank: Rank, uri: str) -> Any:
 
 
 def _left_of_attempts(uri: str) -> list[str]:
-    """What lies in attempts/ once the agents have cleaned up, or after 10 s."""
-    attempts, deadline = Path(uri).parent / ".ckptfs" / "attempts", time.monotonic() + 10
+    """What lies in attempts/ once the agents have cleaned up, or after two minutes."""
+    attempts, deadline = Path(uri).parent / ".ckptfs" / "attempts", time.monotonic() + 120
     while (left := os.listdir(attempts)) and time.monotonic() < deadline:
         time.sleep(0.02)  # polling for what happens by itself; bounded by the deadline
     return left
@@ -318,7 +318,7 @@ def replaced_meanwhile(rank: Rank, uri: str) -> Any:
 
 def agents_are_gone(rank: Rank, uri: str) -> Any:
     """Every agent of every scenario before has ended, its store client too."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while True:
         names = [t.name for t in threading.enumerate() if t.name.startswith("ckptfs-")]
         left = [n for n in names if n.startswith(("ckptfs-dcp", "ckptfs-agent", "ckptfs-orders"))]
@@ -385,7 +385,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every scenario's result on every rank."""
     run = tmp_path_factory.mktemp("dcp") / "run"
     with launch(run_scenarios, RANKS, args={"run": str(run)}) as ranks:
-        results = ranks.results(timeout_s=200)
+        results = ranks.results()
     assert [r.error and r.error["traceback"] for r in results] == [None] * RANKS
     return [r.value for r in results]
 
@@ -424,7 +424,7 @@ def test_a_failure_on_one_rank_reaches_all_and_the_next_save_works(
         failed, after, *_ = outcome[name]
         assert failed["type"] == "CheckpointException"
         assert failed["failures"][where][0] == kind, failed
-        assert failed["s"] < 10
+        assert failed["s"] < 60
         assert after == good(rank)
 
 
@@ -583,6 +583,6 @@ def test_no_agent_outlives_its_save(outcomes: Any) -> None:
 def test_async_save_in_a_process(tmp_path: Path) -> None:
     """The writer goes pickled into torch's own process and commits from there, twice."""
     with launch(async_process, 2, args={"run": str(tmp_path / "run")}, warm=False) as ranks:
-        results = ranks.results(timeout_s=150)
+        results = ranks.results()
     assert [r.error and r.error["traceback"] for r in results] == [None] * 2
     assert [r.value for r in results] == [[good(rank)] * 2 for rank in range(2)]

@@ -40,7 +40,7 @@ from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
 MIB = 1 << 20
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 # -- packing -------------------------------------------------------------------------------------

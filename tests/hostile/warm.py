@@ -36,7 +36,7 @@ MORE_MEMORY_BYTES = 1536 << 20  # of address space, on top of what the warm proc
 MORE_RESIDENT_BYTES = 256 << 20  # of memory in use, on top of what a child that does nothing has
 FILE_BYTES = 256 << 20
 CPU_S = 5
-WALL_S = 40.0
+WALL_S = 240.0
 
 # C0 but tab and line feed, C1, and what turns text round.
 _CONTROLS = frozenset(

@@ -20,7 +20,7 @@ from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, each_claim, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 
 def test_a_killed_run_resumes_to_the_same_state(store: Store, mode: Mode, cell: Cell) -> None:
@@ -332,7 +332,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What the two ranks saw, in order of rank."""
     top = tmp_path_factory.mktemp("accelerators")
     with launch(saves_and_loads, 2, args={"top": str(top)}, launcher_env=True) as ranks:
-        results = ranks.results(timeout_s=200)
+        results = ranks.results()
     for result in results:
         assert result.error is None, result.log
     return [result.value for result in results]

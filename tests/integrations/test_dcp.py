@@ -39,7 +39,7 @@ from tests.integrations.running import Kill, Mode, Store, story
 from tests.lab.server import Server
 from tests.multiprocess.harness import Rank, every_one, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integrations
 
 RANKS = 3
 
@@ -425,7 +425,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str
     """Every scenario's result on every rank."""
     run = tmp_path_factory.mktemp("dcp") / "run"
     with launch(run_scenarios, RANKS, args={"run": str(run)}) as ranks:
-        yield ranks.values(timeout_s=150)
+        yield ranks.values()
 
 
 def test_killed_mid_save_it_resumes_bit_identically(store: Store, mode: Mode, cell: Cell) -> None:
@@ -487,7 +487,7 @@ def test_groups_that_save_at_once_by_one_name(tmp_path: Path) -> None:
     """A relative path, or a disk of each node: what a rank says to its group no other group hears."""
     saved = ["nothing"]
     with launch(groups_alike, RANKS, args={"folder": str(tmp_path)}) as ranks:
-        assert ranks.values(timeout_s=100) == [
+        assert ranks.values() == [
             [[0, saved]],
             [[0, saved], [1, saved]],
             [[1, saved]],
@@ -543,7 +543,7 @@ def test_dcps_own_process_fails_and_dies_without_harm(tmp_path: Path) -> None:
     faults = f"hold={held}:open_write:*__?_0.distcp:1;fail=ENOSPC:close:*__1_0.distcp:1"
     args = {"run": str(run), "fault": faults}
     with launch(own_process, 2, args=args, warm=False) as ranks:
-        found = [ranks.wait("found", rank=n, timeout_s=120)["found"] for n in range(2)]
+        found = [ranks.wait("found", rank=n)["found"] for n in range(2)]
         held.unlink()
         reached = Path(f"{held}.reached")
         reached.unlink()

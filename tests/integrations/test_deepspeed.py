@@ -23,7 +23,7 @@ from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story
 from tests.multiprocess.harness import Rank, describe, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 ENV = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 STAGES = (0, 1, 2, 3)
@@ -201,7 +201,7 @@ def test_what_stock_deepspeed_does(tmp_path: Path) -> None:
     with launch(stock_ranks, 2, args={"base": str(tmp_path)}, env=ENV, warm=False) as ranks:
         second = ranks.results(timeout_s=240, ranks=[1])[0]
         ranks.release("looked", rank=0)
-        told = [ranks.results(timeout_s=30, ranks=[0])[0].value, second.value]
+        told = [ranks.results(ranks=[0])[0].value, second.value]
     assert told[0] is not None, second.log
     assert [one["commit said no"] for one in told] == [True, True]
     assert [one["no directory"] for one in told] == [True, True]

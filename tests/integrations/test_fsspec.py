@@ -24,7 +24,7 @@ from tests.integrations.running import Kill, Mode, Store, story
 from tests.lab.server import Server
 from tests.multiprocess.harness import Rank, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integrations
 
 
 def state(value: float) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_two_ranks_save_by_uri_alone(store: Store) -> None:
     """
     args = {"ours": ours(store), "bare": store.uri, "process": store.kind == "file"}
     with launch(saves_by_uri, 2, args=args, env=store.env) as ranks:
-        results = ranks.results(timeout_s=150)
+        results = ranks.results()
     assert [r.error for r in results] == [None] * 2
     told = [r.value for r in results]
     for said in told:
@@ -159,9 +159,9 @@ def test_a_killed_rank_leaves_the_old_checkpoint(store: Store) -> None:
     """
     url, dies = ours(store, "step_1"), int(store.kind == "file")
     with launch(saves_once, 2, args={"url": url, "value": 1}, env=store.env) as ranks:
-        assert [r.error for r in ranks.results(timeout_s=60)] == [None, None]
+        assert [r.error for r in ranks.results()] == [None, None]
     with launch(dies_in_its_file, 2, args={"url": url, "dies": dies}, env=store.env) as ranks:
-        ranks.wait("writing", rank=dies, timeout_s=60)
+        ranks.wait("writing", rank=dies)
         ranks.kill(dies)
         ranks.kill(1 - dies)
     before: dict[str, Any] = {"v": torch.zeros(8000), "w": torch.zeros(64), "n": torch.tensor(0.0)}
@@ -170,7 +170,7 @@ def test_a_killed_rank_leaves_the_old_checkpoint(store: Store) -> None:
         assert float(before["n"]) == 1
         assert torch.equal(before["w"], torch.arange(64.0) + 1)
     with launch(saves_once, 2, args={"url": url, "value": 3}, env=store.env) as ranks:
-        assert [r.error for r in ranks.results(timeout_s=60)] == [None, None]
+        assert [r.error for r in ranks.results()] == [None, None]
     dcp.load(before, checkpoint_id=url)
     assert float(before["n"]) == 3
 
@@ -190,9 +190,9 @@ def test_two_programs_that_save_one_step(store: Store) -> None:
     """Two launches that save the same name at once: what is there afterwards is one of them, whole."""
     url = ours(store, "step_1")
     with launch(saves_alone, 2, args={"url": url}, env=store.env, store="none") as ranks:
-        ranks.wait("ready", timeout_s=60)
+        ranks.wait("ready")
         ranks.release("go")
-        told = [str(result.value) for result in ranks.results(timeout_s=60)]
+        told = [str(result.value) for result in ranks.results()]
     assert "saved" in told
     assert loaded(url) in [n + 1 for n, said in enumerate(told) if said == "saved"]
 
@@ -420,7 +420,7 @@ def test_a_held_run_is_not_touched(store: Store) -> None:
     url = ours(store, "step_1")
     dcp.save(state(1), checkpoint_id=url)
     with launch(holds_the_run, 1, args={"uri": store.uri}, env=store.env, store="none") as ranks:
-        ranks.wait("held", timeout_s=60)
+        ranks.wait("held")
         fs, _ = fsspec.core.url_to_fs(url, skip_instance_cache=True)
         with pytest.raises(ckptfs.RunBusyError):
             fs.rm(url, recursive=True)
@@ -428,7 +428,7 @@ def test_a_held_run_is_not_touched(store: Store) -> None:
             dcp.save(state(2), checkpoint_id=url)
         assert isinstance(failed.value.failures[0][0], ckptfs.RunBusyError)
         ranks.release("leave")
-        ranks.results(timeout_s=60)
+        ranks.results()
     assert loaded(url) == 1
 
 

@@ -15,7 +15,7 @@ from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Store, story
 from tests.multiprocess.harness import Rank, describe, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 pytest.importorskip("megatron.core", reason="Megatron-Core is not installed")
 
 
@@ -77,7 +77,7 @@ def test_stock_sends_rank_0_away_and_lets_the_others_wait(tmp_path: Path) -> Non
     collective until its group gives up.
     """
     with launch(_uri_to_stock, 2) as ranks:
-        first, second = (result.value for result in ranks.results(timeout_s=60))
+        first, second = (result.value for result in ranks.results())
     assert first.endswith("FileNotFoundError")
     assert second is not None
     assert not second.endswith("FileNotFoundError")
@@ -132,7 +132,7 @@ def test_an_error_on_one_rank_reaches_all_and_stock_reads_the_rest(tmp_path: Pat
     """
     run = tmp_path / "run"
     with launch(_whole_story, 2, args={"run": str(run)}) as ranks:
-        results = ranks.results(timeout_s=120)
+        results = ranks.results()
     assert [result.error for result in results] == [None, None]
     told: list[Any] = [result.value for result in results]
     for number, (failed, steps, read, stock) in enumerate(told):

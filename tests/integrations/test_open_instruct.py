@@ -11,7 +11,7 @@ import ckptfs
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Store, story
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 
 def test_a_controller_resumes_with_its_learners(tmp_path: Path, cell: Cell) -> None:

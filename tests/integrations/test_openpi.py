@@ -10,7 +10,7 @@ import ckptfs
 from tests.integrations.conftest import Cell
 from tests.integrations.running import EXAMPLES, Kill, Store, launcher_words, run_words, story
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 
 def test_a_killed_run_resumes_and_can_be_begun_anew(tmp_path: Path, cell: Cell) -> None:

@@ -27,7 +27,7 @@ from ckptfs.testing.victim import HOOK
 from tests.integrations.conftest import RAY, Cell
 from tests.integrations.running import EXAMPLES, Kill, Mode, Store, reference
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 pytest.importorskip("ray", reason="Ray is not installed: make test-integrations")
 
 import pyarrow.fs  # noqa: E402 - comes with Ray

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-integrations")
 
 
@@ -70,7 +70,7 @@ def _group(size: int, node: str) -> list[Any]:
 
 
 def _all(group: list[Any], method: str, *args: object) -> list[Any]:
-    found = ray.get([getattr(worker, method).remote(*args) for worker in group], timeout=120)
+    found = ray.get([getattr(worker, method).remote(*args) for worker in group], timeout=400)
     assert isinstance(found, list)
     return found
 

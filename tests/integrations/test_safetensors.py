@@ -159,7 +159,7 @@ def test_two_ranks_write_and_read_in_parallel_and_fail_together(
     if store.kind == "file":
         args["uri"] = f"file://{store.uri}"
     with launch(export_and_import, 2, args=args, env=store.env) as ranks:
-        results = ranks.values(timeout_s=120)
+        results = ranks.values()
     state = whole_state()
     total = sum(value.nbytes for value in state.values())
     for result in results:
@@ -205,7 +205,7 @@ def peak_of_an_export(rank: Rank) -> int:
 def test_no_file_is_built_in_memory(store: Store) -> None:
     """192 MiB in one file cost what the storage's writer has under way, not the file."""
     with launch(peak_of_an_export, 1, args={"uri": store.uri}, env=store.env) as ranks:
-        [peak] = ranks.values(timeout_s=120)
+        [peak] = ranks.values()
     assert peak < (32 << 20 if store.kind == "file" else 160 << 20)
 
 
@@ -244,7 +244,7 @@ def test_stock_has_no_marker_and_loads_half_of_two_exports(tmp_path: Path) -> No
     with launch(stock_overwrites, 2, args={"path": str(place)}) as ranks:
         ranks.wait("wrote", rank=0)
         ranks.release("written", rank=1)
-        [_, dead] = ranks.results(timeout_s=60)
+        [_, dead] = ranks.results()
     assert dead.died
     assert sorted(p.name for p in place.iterdir()) == [
         "shard-00001-model-00001-of-00001.safetensors",

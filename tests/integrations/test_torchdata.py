@@ -17,7 +17,7 @@ pytest.importorskip("torchdata", reason="torchdata is not installed: make test-i
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 
 def test_a_killed_run_goes_on_with_the_next_sample(tmp_path: Path, cell: Cell) -> None:

@@ -21,7 +21,7 @@ from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, each_claim, error_of, story
 from tests.multiprocess.harness import Rank, launch
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 SCORES = [0.1, 0.9, 0.3, 0.2, 0.1, 0.0]  # the second step is the best
 WHOLE = {"model.safetensors", "optimizer.pt", "trainer_state.json"}
@@ -403,7 +403,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     with launch(
         trains, 2, args={"top": str(top)}, nodes=["node0", "node1"], launcher_env=True
     ) as ranks:
-        results = ranks.results(timeout_s=200)
+        results = ranks.results()
     for result in results:
         assert result.error is None, result.log
     return [result.value for result in results]

@@ -20,7 +20,6 @@ with warnings.catch_warnings():
 
 pytestmark = [
     pytest.mark.integrations,
-    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
 ]
 

@@ -51,7 +51,7 @@ with warnings.catch_warnings():
         plug,
     )
 
-pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integrations
 
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}

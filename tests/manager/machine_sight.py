@@ -87,7 +87,7 @@ def look(site: Site) -> list[Seen]:
             errors.append(error)
             control.die()
 
-    run_all(read, thread_worlds(len(nodes), nodes=nodes, timeout_s=20.0))
+    run_all(read, thread_worlds(len(nodes), nodes=nodes, timeout_s=120.0))
     if errors:
         raise errors[0]
     assert all(seen == out[0] for seen in out.values()), "the disks show different runs"

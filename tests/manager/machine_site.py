@@ -264,7 +264,7 @@ class Crew:
         self.site = site
         self.size = size
         site.fate = Fate()
-        controls = thread_worlds(size, nodes=site.nodes_of(size), timeout_s=20.0)
+        controls = thread_worlds(size, nodes=site.nodes_of(size), timeout_s=120.0)
         self.members = [Member(c.rank, c, _manager(site, c, options)) for c in controls]
 
     @property

@@ -71,7 +71,7 @@ class Site:
     def on_ranks(self, fn: Callable[[Control], Any], nodes: str | None = None) -> list[End[Any]]:
         """Run something on every rank; nodes: other ranks than those of the site."""
         self.nodes = nodes or self.nodes
-        return simulate(len(self.nodes), fn, nodes=list(self.nodes), timeout_s=20.0)
+        return simulate(len(self.nodes), fn, nodes=list(self.nodes), timeout_s=120.0)
 
     def save(
         self, step: int, state: State, *, run: str = "run", claims: bool = True, **spec: Any

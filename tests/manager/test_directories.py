@@ -336,7 +336,7 @@ def test_a_rank_that_cannot_make_its_directory_is_told_to_all(
             pass
         return type(caught.value).__name__
 
-    ends = simulate(2, rank, timeout_s=10)
+    ends = simulate(2, rank, timeout_s=120)
     assert {end.get() for end in ends} <= {"CollectiveError", "AccessError"}
     assert ends[0].get() == "CollectiveError"
 

@@ -12,8 +12,6 @@ import torch
 import ckptfs
 from ckptfs.events import SaveCommitted
 
-pytestmark = pytest.mark.timeout(120)
-
 PARTS = ("actor", "driver")
 
 

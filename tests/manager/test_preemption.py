@@ -274,7 +274,7 @@ def run_loader(shield: str, method: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", SHIELDED, shield, method],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
         check=False,
     )
 

@@ -12,7 +12,7 @@
         ranks.wait("ready")                    # from every rank; no sleeps
         ranks.kill(3)                          # SIGKILL; also freeze (SIGSTOP) and thaw
         ranks.release("go")
-        for result in ranks.results(timeout_s=30): ...    # value, error (type, message, data), log
+        for result in ranks.results(): ...                # value, error (type, message, data), log
 
 Every wait has a deadline and leaving the ``with`` block kills every process that was started.
 ``store="test"`` hosts the c10d store in the test process, ``"rank0"`` inside rank 0 and ``"apart"``
@@ -53,6 +53,8 @@ HOST = "127.0.0.1"
 RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 os.environ.update(RESOLVER)
 START_TIMEOUT_S = 180.0
+# Of what takes seconds on an idle machine. An end is seen at once; what a test promises in less it measures.
+WAIT_S = 240.0
 WARM = (
     "pytest",
     "torch.distributed.checkpoint",
@@ -277,7 +279,7 @@ def _stop(process: _Process) -> None:
     told = process.find("pid")
     if told is None or process.prefix or not Path("/proc/self/task").exists():
         return
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end and not process.ended:
         states = []
         for stat in Path(f"/proc/{told['pid']}/task").glob("*/stat"):
@@ -309,7 +311,7 @@ class Ranks:
         time.sleep(0.5)
 
     def wait(
-        self, event: str, *, rank: int | None = None, timeout_s: float = 30.0
+        self, event: str, *, rank: int | None = None, timeout_s: float = WAIT_S
     ) -> dict[str, Any]:
         """Wait for an event of one rank (None: of all); returns its data (of the last rank)."""
         chosen = self._processes if rank is None else [self._processes[rank]]
@@ -374,7 +376,7 @@ class Ranks:
         _stop(self._store_host)
 
     def results(
-        self, *, timeout_s: float = 60.0, ranks: Sequence[int] | None = None
+        self, *, timeout_s: float = WAIT_S, ranks: Sequence[int] | None = None
     ) -> list[Result]:
         """Wait until these ranks (None: all) have ended or given a result."""
         wanted = range(len(self._processes)) if ranks is None else ranks
@@ -386,7 +388,7 @@ class Ranks:
         )
         return [self._result(n, p) for n, p in chosen]
 
-    def values(self, *, timeout_s: float = 60.0) -> list[Any]:
+    def values(self, *, timeout_s: float = WAIT_S) -> list[Any]:
         """The values of all ranks; AssertionError with the logs when a rank failed or died."""
         results = self.results(timeout_s=timeout_s)
         assert all(r.error is None and not r.died for r in results), self.logs()
@@ -414,7 +416,7 @@ class Ranks:
             process.signal(signal.SIGKILL)
             if process.popen:
                 process.popen.kill()
-                process.popen.wait(10)
+                process.popen.wait(60)
             process.line.close()
 
 
@@ -701,7 +703,7 @@ def _end_agent(agent: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(15)
         agent.kill()
-        agent.wait(10)
+        agent.wait(60)
 
 
 def _agents_log(scratch: Path) -> str:

@@ -25,7 +25,7 @@ def until_key(store: Any, part: str) -> None:
 
 def until(is_there: Callable[[], bool], what: str) -> None:
     """Return when it is there."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not is_there():
         assert time.monotonic() < deadline, f"there is not {what}"
         time.sleep(0.01)

@@ -415,7 +415,7 @@ def round_trip(
     common = {"uri": str(tmp_path / "run" / "step_40"), "rows": shape[0], "columns": shape[1]}
     mesh, placements = saved_as
     with launch(save_it, size, args={**common, "mesh": mesh, "placements": placements}) as ranks:
-        values = ranks.values(timeout_s=120)
+        values = ranks.values()
     assert [v["same"] for v in values] == [True] * size
     assert [v["ranks"] for v in values] == [size] * size
     assert len({v["save_id"] for v in values}) == 1
@@ -430,7 +430,7 @@ def round_trip(
     assert values[0]["speed"] > 0
     count, mesh, placements = loaded_as
     with launch(load_it, count, args={**common, "mesh": mesh, "placements": placements}) as ranks:
-        assert ranks.values(timeout_s=120) == [True] * count
+        assert ranks.values() == [True] * count
     return values
 
 
@@ -439,7 +439,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every scenario's result on each of four ranks."""
     root = tmp_path_factory.mktemp("scenarios")
     with launch(run_scenarios, 4, args={"root": str(root)}) as ranks:
-        results: list[Result] = ranks.results(timeout_s=120)
+        results: list[Result] = ranks.results()
     assert [r.error and r.error["traceback"] for r in results] == [None] * 4
     return [r.value for r in results]
 
@@ -513,7 +513,7 @@ def test_ranks_without_a_group_are_told_to_make_one(tmp_path: Path) -> None:
     with launch(
         without_a_group, 2, args={"uri": str(tmp_path / "run" / "step_1")}, launcher_env=True
     ) as ranks:
-        values = ranks.values(timeout_s=60)
+        values = ranks.values()
     for told in [told for value in values for told in value]:
         assert told["type"] == "StateError"
         assert "init_process_group" in told["text"]

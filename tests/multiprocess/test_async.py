@@ -236,7 +236,7 @@ def test_row11_row27_training_goes_on_while_threads_save(tmp_path: Path) -> None
     """
     bounds = [[0, 300_000, None], [None, 0, None], [300_000, None, None], [0, 500_000, None]]
     with launch(trains_while_saving, 4, args={"run": str(tmp_path / "run"), "bounds": bounds}) as r:
-        found = r.values(timeout_s=90.0)
+        found = r.values()
     for value in found:
         assert value["sums"] == [1.0] * 3
         assert value["staged"] == [True] * 3
@@ -260,7 +260,7 @@ def test_n4_a_writer_thread_that_raises_on_one_of_four_ranks_is_seen_on_all_four
         args={"run": f"faults+file://{disk}", "disk": str(disk)},
         env=lambda number: {"CKPTFS_TEST_FAULT": fault} if number == 2 else {},
     ) as ranks:
-        results = ranks.results(timeout_s=90.0)
+        results = ranks.results()
     for result in results:
         assert result.value == {
             "staged": True,
@@ -281,7 +281,7 @@ def test_a_rank_that_cannot_stage_fails_the_save_on_all(tmp_path: Path) -> None:
     that disagree, on a leaf, a tensor or the URI, are told so as in ``save``.
     """
     with launch(one_cannot_stage, 3, args={"run": str(tmp_path / "run")}) as ranks:
-        found = ranks.values(timeout_s=90.0)
+        found = ranks.values()
     for number, (leaf, memory, disagreed, names) in enumerate(found):
         there = number == 1
         assert leaf == [
@@ -320,6 +320,6 @@ def test_no_more_than_so_many_ranks_of_a_node_write_at_once(tmp_path: Path, limi
             rank, nth = waiting()[0]
             released.add((rank, nth))
             ranks.release("go", rank=rank)
-        spans = [span for found in ranks.values(timeout_s=90.0) for span in found]
+        spans = [span for found in ranks.values() for span in found]
     begins = [begin for begin, _ in spans]
     assert max(sum(a <= at < b for a, b in spans) for at in begins) == limit

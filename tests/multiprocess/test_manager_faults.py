@@ -25,8 +25,6 @@ from tests.multiprocess.harness import Rank, Ranks, Result, describe, launch, to
 
 ROWS = 64
 
-pytestmark = pytest.mark.timeout(120)
-
 
 # -- what ranks do ------------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ def _outcome(call: Any) -> Any:
 def next_job(run: Path, size: int = 2) -> tuple[int, list[int | None]]:
     """The step that a fresh job restores, and the steps that are there once it has saved one more."""
     with launch(train, size, args={"uri": str(run), "steps": 1, "t": 30}) as ranks:
-        values = ranks.values(timeout_s=60)
+        values = ranks.values()
     assert all(value == values[0] for value in values)
     assert values[0][1:] == ["done"] * 3, values[0]
     assert os.listdir(run / ".ckptfs" / "attempts") == []
@@ -184,7 +182,7 @@ def test_n4_latest_moves_with_the_commit_and_not_before(
         assert ckptfs.latest(run).step == manager.latest.step == 1  # type: ignore[union-attr]
         assert manager.poll() == 1
         gate.touch()
-        manager.wait(60)
+        manager.wait(240)
         assert pending.uri.endswith("step_2")
         assert [c.step for c in ckptfs.list_checkpoints(run)] == [2]
     loaded = {"w": torch.zeros(1000)}
@@ -192,7 +190,7 @@ def test_n4_latest_moves_with_the_commit_and_not_before(
     assert torch.equal(loaded["w"], torch.full((1000,), 2.0))
 
 
-def _await(path: Path, timeout_s: float = 30.0) -> None:
+def _await(path: Path, timeout_s: float = 120.0) -> None:
     """Until another thread has made the file."""
     waiting = threading.Event()
     for _ in range(int(timeout_s / 0.005)):
@@ -219,7 +217,7 @@ def test_a_rank_dies_in_the_middle_of_a_save(tmp_path: Path) -> None:
     for death in deaths:
         victim = death.pop("victim")
         with job(run, steps=1, **death) as ranks:
-            ends = ranks.results(timeout_s=60)
+            ends = ranks.results()
         assert ends[victim].died
         _was_told(ends[1 - victim], victim)
         assert ends[1 - victim].value[0] == 0, "it restored what was never committed"
@@ -253,13 +251,13 @@ def test_a_rank_that_stands_still_for_too_long_is_named(tmp_path: Path) -> None:
     """
     run, gate = tmp_path / "run", tmp_path / "gate"
     faults = {1: f"hold={gate}:write:*__1_0.distcp:1"}
-    with job(run, faults=faults, steps=1, t=2) as ranks:
+    with job(run, faults=faults, steps=1, t=6) as ranks:
         _await(Path(f"{gate}.reached"))
         ranks.freeze(1)
-        (first,) = ranks.results(ranks=[0], timeout_s=60)
+        (first,) = ranks.results(ranks=[0])
         gate.touch()
         ranks.thaw(1)
-        (second,) = ranks.results(ranks=[1], timeout_s=60)
+        (second,) = ranks.results(ranks=[1])
     raised = next(told for told in first.value[1:] if told != "done")
     assert raised[0] == "DeadlineError"
     assert "rank 1 on" in raised[2]
@@ -276,7 +274,7 @@ def test_the_control_plane_is_lost_in_the_middle_of_a_save(tmp_path: Path) -> No
         _await(Path(f"{gate}.reached"))
         ranks.kill_store()
         gate.touch()
-        ends = ranks.results(timeout_s=60)
+        ends = ranks.results()
     for end in ends:
         raised = next(told for told in end.value[1:] if told != "done")
         assert raised[0] in {"ControlPlaneLostError", "DeadlineError", "CollectiveError"}
@@ -324,7 +322,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path, how: str) -> None
     ):
         _await(tmp_path / "gate.reached")
         (tmp_path / "gate").touch()
-        ends = ranks.results(timeout_s=60)
+        ends = ranks.results()
     kinds = ["", ""] if how == "return" else ["LossIsNanError", "SystemExit"]
     assert [end.error_type for end in ends] == kinds
     assert [c.step for c in ckptfs.list_checkpoints(run)] == [1]
@@ -394,7 +392,6 @@ def come_again(rank: Rank) -> Any:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 def test_torchrun_restarts_the_job_and_it_goes_on_by_itself(tmp_path: Path) -> None:
     """A rank is killed while it writes step 2; the launcher starts all again, they take the run over
     at once, restore step 1, and save on.

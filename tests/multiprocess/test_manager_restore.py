@@ -229,7 +229,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("restore")
     args = {"runs": str(root / "runs"), "local": f"nodes+file://{root}/disks"}
     with launch(saver, 4, args=args, nodes=NODES) as ranks:
-        told = ranks.values(timeout_s=120)
+        told = ranks.values()
     lost = sorted(path.name for path in (root / "disks/b/step_2").rglob("*.distcp"))
     shutil.rmtree(root / "disks/b")
     rotten = max((root / "runs/rot/step_2").rglob("*.distcp"), key=lambda p: p.stat().st_size)
@@ -242,7 +242,7 @@ def restored(request: pytest.FixtureRequest, saved: dict[str, Any]) -> list[dict
     """What two or four fresh ranks make of it."""
     nodes = NODES if request.param == 4 else ["a", "b"]
     with launch(restorer, request.param, args=saved["args"], nodes=nodes) as ranks:
-        return ranks.values(timeout_s=120)
+        return ranks.values()
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -24,8 +24,6 @@ from ckptfs.topology.control import open_control
 from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch, torchrun
 
-pytestmark = pytest.mark.timeout(180)
-
 NODES = ("a", "b")
 KEEP = 3
 SAVES = 20
@@ -133,7 +131,7 @@ def test_both_disks_stay_within_keep_latest_over_a_restart(
     runs = [disk(str(tmp_path), node) for node in NODES]
     assert all(0 < len(steps_in(run)) <= KEEP + 1 for run in runs)
     with launch(train, 2, args={**args, "restart": "1"}, nodes=NODES, launcher_env=True) as ranks:
-        told = ranks.values(timeout_s=100)
+        told = ranks.values()
     assert 5 < told[0]["begun"] < SAVES
     for run, one in zip(runs, told, strict=True):
         assert steps_in(run) == [SAVES - 2, SAVES - 1, SAVES]
@@ -144,7 +142,6 @@ def test_both_disks_stay_within_keep_latest_over_a_restart(
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(300)
 def test_both_disks_stay_within_keep_latest_under_torchrun(tmp_path: Path) -> None:
     """The same under two torchrun agents that start the job again by themselves."""
     fault = "kill-half:write:*__1_0.distcp:10@1.0"

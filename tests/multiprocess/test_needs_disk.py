@@ -29,8 +29,6 @@ from ckptfs.topology.directory import ensure_dir
 from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch
 
-pytestmark = pytest.mark.timeout(120)
-
 MIB = 1 << 20
 
 
@@ -192,7 +190,7 @@ def _alone(body: Callable[[Rank], object], tmp_path: Path) -> dict[str, Any]:
     args = {"place": str(place), "base": str(tmp_path)}
     words = ["unshare", "-m", "--propagation", "private"]
     with launch(body, 1, args=args, store="none", prefix=lambda _: words) as ranks:
-        (value,) = ranks.values(timeout_s=90)
+        (value,) = ranks.values()
     seen: dict[str, Any] = value
     return seen
 
@@ -231,7 +229,7 @@ def test_disks_that_are_full_on_some_ranks_are_one_error_that_is_both(short_path
     with launch(
         small_disks_of_some, 4, args={"place": str(place)}, prefix=lambda _: words
     ) as ranks:
-        seen = ranks.values(timeout_s=90)
+        seen = ranks.values()
     assert all(one == seen[0] for one in seen)
     text, *told = seen[0]
     assert told == ["failed", errno.ENOSPC, True, [1, 3]]

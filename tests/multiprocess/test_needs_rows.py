@@ -246,7 +246,7 @@ def rank_0_raises(rank: Rank) -> Any:
     warnings.simplefilter("ignore")
     rank.init_group()
     run = rank.args["run"]
-    impatient = dist.new_group(timeout=timedelta(seconds=2))
+    impatient = dist.new_group(timeout=timedelta(seconds=6))
     stock: dict[str, Any] = {}
     if rank.number != 0:  # rank 0 raised and was caught further up: its process lives
         stock = told(
@@ -267,21 +267,20 @@ def rank_0_raises(rank: Rank) -> Any:
     if rank.number == 0:
         rank.hold("end")
     else:
-        never = told(lambda: ckptfs.save(whole(1), f"{run}/step_1", timeout_s=2))
+        never = told(lambda: ckptfs.save(whole(1), f"{run}/step_1", timeout_s=6))
     return {"stock": stock, "state": in_state, "block": in_block, "never": never}
 
 
-@pytest.mark.timeout(120)
 def test_row9_rank_0_raises_and_nobody_waits_for_it(tmp_path: Path) -> None:
     """Stock's other ranks learn nothing until a watchdog ends them; ours hear what rank 0 met."""
     with launch(rank_0_raises, 3, args={"run": str(tmp_path / "run")}) as ranks:
-        others = ranks.results(ranks=[1, 2], timeout_s=60)
+        others = ranks.results(ranks=[1, 2])
         ranks.release("end", rank=0)
         first = ranks.results(ranks=[0])[0]
     assert [r.error for r in (first, *others)] == [None] * 3
     for result in others:
         assert "no memory" not in result.value["stock"]["message"]
-        assert result.value["stock"]["type"], "the control: the watchdog of 2 s ended it"
+        assert result.value["stock"]["type"], "the control: the watchdog of 6 s ended it"
     all_of_them: list[Result] = [first, *others]
     for result in all_of_them:
         raised = result.value["state"]

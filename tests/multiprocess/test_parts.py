@@ -18,8 +18,6 @@ import pytest
 
 from tests.multiprocess.harness import Rank, Ranks, launch
 
-pytestmark = pytest.mark.timeout(120)
-
 PLACES = {"driver": ["head"], "actor": ["a", "a"], "critic": ["b", "c"]}
 STEPS = {"step_1": 1, "step_2": 2, "step_3": 3}
 
@@ -121,7 +119,7 @@ class Stage:
         ranks = self.groups[part]
         ranks.release(f"do {number}", what=what, **data)
         size = len(PLACES[part])
-        return [ranks.wait(f"did {number}", rank=n, timeout_s=60)["said"] for n in range(size)]
+        return [ranks.wait(f"did {number}", rank=n)["said"] for n in range(size)]
 
     def save(self, parts: dict[str, str], step: int) -> list[str]:
         """Both groups save their parts; one sealed part of each, equal on all of its ranks."""

@@ -13,7 +13,8 @@ from ckptfs.topology.control import open_control
 from tests.multiprocess.harness import Rank, Ranks, StoreHost, launch, torchrun
 from tests.multiprocess.store_keys import keys_of
 
-TIMEOUT_S = 60.0  # far above what a death may cost: only silence may need it
+TIMEOUT_S = 600.0  # far above what a death may cost: only silence may need it
+SOON_S = 60.0  # promised: seconds; the machine of the tests may be busy
 
 
 class _PickyError(Exception):
@@ -399,7 +400,7 @@ def test_values_of_many_mebibytes_travel_in_chunks() -> None:
 
 @pytest.mark.parametrize("victims", [[2], [0], [1, 2]])
 def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list[int]) -> None:
-    """The pid is seen gone by its node: nobody waits for the 60 s of silence."""
+    """The pid is seen gone by its node: nobody waits for the 600 s of silence."""
     with launch(step_until_released, 4, args={"victims": victims}) as ranks:
         ranks.wait("ready")
         alive = [n for n in range(4) if n not in victims]
@@ -407,12 +408,12 @@ def test_killed_ranks_are_named_on_every_other_rank_within_seconds(victims: list
             ranks.release("go", rank=number)
         for victim in victims:
             ranks.kill(victim)
-        for result in ranks.results(ranks=alive, timeout_s=20):
+        for result in ranks.results(ranks=alive):
             assert result.error_type == "CollectiveError", result.log
             assert result.error
             assert [int(r) for r in result.error["data"]["failures"]] == victims
             assert "gone" in result.error["message"]
-            assert took_s(ranks, result.rank) < 10
+            assert took_s(ranks, result.rank) < SOON_S
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -426,7 +427,7 @@ def test_after_a_death_every_later_step_ends_before_it_begins(victim: int) -> No
         for number in alive:
             ranks.release("go", rank=number)
         ranks.kill(victim)
-        for result in ranks.results(ranks=alive, timeout_s=30):
+        for result in ranks.results(ranks=alive):
             assert result.value, result.log
             second, third = result.value["errors"]
             assert second.startswith("CollectiveError: second failed on 1 of 3 ranks")
@@ -440,7 +441,7 @@ def test_zombie_counts_as_dead() -> None:
         ranks.wait("ready")
         ranks.release("go", rank=0)
         ranks.kill(1)
-        (result,) = ranks.results(ranks=[0], timeout_s=20)
+        (result,) = ranks.results(ranks=[0])
     assert result.error_type == "CollectiveError", result.log
 
 
@@ -452,10 +453,10 @@ def test_death_on_another_node_that_has_a_survivor_is_told_at_once() -> None:
         for number in (0, 1):
             ranks.release("go", rank=number)
         ranks.kill(2)
-        for result in ranks.results(ranks=[0, 1], timeout_s=20):
+        for result in ranks.results(ranks=[0, 1]):
             assert result.error
             assert list(result.error["data"]["failures"]) == ["2"]
-            assert took_s(ranks, result.rank) < 10
+            assert took_s(ranks, result.rank) < SOON_S
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -468,11 +469,11 @@ def test_frozen_rank_is_named_after_timeout_s_of_silence(victim: int) -> None:
         for number in others:
             ranks.release("go", rank=number)
         ranks.freeze(victim)
-        for result in ranks.results(ranks=others, timeout_s=20):
+        for result in ranks.results(ranks=others):
             assert result.error_type == "DeadlineError", result.log
             assert result.error
             assert result.error["data"]["silent"] == [victim]
-            assert 1.5 < took_s(ranks, result.rank) < 10
+            assert 1.5 < took_s(ranks, result.rank) < SOON_S
             assert f"rank {victim}" in result.log  # the warning, before the error
 
 
@@ -484,9 +485,9 @@ def test_frozen_rank_that_wakes_up_gets_the_same_answer() -> None:
         ranks.freeze(1)
         for number in range(3):
             ranks.release("go", rank=number)
-        ranks.results(ranks=[0, 2], timeout_s=20)
+        ranks.results(ranks=[0, 2])
         ranks.thaw(1)
-        (result,) = ranks.results(ranks=[1], timeout_s=20)
+        (result,) = ranks.results(ranks=[1])
     assert result.error_type == "DeadlineError", result.log
     assert result.error
     assert result.error["data"]["silent"] == [1]
@@ -497,10 +498,10 @@ def test_coordinator_that_slept_obeys_the_verdict_of_the_others() -> None:
     with launch(frozen_while_deciding, 3) as ranks:
         ranks.wait("inside", rank=0)
         ranks.freeze(0)
-        ranks.results(ranks=[1, 2], timeout_s=20)
+        ranks.results(ranks=[1, 2])
         ranks.thaw(0)
         ranks.release("thawed", rank=0)
-        for result in ranks.results(timeout_s=20):
+        for result in ranks.results():
             assert result.error_type == "DeadlineError", result.log
             assert result.error
             assert result.error["data"]["silent"] == [0]
@@ -512,7 +513,7 @@ def test_death_after_all_have_spoken_does_not_change_the_answer() -> None:
         ranks.wait("inside", rank=0)
         ranks.kill(2)
         ranks.release("dead", rank=0)
-        for result in ranks.results(ranks=[0, 1], timeout_s=20):
+        for result in ranks.results(ranks=[0, 1]):
             assert result.value == {"first": 3, "second": [2]}, result.log
 
 
@@ -538,9 +539,9 @@ def test_lost_store_is_the_same_typed_error_everywhere(store: StoreHost) -> None
             ranks.kill(0)
         else:
             ranks.kill_store()
-        for result in ranks.results(ranks=waiting, timeout_s=20):
+        for result in ranks.results(ranks=waiting):
             assert result.error_type == "ControlPlaneLostError", result.log
-            assert took_s(ranks, result.rank) < 10
+            assert took_s(ranks, result.rank) < SOON_S
             assert result.error
             assert store == "apart" or "rank 0 on" in result.error["message"]  # its host's name
 
@@ -552,16 +553,16 @@ def test_frozen_store_costs_timeout_s_and_no_more() -> None:
         ranks.wait("ready")
         ranks.freeze_store()
         ranks.release("go")
-        for result in ranks.results(timeout_s=40):
+        for result in ranks.results():
             assert result.error_type == "ControlPlaneLostError", result.log
-            assert took_s(ranks, result.rank) < 10
+            assert took_s(ranks, result.rank) < SOON_S
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_rank_that_left_is_named_at_once_and_in_every_later_step(who: int) -> None:
     """Whoever leaves says goodbye: every later step of the others fails, none waits."""
     with launch(leave_early, 3, args={"who": who}) as ranks:
-        for result in ranks.results(ranks=[n for n in range(3) if n != who], timeout_s=20):
+        for result in ranks.results(ranks=[n for n in range(3) if n != who]):
             assert result.error_type == "CollectiveError", result.log
             assert result.error
             (failure,) = result.error["data"]["failures"].items()
@@ -579,7 +580,7 @@ def test_coordinator_that_hosts_the_store_lingers_until_all_have_read() -> None:
         ranks.wait("answered", rank=0)
         ranks.stay_without("closed", rank=0, for_s=1.5)
         ranks.thaw(1)
-        assert ranks.values(timeout_s=20) == [3, 3, 3]
+        assert ranks.values() == [3, 3, 3]
 
 
 def test_rank_that_left_and_ended_is_not_reported_as_dead() -> None:
@@ -596,7 +597,7 @@ def test_rank_that_left_and_ended_is_not_reported_as_dead() -> None:
 def test_ranks_on_different_versions_all_get_the_same_typed_error() -> None:
     """The handshake names versions and ranks; nobody opens a control."""
     with launch(other_version, 3) as ranks:
-        results = ranks.results(timeout_s=20)
+        results = ranks.results()
     for result in results:
         assert result.error_type == "CollectiveError", result.log
         assert result.error
@@ -617,7 +618,7 @@ def test_controls_one_after_another_leave_nothing_in_the_store() -> None:
 def test_interrupt_on_one_rank_frees_all(who: int) -> None:
     """Ctrl-C is raised as itself where it happens, and is a failure of that rank elsewhere."""
     with launch(interrupted, 3, args={"who": who}) as ranks:
-        others = ranks.results(ranks=[n for n in range(3) if n != who], timeout_s=20)
+        others = ranks.results(ranks=[n for n in range(3) if n != who])
         ranks.wait("interrupted", rank=who)
         ranks.release("end", rank=who)
         assert ranks.values()[who] == "KeyboardInterrupt"

@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.lab.nodes import Nodes
 from tests.multiprocess.harness import Rank, launch
-
-pytestmark = pytest.mark.timeout(300)
 
 FOUND = {
     "/scratch": [[0, 1], [2, 3], [4, 5]],

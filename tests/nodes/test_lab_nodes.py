@@ -15,8 +15,6 @@ from tests.lab.nodes import Nodes
 from tests.lab.process import REPOSITORY, Crew, LabError
 from tests.nodes.conftest import MakeNodes
 
-pytestmark = pytest.mark.timeout(120)
-
 SLEEP = ["sh", "-c", "echo $$; exec sleep infinity"]
 
 

@@ -12,13 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.lab.nodes import Node
 from tests.multiprocess.harness import Rank, Ranks, launch
 from tests.nodes.conftest import MakeNodes
-
-pytestmark = pytest.mark.timeout(120)
 
 RUN = "/shared/run"
 NOBODY = 65534
@@ -86,7 +82,7 @@ def _seat() -> Any:
 def owner_on(node: Node) -> Iterator[Ranks]:
     """A process there that holds the run."""
     with launch(own, 1, store="none", prefix=lambda _: node.prefix) as ranks:
-        ranks.wait("owns", timeout_s=60)
+        ranks.wait("owns", timeout_s=240)
         yield ranks
 
 
@@ -94,7 +90,7 @@ def newcomer_on(node: Node, *, patience_s: float, uid: int = 0) -> dict[str, Any
     """What another process there finds. patience_s: 3600 fails the test where it is needed."""
     args = {"still_s": patience_s, "uid": uid}
     with launch(come, 1, store="none", prefix=lambda _: node.prefix, args=args) as ranks:
-        (value,) = ranks.values(timeout_s=60)
+        (value,) = ranks.values()
     seen: dict[str, Any] = value
     return seen
 

@@ -83,7 +83,7 @@ def one_life(
         prefix=lambda rank: nodes[rank // 2].prefix,
     ) as ranks:
         if victim is not None:
-            ranks.wait(f"begin {phase}", rank=victim, timeout_s=60)
+            ranks.wait(f"begin {phase}", rank=victim, timeout_s=240)
             later_s = chance.uniform(0, SPREAD_S)
             time.sleep(later_s)  # the moment itself, nothing waits for it
             ranks.kill(victim)

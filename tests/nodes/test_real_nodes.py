@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.lab.nodes import Nodes
 from tests.multiprocess.harness import Rank, launch
 
@@ -59,7 +57,6 @@ def save_and_load(rank: Rank) -> object:
     }
 
 
-@pytest.mark.timeout(300)
 def test_row7_node_local_saves_are_whole_on_every_node(trainers: Nodes) -> None:
     """Row 7: each node has `.metadata` and its own shards, every rank loads, and a sharding that
     needs the other node's files is an error that says where they are.

@@ -39,8 +39,8 @@ from tests.servers.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = 2
-CASE_TIMEOUT_S = 90
-VICTIM_TIMEOUT_S = 60  # a hang is a verdict too
+CASE_TIMEOUT_S = 300
+VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
 
 
 @dataclass(frozen=True)

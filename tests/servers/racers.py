@@ -31,7 +31,7 @@ from ckptfs.uri import Uri
 from tests.servers.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 120.0
 DATA = b"data of one of the racing writers\n" * 100
 
 

@@ -23,7 +23,7 @@ from tests.multiprocess.harness import Rank, describe, launch
 from tests.servers.aftermath import through
 from tests.servers.looking import keys_below
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def state(value: float) -> dict[str, Any]:

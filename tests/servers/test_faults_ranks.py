@@ -88,7 +88,7 @@ def check_bad_network(server: Server, size_bytes: int, *, real_launcher: bool) -
             values = [r.value for r in results]
         else:
             with launch(save_and_load, RANKS, args=args) as ranks:
-                values = ranks.values(timeout_s=200)
+                values = ranks.values()
         hurt = [e for e in proxy.log if e.done]
         assert len(hurt) >= len(FOR_SURE), "the network was not that bad"
     assert values == [[True, True]] * RANKS

@@ -44,7 +44,7 @@ from tests.servers.hdfs_raw import Place, write_file
 
 pytestmark = pytest.mark.hdfs
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 RENAME = "*op=RENAME*"
 
 

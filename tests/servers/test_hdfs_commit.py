@@ -31,7 +31,7 @@ from tests.servers.test_commit_fence import delete
 
 pytestmark = pytest.mark.hdfs
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 APPENDERS, APPENDS = 8, 4
 
 

@@ -202,7 +202,7 @@ def test_the_command_line_serves_until_interrupted(name: str) -> None:
         assert any(line.startswith("storage_options = ") for line in shown)
         address = shown[0].rpartition("/")[2].strip()
         serving.send_signal(signal.SIGINT)
-        assert serving.wait(timeout=30) == 0
+        assert serving.wait(timeout=120) == 0
     with pytest.raises(ConnectionRefusedError):
         http.client.HTTPConnection(address, timeout=5).connect()
 

@@ -19,7 +19,6 @@ from tests.lab.server import Server
 RADOSGW = "s3://ckptfs-lab/radosgw"
 
 
-@pytest.mark.timeout(200)
 def test_the_benchmark_runs_from_end_to_end(
     sink: Server,
     tmp_path: Path,
@@ -43,7 +42,6 @@ def test_the_benchmark_runs_from_end_to_end(
     assert "ckptfs:s3fs" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("row", ["s3", "tls"])
 def test_the_rows_of_the_floors_run(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

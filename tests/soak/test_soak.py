@@ -47,7 +47,6 @@ def _suffer(soak: Soak, lives: Iterable[Life], saves: int) -> None:
     soak.finish()
 
 
-@pytest.mark.timeout(200)
 def test_a_short_soak(tmp_path: Path) -> None:
     """A full disk, the death of one rank while it writes, of all while they seal: each restart
     finds a committed step, whole, and nothing leaks.

@@ -154,7 +154,7 @@ def test_a_save_goes_on_when_the_main_thread_has_ended() -> None:
         [sys.executable, "-c", SAVE_AT_THE_END],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=True,
     )
     assert done.stdout == "saved True\n"
@@ -184,4 +184,4 @@ assert os.waitpid(pid, 0)[1] == 0
 hold.set()
 pool.shutdown()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=400)

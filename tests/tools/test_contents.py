@@ -137,7 +137,7 @@ compare(uri, {str(tmp_path / "hf")!r}, norms=True)
 print((peak() - before) // 1024)
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=400
     )
     exported, compared = map(int, ran.stdout.split())
     assert exported < 128

@@ -16,8 +16,6 @@ from ckptfs.topology.client import CHUNK_BYTES, StoreClient, connect, drop, put
 from ckptfs.topology.connection_pool import WAITING, pool_of
 from tests.topology.relay import HOST, Relay
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def relay() -> Iterator[Relay]:

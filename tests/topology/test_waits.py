@@ -19,8 +19,6 @@ from ckptfs.topology.verdict import decode_verdict
 from ckptfs.topology.waits import Ground, Waits
 from ckptfs.topology.world import World
 
-pytestmark = pytest.mark.timeout(60)
-
 WORLDS = tuple(
     replace(World.solo(), rank=rank, size=9, hostname=f"host-{rank}", node=f"n{rank}")
     for rank in range(9)
