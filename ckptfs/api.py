@@ -20,7 +20,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from ckptfs.commit.artifact import writing_directory
-from ckptfs.commit.beside import list_unlogged, newest
+from ckptfs.commit.beside import list_unlogged, newest_there
 from ckptfs.commit.catalog import Checkpoint, logged
 from ckptfs.commit.claim import Mode, Takeover, claim
 from ckptfs.commit.entries import Kind
@@ -172,17 +172,18 @@ def latest(
     AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest commit, so that
     the newest commit is not the newest there is. unlogged="ignore" takes that commit all the same.
     ManifestError: entries of the log are missing and later ones are there, so that what can be read may
-    be an old state.
+    be an old state. IncompleteCheckpointError: the last one was removed by hand, of which the log says
+    nothing before ``ckptfs rm``, or a save of its name, records it.
     """
     wanted, policy = Kind(kind), Unlogged(unlogged)
     with looking_at(run_uri, storage_options) as look:
         refuse_gap(look)
+        shape = look.storage.capabilities.shape
         if wanted is not Kind.WEIGHTS and policy is Unlogged.ERROR:
-            shape = look.storage.capabilities.shape
             drive(check_unlogged(look.views, look.root, shape), look.storage)
         if not look.views:
-            drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
-        return drive(newest(look.views, look.root, wanted), look.storage)
+            drive(refuse_no_run(look.root, shape), look.storage)
+        return drive(newest_there(look.views, look.root, wanted, shape), look.storage)
 
 
 def ensure_dir(

@@ -4,6 +4,7 @@
     look_beside     one of them: a checkpoint, what is wrong with it, or None: it is none
     list_unlogged   all that can be loaded, the newest last
     newest          the latest of both: of the log, else of what lies beside it
+    newest_there    the same, or an error where that was removed by hand
     oldest_first    the order of what no log orders
 
 A manifest is believed by itself if every listed file is there with its size; ``.metadata`` alone is a
@@ -24,17 +25,27 @@ from ckptfs.commit.catalog import (
     list_live,
     logged,
     missing_files,
+    read_view,
 )
-from ckptfs.commit.entries import Kind
+from ckptfs.commit.entries import Kind, Seal
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, SHARED, number_order, step_in
 from ckptfs.commit.manifest import Manifest, decode_manifest
 from ckptfs.commit.ops import List, Program, Read, Refresh, StatOf
 from ckptfs.commit.protocol import Views, latest
-from ckptfs.errors import ManifestError, NotFoundError
-from ckptfs.storage.base import Entry, Stat
+from ckptfs.commit.removal import lies_nowhere
+from ckptfs.errors import IncompleteCheckpointError, ManifestError, NotFoundError
+from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
 
-__all__ = ["Beside", "list_unlogged", "look_beside", "names_beside", "newest", "oldest_first"]
+__all__ = [
+    "Beside",
+    "list_unlogged",
+    "look_beside",
+    "names_beside",
+    "newest",
+    "newest_there",
+    "oldest_first",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,39 @@ def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
         return next(c for c in logged(views, root) if c.save_id == live.seal.save_id)
     loose = yield from list_unlogged(views, root, kind)
     return loose[-1] if loose else None
+
+
+def newest_there(views: Views, root: Uri, kind: Kind, shape: Shape) -> Program[Checkpoint | None]:
+    """As ``newest``. IncompleteCheckpointError: every domain of it is among ``views`` and has nothing of it,
+    and its log does not say that it was deleted: to take an older one would pass over it without a word.
+    """
+    found = yield from newest(views, root, kind)
+    while (lost := (yield from _removed(views, kind, shape))) is not None:
+        again = yield from read_view()
+        now: Views = {} if again is None else dict([again])
+        last = latest(now, kind)
+        if last is not None and last.seal.save_id == lost.save_id:
+            where = root / lost.name
+            raise IncompleteCheckpointError(
+                f"{lost.name} was removed by hand: it is the last commit (save {lost.save_id}), and "
+                "nothing of it is there",
+                uri=where,
+                hint=f"ckptfs rm {where} records that, and the one before is the latest",
+            )
+        # Deleted or replaced meanwhile.
+        views = now
+        found = yield from newest(views, root, kind)
+    return found
+
+
+def _removed(views: Views, kind: Kind, shape: Shape) -> Program[Seal | None]:
+    last = latest(views, kind)
+    if last is None or not set(last.seal.everywhere) <= set(views):
+        return None
+    for domain in last.seal.everywhere:
+        if not (yield from lies_nowhere(last.seal, domain, shape)):
+            return None
+    return last.seal
 
 
 def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:

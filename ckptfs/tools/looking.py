@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit.beside import newest as newest_of
+from ckptfs.commit.beside import newest_there
 from ckptfs.commit.catalog import Origin, find, list_live
 from ckptfs.commit.entries import Kind
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, number_order
@@ -125,21 +125,21 @@ def look_at(
 def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None) -> Newest:
     """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made; None:
     there is none. NotFoundError: the place is absent. ManifestError: the log has a gap, so that what is
-    found may be an old one.
+    found may be an old one. IncompleteCheckpointError: the last one was removed by hand.
     """
     with looking_at(run_uri, storage_options) as look:
         refuse_gap(look)
+        shape = look.storage.capabilities.shape
         if kind is not Kind.WEIGHTS:
-            shape = look.storage.capabilities.shape
             drive(check_unlogged(look.views, look.root, shape), look.storage)
-        found = drive(newest_of(look.views, look.root, kind), look.storage)
+        found = drive(newest_there(look.views, look.root, kind, shape), look.storage)
         if found is not None:
             run = list_run(look, names=[found.uri.name])
             # Of the name there may be other lines: an attempt to replace it.
             lines = [one for one in run.checkpoints if one.save_id == found.save_id]
             return Newest(lines[0] if lines else None, run.notes)
         if not look.views:
-            drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
+            drive(refuse_no_run(look.root, shape), look.storage)
             _refuse_absent(look, _entries(look.storage, ""))
         return Newest(None)
 

@@ -13,9 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
+from ckptfs.cli.main import main
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.log import catch_up
 from ckptfs.commit.ops import drive
+from ckptfs.commit.removal import lies_nowhere
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.changing import remove, set_pin
 
@@ -208,28 +210,88 @@ def test_a_directory_that_was_removed_by_hand(tmp_path: Path) -> None:
         write("newer")
 
 
-def test_latest_says_what_was_removed_and_rm_records_it(tmp_path: Path) -> None:
+def test_latest_says_what_was_removed_and_rm_records_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing is passed over in silence: until the log says so, the error tells what to do."""
     run = tmp_path / "run"
     ckptfs.save(OLD, run / "step_99")
     ckptfs.save(NEW, run / "step_100")
     shutil.rmtree(run / "step_100")
-    newest = ckptfs.latest(run)
-    assert newest is not None
-    assert newest.step == 100
     for call in (
-        lambda: loaded(newest.uri),
+        lambda: ckptfs.latest(run),
+        lambda: ckptfs.latest(f"ckptfs+file://{run}"),
+        lambda: ckptfs.latest(run, unlogged="ignore"),
+        lambda: loaded(run / "step_100"),
         lambda: ckptfs.CheckpointManager(run).restore({"w": torch.zeros(8)}),
     ):
         with pytest.raises(ckptfs.IncompleteCheckpointError) as missing:
             call()
         text = f"{missing.value} {missing.value.hint}"
+        assert "step_100" in text
         assert "removed by hand" in text
         assert f"ckptfs rm {run / 'step_100'}" in text or "ckptfs rm file://" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["latest", str(run)])
+    assert ended.value.code == 1
+    ran = capsys.readouterr()
+    assert ran.out == ""
+    assert "step_100 was removed by hand" in ran.err
+    assert f"ckptfs rm file://{run / 'step_100'}" in ran.err
     remove(run / "step_100")
     newest = ckptfs.latest(run)
     assert newest is not None
     assert newest.step == 99
+    with pytest.raises(SystemExit) as ended:
+        main(["latest", str(run)])
+    assert ended.value.code == 0
     state = {"w": torch.zeros(8)}
     assert ckptfs.CheckpointManager(run).restore(state) is not None
     assert torch.equal(state["w"], OLD["w"])
+
+
+def test_latest_names_what_is_left_of_a_step_and_older_ones_as_before(tmp_path: Path) -> None:
+    """One that was not removed whole is still the latest, and so is the newest when an older one is gone."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_99")
+    ckptfs.save(NEW, run / "step_100")
+    shutil.rmtree(run / "step_99")
+    (run / "step_100/.metadata").unlink()
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.step == 100
+    assert ckptfs.latest(run, "weights") is None
+
+
+def test_latest_of_parts_that_were_removed(tmp_path: Path) -> None:
+    """The whole is named; while one part is there, it is the latest."""
+    run = tmp_path / "run"
+    with ckptfs.CheckpointManager(run) as manager:
+        ticket = manager.begin(100, ["actor", "critic"])
+        ticket.commit([ckptfs.save(NEW, ticket.part(name)) for name in ticket.parts])
+    shutil.rmtree(run / "step_100/actor")
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.step == 100
+    shutil.rmtree(run / "step_100")
+    with pytest.raises(ckptfs.IncompleteCheckpointError, match="step_100 was removed by hand"):
+        ckptfs.latest(run)
+
+
+def test_what_is_deleted_while_latest_looks_is_not_called_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log says so by the time that its bytes are missed: the one before is the latest."""
+    run = tmp_path / "run"
+    ckptfs.save(OLD, run / "step_99")
+    ckptfs.save(NEW, run / "step_100")
+
+    def look(*args: Any) -> Any:
+        if (run / "step_100").exists():
+            remove(run / "step_100")
+        return (yield from lies_nowhere(*args))
+
+    monkeypatch.setattr("ckptfs.commit.beside.lies_nowhere", look)
+    newest = ckptfs.latest(run)
+    assert newest is not None
+    assert newest.step == 99
