@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from fsspec import AbstractFileSystem
-from fsspec.utils import stringify_path
+from fsspec.utils import isfilelike, stringify_path
 
 from ckptfs.errors import AlreadyExistsError, UnsupportedError, UriError
 from ckptfs.integrations.fsspec.bare import (
@@ -252,13 +252,20 @@ class WholeFileSystem(AbstractFileSystem):
         return found
 
     def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
-        """Download one file; of a directory, make it."""
+        """Download one file, into directories that are made; of a directory, make it."""
         if self.isdir(rpath):
             os.makedirs(lpath, exist_ok=True)
             return
         path = self._path(rpath)
+        if not isfilelike(lpath):
+            # The library would fail with FileNotFoundError, as if the object were not there.
+            os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
         with told("read", self._uri(path)):
-            self._bare.get_file(path, lpath, **kwargs)
+            if isfilelike(lpath):
+                with self._bare.open(path, "rb") as source:
+                    shutil.copyfileobj(source, lpath, _CHUNK_BYTES)
+            else:
+                self._bare.get_file(path, lpath, **kwargs)
 
     # -- names that come and go ----------------------------------------------------------------
 
