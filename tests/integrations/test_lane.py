@@ -19,6 +19,7 @@ FRAMEWORKS = (
         "transformers",
         "trinity-rft",
         "verl",
+        "zarr",
     ),
 )
 

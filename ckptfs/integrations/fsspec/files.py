@@ -17,9 +17,9 @@ import contextlib
 import dis
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Self
 
 from ckptfs.errors import NotFoundError, StorageError
 from ckptfs.storage.base import DataWriter, Storage
@@ -29,7 +29,14 @@ _WITH_LEFT_BY_ERROR = dis.opmap["WITH_EXCEPT_START"]
 # How functions of wrappers are called that only pass the end of a with block on.
 _CLOSING = frozenset(("__exit__", "_exit_wrapper", "close", "<listcomp>"))
 
-__all__ = ["CompressedFile", "DurableWriter", "HeldWriter", "PublishedFile", "TextFile"]
+__all__ = [
+    "AsyncFile",
+    "CompressedFile",
+    "DurableWriter",
+    "HeldWriter",
+    "PublishedFile",
+    "TextFile",
+]
 
 
 class PublishedFile(io.BufferedIOBase):
@@ -276,3 +283,58 @@ def _drop(file: CompressedFile | TextFile) -> None:
         with contextlib.suppress(Exception):  # nobody hears a finalizer
             file._file.spoil()  # noqa: SLF001 - one of ours
             file.close()
+
+
+class AsyncFile:
+    """A file whose methods are coroutines, as those of fsspec's ``open_async``.
+
+    run: runs a function on another thread. size: bytes of a file that is read, None of one that is written.
+    """
+
+    def __init__(self, run: Callable[..., Awaitable[Any]], file: Any, mode: str) -> None:
+        self._run, self._file, self.mode = run, file, mode
+        self.size: int | None = getattr(file, "size", None) if "r" in mode else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` is behind it."""
+        return bool(self._file.closed)
+
+    def tell(self) -> int:
+        """The position in bytes."""
+        return int(self._file.tell())
+
+    async def read(self, length: int = -1) -> bytes:
+        """So many bytes, all that follow by default."""
+        found: bytes = await self._run(self._file.read, length)
+        return found
+
+    async def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position in bytes; the new one."""
+        position: int = await self._run(self._file.seek, offset, whence)
+        return position
+
+    async def write(self, data: object) -> int:
+        """Append; the number of bytes."""
+        count: int = await self._run(self._file.write, data)
+        return count
+
+    async def flush(self) -> None:
+        """Nothing is published before ``close``."""
+
+    async def close(self) -> None:
+        """As ``PublishedFile.close``."""
+        await self._run(self._file.close)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None and isinstance(self._file, PublishedFile):
+            self._file.spoil()
+        await self.close()

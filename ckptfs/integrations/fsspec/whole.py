@@ -5,18 +5,26 @@
     names            ckptfs+s3://bucket/key, or with the chain's prefix ckptfs::s3://bucket/key
 
 Users of stock's FsspecWriter pass raw URLs to every method, so each takes them.
+
+Methods stand twice, as fsspec wants it of a filesystem that is used inside an event loop (``fsspec.generic``,
+zarr): ``info`` works on the thread that calls it, ``_info`` is a coroutine that runs ``info`` on another
+thread. Methods for many files (``_get``, ``_copy``, ``_cat_ranges`` ...) are fsspec's own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import dataclasses
+import functools
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
 
 from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem, get_loop
 from fsspec.utils import isfilelike, stringify_path
 
 from ckptfs.errors import AlreadyExistsError, UnsupportedError, UriError
@@ -29,6 +37,7 @@ from ckptfs.integrations.fsspec.bare import (
     without_secrets,
 )
 from ckptfs.integrations.fsspec.files import (
+    AsyncFile,
     CompressedFile,
     DurableWriter,
     HeldWriter,
@@ -38,34 +47,55 @@ from ckptfs.integrations.fsspec.files import (
 from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.threads import Threads
 from ckptfs.uri import Uri
 
 __all__ = ["WholeFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
+_AT_ONCE = 32  # calls from event loops; more wait
 
 
-class WholeFileSystem(AbstractFileSystem):
+def _on_a_thread(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    """The coroutine that belongs to the method ``name``."""
+
+    async def call(self: WholeFileSystem, *args: Any, **kwargs: Any) -> Any:
+        return await self.run_on_a_thread(getattr(self, name), *args, **kwargs)
+
+    call.__name__ = f"_{name}"
+    return call
+
+
+class WholeFileSystem(AsyncFileSystem):
     """The plain half of ``ckptfs+X://``. A subclass has ``protocol`` and ``target``, the X; one without
     a target stands before another URL in a chain.
 
     storage_options: those of the bare protocol, flat or under its name. Errors are ckptfs's, which are
-    the OSErrors and ValueErrors that fsspec's callers expect. Picklable; instances serve any threads.
+    the OSErrors and ValueErrors that fsspec's callers expect. Picklable; instances serve any threads and
+    event loops.
+
+    asynchronous: made for callers inside an event loop; fsspec starts none of its own for it.
     """
 
     target: ClassVar[str | None] = None
+    mirror_sync_methods = False  # a method that went through the loop would not survive a fork
 
     def __init__(
         self,
         fo: str = "",
         target_protocol: str | None = None,
         target_options: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
+        batch_size: int | None = None,
         **options: Any,
     ) -> None:
         if self._cached:
             return
-        super().__init__()
+        super().__init__(asynchronous=True, batch_size=batch_size)  # starts no loop
+        self.asynchronous, self._loop = asynchronous, loop
         self._fo, self._target = fo, self.target or target_protocol
         nested = {name for name in (self._target, "ckptfs", self.protocol) if name}
         mine = {name: value for name, value in options.items() if name not in nested}
@@ -77,12 +107,61 @@ class WholeFileSystem(AbstractFileSystem):
     def _forked(self) -> None:
         # Clients and attempts are this process's own.
         self._pid, self._lock = os.getpid(), ProcessLock()
+        self._threads = Threads(_AT_ONCE, "ckptfs-fsspec")
         self._inner: AbstractFileSystem | None = None
         self._storages: dict[str, Storage] = {}
 
     def _check_fork(self) -> None:
         if self._pid != os.getpid():
             self._forked()
+
+    # -- inside an event loop ---------------------------------------------------------------
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """Where fsspec runs coroutines of this filesystem; None if it was made for another loop."""
+        return None if self.asynchronous else self._loop or get_loop()
+
+    async def run_on_a_thread(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it beside the running event loop. A call that has begun goes on when this is cancelled."""
+        self._check_fork()
+        context = contextvars.copy_context()
+        call = functools.partial(context.run, method, *args, **kwargs)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    _info = _on_a_thread("info")
+    _ls = _on_a_thread("ls")
+    _find = _on_a_thread("find")
+    _exists = _on_a_thread("exists")
+    _cat_file = _on_a_thread("cat_file")
+    _pipe_file = _on_a_thread("pipe_file")
+    _get_file = _on_a_thread("get_file")
+    _put_file = _on_a_thread("put_file")
+    _cp_file = _on_a_thread("cp_file")
+    _mv_file = _on_a_thread("mv")
+    _mkdir = _on_a_thread("mkdir")
+    _makedirs = _on_a_thread("makedirs")
+    _rmdir = _on_a_thread("rmdir")
+    _touch = _on_a_thread("touch")
+    _rm_file = _on_a_thread("rm_file")
+
+    async def _rm(
+        self,
+        path: Any,
+        recursive: bool = False,  # noqa: FBT001, FBT002
+        batch_size: int | None = None,
+        maxdepth: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        del batch_size, kwargs  # a checkpoint is removed as a whole
+        await self.run_on_a_thread(self.rm, path, recursive, maxdepth)
+
+    async def open_async(self, path: Any, mode: str = "rb", **kwargs: Any) -> AsyncFile:
+        """``open`` for binary files; its methods are coroutines."""
+        if "b" not in mode or kwargs.get("compression"):
+            raise ValueError("only binary files without compression")
+        file = await self.run_on_a_thread(self.open, path, mode, **kwargs)
+        return AsyncFile(self.run_on_a_thread, file, mode)
 
     # -- names ---------------------------------------------------------------------------
 
