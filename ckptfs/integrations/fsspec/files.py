@@ -25,6 +25,7 @@ from ckptfs.errors import NotFoundError, StorageError
 from ckptfs.storage.base import DataWriter, Storage
 
 _TRIES = 4
+_PART_BYTES = 16 << 20
 _WITH_LEFT_BY_ERROR = dis.opmap["WITH_EXCEPT_START"]
 # How functions of wrappers are called that only pass the end of a with block on.
 _CLOSING = frozenset(("__exit__", "_exit_wrapper", "close", "<listcomp>"))
@@ -183,6 +184,32 @@ class DurableWriter(DataWriter):
     def abort(self) -> None:
         """Leave nothing behind."""
         self._writer.abort()
+
+
+class BareWriter(DataWriter):
+    """An object under a key that ckptfs's storage would spell in another way, such as ``a//b``: by fsspec's
+    own file of the bare filesystem, visible when closed.
+    """
+
+    def __init__(self, bare: Any, path: str) -> None:
+        self._file = bare.open(path, "wb", autocommit=False, block_size=_PART_BYTES)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append; the number of bytes."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PART_BYTES):
+            self._file.write(bytes(view[start : start + _PART_BYTES]))
+        return len(view)
+
+    def close(self) -> None:
+        """Complete the upload."""
+        self._file.close()
+        self._file.commit()
+
+    def abort(self) -> None:
+        """Give the upload up. Not by ``close``, which would complete it."""
+        self._file.discard()
+        self._file.closed = True
 
 
 class HeldWriter(DataWriter):

@@ -159,9 +159,12 @@ class CheckpointFileSystem(WholeFileSystem):
             waits = arrives(self._uri(one))
             if waits or self.info(one)["type"] != "directory":
                 self.rm_file(one)
+                # Object stores: "a" and "a/b" are two objects.
+                if waits or not (recursive and self._is_bucket and self.isdir(one)):
+                    continue
             elif not recursive:
                 raise IsADirectoryError(f"{one} is a directory: pass recursive=True")
-            elif maxdepth is not None:
+            if maxdepth is not None:
                 super().rm(one, recursive=True, maxdepth=maxdepth)
             else:
                 self._rm_dir(one)

@@ -27,7 +27,8 @@ from fsspec import AbstractFileSystem
 from fsspec.asyn import AsyncFileSystem, get_loop
 from fsspec.utils import isfilelike, stringify_path
 
-from ckptfs.errors import AlreadyExistsError, UnsupportedError, UriError
+from ckptfs._torch import is_called_by_dcp
+from ckptfs.errors import AlreadyExistsError, NotFoundError, UnsupportedError, UriError
 from ckptfs.integrations.fsspec.bare import (
     BUCKETS,
     bare_class,
@@ -38,6 +39,7 @@ from ckptfs.integrations.fsspec.bare import (
 )
 from ckptfs.integrations.fsspec.files import (
     AsyncFile,
+    BareWriter,
     CompressedFile,
     DurableWriter,
     HeldWriter,
@@ -48,13 +50,23 @@ from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Threads
-from ckptfs.uri import Uri
+from ckptfs.uri import Uri, check_key
 
 __all__ = ["WholeFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
 _AT_ONCE = 32  # calls from event loops; more wait
+
+
+def _is_plain(path: str) -> bool:
+    """Whether ckptfs's own storage takes a key as it is."""
+    return "?" not in path and not {"", ".", ".."} & set(path.split("/"))
+
+
+def _tidied(path: str) -> str:
+    """As ``Uri.parse`` reads it."""
+    return "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
 def _on_a_thread(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
@@ -208,10 +220,19 @@ class WholeFileSystem(AsyncFileSystem):
 
     def _path(self, path: Any) -> str:
         found: str = self._strip_protocol(path) or self._fo
+        if self._is_bucket and not _is_plain(found) and is_called_by_dcp():
+            # torch saves a checkpoint, and ``ckptfs.load`` will look for it by its URI.
+            return _tidied(found)
         return found
 
     def _uri(self, path: str) -> Uri:
-        return Uri.parse(f"{self._protocol}://{path}")
+        """Where it is. A key of an object store is what it is, with "//", "." and "?" in it."""
+        if not self._is_bucket:
+            return Uri.parse(f"{self._protocol}://{path}")
+        bucket, _, key = path.partition("/")
+        check_key(_tidied(key))
+        root = Uri.parse(f"{self._protocol}://{bucket}")
+        return dataclasses.replace(root, path=f"/{key}" if key else "")
 
     def to_dict(self, *, include_password: bool = False) -> dict[str, Any]:
         """fsspec's description of this instance; credentials only where they are asked for."""
@@ -279,6 +300,8 @@ class WholeFileSystem(AsyncFileSystem):
 
     def _writing(self, path: str, uri: Uri) -> DataWriter:
         del uri
+        if self._is_bucket and not _is_plain(path):
+            return BareWriter(self._bare, path)
         return DurableWriter(*self._place(path))
 
     def _creating(self, path: str, uri: Uri) -> DataWriter:
@@ -287,6 +310,10 @@ class WholeFileSystem(AsyncFileSystem):
         """
         if self.exists(path):
             raise AlreadyExistsError("it exists", uri=uri)
+        if self._is_bucket and not _is_plain(path):
+            raise UnsupportedError(
+                "mode 'x': not for keys with '?', '//' or '/./' in them", uri=uri
+            )
         storage, key = self._place(path)
         home = key.rpartition("/")[0]
         storage.make_dir(home)
@@ -346,26 +373,58 @@ class WholeFileSystem(AsyncFileSystem):
             else:
                 self._bare.get_file(path, lpath, **kwargs)
 
+    def find(
+        self,
+        path: Any,
+        maxdepth: int | None = None,
+        withdirs: bool = False,  # noqa: FBT001, FBT002
+        detail: bool = False,  # noqa: FBT001, FBT002
+        prefix: str = "",
+        **kwargs: Any,
+    ) -> Any:
+        """All files below. prefix: only those whose path goes on with it, after ``path`` and a slash."""
+        top = self._path(path)
+        begin = f"{top.rstrip('/')}/{prefix}" if prefix else ""
+        folder = begin.rpartition("/")[0] if "/" in prefix else top
+        if maxdepth is not None and "/" in prefix:
+            maxdepth -= prefix.count("/")
+            if maxdepth < 1:
+                return {} if detail else []
+        infos = super().find(folder, maxdepth, withdirs, detail=True, **kwargs)
+        found = {name: info for name, info in infos.items() if name.startswith(begin)}
+        return found if detail else list(found)
+
     # -- names that come and go ----------------------------------------------------------------
 
     def mkdir(self, path: Any, create_parents: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
-        """A directory; nothing on object stores, as there."""
-        del create_parents, kwargs
+        """A directory; on object stores a bucket, and nothing where there is a key."""
+        path = self._path(path)
+        if self._is_bucket:
+            if "/" not in path:
+                with told("make the bucket", self._uri(path)):
+                    self._bare.mkdir(path, create_parents=create_parents, **kwargs)
+            return
+        if not create_parents and not self.isdir(self._parent(path)):
+            raise NotFoundError("its parent is not there", uri=self._uri(path))
         self.makedirs(path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
         """As ``mkdir``, with its parents."""
         path = self._path(path)
         if self._is_bucket:
+            if "/" not in path and not (exist_ok and self._bare.exists(path)):
+                self.mkdir(path)
             return
         if not exist_ok and self.isdir(path):
             raise AlreadyExistsError("it exists", uri=self._uri(path))
         self._storage(self._uri(path)).make_dir("")
 
     def rmdir(self, path: Any) -> None:
-        """Remove an empty directory."""
-        if not self._is_bucket:
-            self._bare.rmdir(self._path(path))
+        """Remove an empty directory or bucket; nothing where there is a key of an object store."""
+        path = self._path(path)
+        if not self._is_bucket or "/" not in path:
+            with told("remove", self._uri(path)):
+                self._bare.rmdir(path)
 
     def exists(self, path: Any, **kwargs: Any) -> bool:
         """Whether it is there; errors other than its absence are raised."""
