@@ -30,6 +30,7 @@ from ckptfs.errors import (
     TransientError,
     UnsupportedError,
 )
+from ckptfs.storage.clients.base import BucketLibrary
 from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.clients.reasons import CODES, STATUSES, Reason
 from ckptfs.storage.os_errors import typed
@@ -56,13 +57,18 @@ _NETWORK = ("Timeout", "Connection", "Disconnected", "ServerError", "ServiceUnav
 class Client:
     """The library behind one root. Picklable (with its options, secrets included); thread-safe.
 
-    is_bucket: an object store, where a stream can be thrown away and a PUT is one step.
+    is_bucket: an object store, where a stream can be thrown away and a PUT is one step. library: how
+    requests are made that fsspec has no word for; it then holds the options.
     """
 
-    def __init__(self, root: Uri, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, root: Uri, options: Mapping[str, Any], library: BucketLibrary | None = None
+    ) -> None:
         self.root = root
+        self.library = library
         self.protocol = root.protocol.removeprefix("fsspec+")
         self.is_bucket = self.protocol in _BUCKETS
+        self.bucket = root.userinfo or root.authority if library is not None else ""
         self._options = dict(options)
         self._set_locks()
 
@@ -196,8 +202,8 @@ class Client:
         """A client with a ``pipe_file`` of its own may pass the condition on to the server; fsspec's
         default asks ``exists`` first, which excludes nobody.
         """
-        if not self.is_bucket:
-            return False
+        if not self.is_bucket or self.library is not None:
+            return self.is_bucket
         cls: Any = fsspec.get_filesystem_class(self.protocol)
         if issubclass(cls, AsyncFileSystem):
             # The seam that fsspec gives its asynchronous implementations has this name.
@@ -223,6 +229,12 @@ class Client:
                 reason = Reason.SERVER if error.errno in _JAVA_ERRORS else None
             raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
 
+    def _connect(self) -> tuple[Any, str]:
+        if self.library is None:
+            return _connect(self.root, self.protocol, self._options)
+        path = "/".join(filter(None, (self.bucket, self.root.path.strip("/"))))
+        return self.library.filesystem(), path
+
     def _opened(self) -> tuple[int, Any, str]:
         with self._lock:
             if self._open is None or self._open[0] != os.getpid():
@@ -234,7 +246,7 @@ class Client:
                         hint="start processes with 'spawn', or use webhdfs://",
                     )
                 try:
-                    self._open = (os.getpid(), *_connect(self.root, self.protocol, self._options))
+                    self._open = (os.getpid(), *self._connect())
                 except ImportError as error:
                     raise MissingDriverError(
                         f"the library of {self.protocol}:// does not import: {error}", uri=self.root

@@ -107,7 +107,9 @@ class Stream(DataWriter):
         return self._client.uri(self._key)
 
     def _begin(self) -> Any:
-        fs = self._client.fs
+        fs, library = self._client.fs, self._client.library
+        if library is not None:
+            return library.open_write(fs, self._path, _BLOCK_BYTES)
         if self._client.is_bucket:
             return fs.open(self._path, "wb", autocommit=False, block_size=_BLOCK_BYTES)
         # An object store has no parents to make, so our callers make none.

@@ -23,6 +23,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from glob import has_magic
 from typing import Any
 
@@ -48,7 +49,7 @@ from ckptfs.storage.base import (
     Storage,
     usable,
 )
-from ckptfs.storage.clients.forks import ProcessLock
+from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, BucketLibrary, IfMatch
 from ckptfs.storage.fsspec_client import Client
 from ckptfs.storage.fsspec_data import Ranges, Stream
 from ckptfs.storage.options import OURS
@@ -113,42 +114,67 @@ def _hdfs_options(uri: Uri, storage_options: Mapping[str, Any]) -> dict[str, Any
     return options
 
 
-class FsspecStorage(Storage):
-    """Bytes below one URI, through fsspec. ``storage_options`` are fsspec's, and are pickled."""
+@dataclass(frozen=True, slots=True)
+class _Honoured:
+    """Which conditions the server and its client honour."""
 
-    def __init__(self, root: Uri, storage_options: Mapping[str, Any] | None = None) -> None:
+    if_absent: bool
+    if_match: bool
+
+
+# What this process has seen of each bucket; storages come and go with saves.
+_SEEN: dict[tuple[int, str, str, str], _Honoured] = {}
+
+
+class FsspecStorage(Storage):
+    """Bytes below one URI, through fsspec. ``storage_options`` are fsspec's, and are pickled.
+
+    With ``library`` it is what stands in for ``ObjectStorage`` where obstore cannot do what the options
+    ask for: it replaces by an etag too, and every object gets the settings that the library holds.
+    data_path: why, for ``ckptfs doctor``.
+    """
+
+    def __init__(
+        self,
+        root: Uri,
+        storage_options: Mapping[str, Any] | None = None,
+        library: BucketLibrary | None = None,
+        data_path: str = "",
+    ) -> None:
         self.root = root
-        self._client = Client(root, storage_options or {})
-        self._lock = ProcessLock()
-        self._exclusive: bool | None = None
+        self.data_path = data_path
+        self._library = library
+        self._client = Client(root, storage_options or {}, library)
+        self._probed: dict[tuple[int, str, str, str], _Honoured] = {} if library is None else _SEEN
         if self._client.protocol == "memory" and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise UriError("fsspec's memory belongs to one process", uri=root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None}
+        return self.__dict__ | {"_probed": {} if self._library is None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = ProcessLock()
+        if self._library is not None:
+            self._probed = _SEEN
 
     @property
     def capabilities(self) -> Capabilities:
         """Before this process creates anything, what its client claims; then what the probe saw."""
+        claimed = _Honoured(self._client.claims_create(), self._library is not None)
+        found = self._probed.get(self._place(), claimed)
         return Capabilities(
             shape=Shape.OBJECT,
-            exclusive_create=self._client.claims_create()
-            if self._exclusive is None
-            else self._exclusive,
+            exclusive_create=found.if_absent,
             atomic_replace=self._client.is_bucket
             or self._client.protocol in ("file", "local", "memory"),
-            conditional_replace=False,
+            conditional_replace=found.if_match,
             durable=self._client.is_bucket,
         )
 
     def probe(self, key: str) -> Capabilities:
         """As ``Storage.probe``."""
         self._refuse_read_only(key)
-        self._creates_exclusively(key)
+        self._settled(key)
         return self.capabilities
 
     # -- small, whole ------------------------------------------------------------------
@@ -178,7 +204,7 @@ class FsspecStorage(Storage):
         """
         del staging
         self._refuse_read_only(key)
-        if not self._creates_exclusively(key.rpartition("/")[0]):
+        if not self._settled(key.rpartition("/")[0]).if_absent:
             raise UnsupportedError(
                 "no exclusive create here: the server or its client ignores the condition",
                 uri=self.uri(key),
@@ -189,8 +215,17 @@ class FsspecStorage(Storage):
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
         self._refuse_read_only(key)
         if if_match is not None:
-            raise UnsupportedError("fsspec has no conditional replace", uri=self.uri(key))
+            if not self._settled(key.rpartition("/")[0]).if_match:
+                raise UnsupportedError(
+                    "no conditional replace here: the store or its client ignores the condition",
+                    uri=self.uri(key),
+                )
+            self._replace_if(key, data, if_match)
+            return
         with self._client.said("replace", key, changes=True):
+            if self._library is not None:
+                self._library.put(self._client.fs, self._client.at(key), data, ALWAYS)
+                return
             if self._client.is_bucket:
                 self._client.fs.pipe_file(self._client.at(key), data)
                 return
@@ -199,7 +234,10 @@ class FsspecStorage(Storage):
 
     def stat(self, key: str) -> Stat:
         found = self._info(key)
-        etag = found.get("ETag") or found.get("etag") or found.get("generation")
+        if self._library is not None:
+            etag = self._library.etag(found)
+        else:
+            etag = found.get("ETag") or found.get("etag") or found.get("generation")
         size_bytes = int(found.get("size") or 0)
         return Stat(size_bytes, is_dir=False, etag=None if etag is None else str(etag))
 
@@ -326,16 +364,23 @@ class FsspecStorage(Storage):
                 # Somebody wrote into it meanwhile, or removed it: the next sweep sees what.
                 _log.debug("not removed yet: %s", mask_credentials(path), exc_info=True)
 
-    def _creates_exclusively(self, folder: str) -> bool:
-        with self._lock:
-            known = self._exclusive
+    def _settled(self, folder: str) -> _Honoured:
+        """What the probe saw; probed now where nothing has been written yet."""
+        known = self._probed.get(self._place())
         if known is None:
-            known = self._client.claims_create() and self._probe(folder)
-            with self._lock:
-                self._exclusive = known
+            claimed = self._client.claims_create()
+            known = self._probe(folder) if claimed else _Honoured(if_absent=False, if_match=False)
+            self._probed[self._place()] = known
         return known
 
-    def _probe(self, folder: str) -> bool:
+    def _place(self) -> tuple[int, str, str, str]:
+        """This process, and the bucket as its library reaches it; a storage without one is by itself."""
+        library = self._library
+        if library is None:
+            return 0, "", "", ""
+        return os.getpid(), library.name, library.endpoint, self._client.bucket
+
+    def _probe(self, folder: str) -> _Honoured:
         """Create a key of our own twice: a store that excludes refuses the second.
 
         The library repeats a request whose answer was lost, and the repeat meets our own object: then
@@ -352,7 +397,8 @@ class FsspecStorage(Storage):
                 self._remove_probe(key)
                 continue
             try:
-                return self._excludes(key)
+                excludes = self._excludes(key)
+                return _Honoured(excludes, excludes and self._replaces_by_etag(key))
             except AnswerLostError as error:
                 lost = error
             finally:
@@ -372,6 +418,24 @@ class FsspecStorage(Storage):
             return self.read(key) == b"first"
         return False
 
+    def _replaces_by_etag(self, key: str) -> bool:
+        """Replace the probe by its etag, which must be done, and again by that etag, which must not."""
+        etag = self.stat(key).etag if self._library is not None else None
+        if etag is None:
+            return False
+        try:
+            self._replace_if(key, b"third", etag)
+        except AlreadyExistsError:
+            if self.read(key) != b"third":  # else the library repeated it, and met its own
+                return False
+        except UnsupportedError:
+            return False
+        try:
+            self._replace_if(key, b"fourth", etag)
+        except AlreadyExistsError:
+            return self.read(key) == b"third"
+        return False
+
     def _remove_probe(self, key: str) -> None:
         try:
             self.remove(key)
@@ -382,7 +446,7 @@ class FsspecStorage(Storage):
     def _create(self, key: str, data: bytes) -> None:
         try:
             with self._client.said("create", key, changes=True):
-                self._client.fs.pipe_file(self._client.at(key), data, mode="create")
+                self._create_object(self._client.at(key), data)
         except AlreadyExistsError:
             raise
         except StorageError as error:
@@ -391,6 +455,25 @@ class FsspecStorage(Storage):
             if error.errno == errno.EINVAL and self._is_there(key):
                 raise AlreadyExistsError("create failed: it exists", uri=self.uri(key)) from error
             raise
+
+    def _create_object(self, path: str, data: bytes) -> None:
+        if self._library is not None:
+            self._library.put(self._client.fs, path, data, IF_ABSENT)
+        else:
+            self._client.fs.pipe_file(path, data, mode="create")
+
+    def _replace_if(self, key: str, data: bytes, etag: str) -> None:
+        """Replace what has that etag; "": what is not there. AlreadyExistsError: something else is."""
+        assert self._library is not None  # noqa: S101 - the probe says no without one
+        condition = IfMatch(etag) if etag else IF_ABSENT
+        try:
+            with self._client.said("replace", key, changes=True):
+                self._library.put(self._client.fs, self._client.at(key), data, condition)
+        except NotFoundError as error:
+            # Some stores answer 404, not 412, where the object of that etag has gone.
+            raise AlreadyExistsError(
+                "replace failed: the object has changed", uri=self.uri(key)
+            ) from error
 
     def _is_there(self, key: str) -> bool:
         try:

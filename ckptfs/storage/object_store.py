@@ -38,7 +38,7 @@ from ckptfs.storage.base import (
 )
 from ckptfs.storage.bulk_delete import Deleter, Holds
 from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
-from ckptfs.storage.clients.choose import open_client
+from ckptfs.storage.clients.choose import choose_path, open_client, open_library
 from ckptfs.storage.conditional_writes import Honoured, Verdict, probe_conditions
 from ckptfs.storage.multipart import ObjectWriter, Route
 from ckptfs.storage.options import ObjectOptions, parse_options
@@ -51,10 +51,21 @@ from ckptfs.uri import Uri
 __all__ = ["ObjectStorage", "open_object_store"]
 
 
-def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectStorage:
-    """The registry's factory for ``s3://``, ``gs://``, ``az://`` and their kin."""
+def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
+    """The registry's factory for ``s3://``, ``gs://``, ``az://`` and their kin.
+
+    An ``ObjectStorage``, or an ``FsspecStorage`` over the store's fsspec library where obstore cannot do
+    what the options ask for, or was used before this process was forked. ``data_path`` says which.
+    """
     options, rest = parse_options(uri, storage_options)
-    return ObjectStorage(uri, open_client(uri, options, rest), options)
+    path = choose_path(uri, options.client, rest)
+    if path.module is None:
+        from ckptfs.storage.fsspec_store import FsspecStorage
+
+        library = open_library(uri, options, rest)
+        return FsspecStorage(uri, library=library, data_path=str(path))
+    client = open_client(uri, options, rest, path)
+    return ObjectStorage(uri, client, options, data_path=str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +81,20 @@ _SEEN: dict[tuple[int, str, str, str], _Bucket] = {}
 
 
 class ObjectStorage(Storage):
-    """Bytes below one prefix of one bucket, through ``client``. Picklable with its options."""
+    """Bytes below one prefix of one bucket, through ``client``. Picklable with its options.
+
+    data_path: the library that carries the data, and why, for ``ckptfs doctor``.
+    """
 
     def __init__(
-        self, root: Uri, client: ObjectClient, options: ObjectOptions | None = None
+        self,
+        root: Uri,
+        client: ObjectClient,
+        options: ObjectOptions | None = None,
+        data_path: str = "",
     ) -> None:
         self.root = root
+        self.data_path = data_path
         self.client = client
         self.options = options or ObjectOptions()
         # What an upload may hold: all of it ours, or half of it the library's.

@@ -91,6 +91,8 @@ def _register() -> None:
 
 
 def _stock_options(server: Server) -> dict[str, Any]:
+    if server.protocol != "s3":
+        return dict(server.options)
     _register()
     return {
         "config": {

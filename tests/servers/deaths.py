@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 
 from ckptfs.testing.proxy import At, FaultProxy, HttpFault, Nth, Reset
 from tests.lab.server import Server
-from tests.servers.aftermath import judge, state
+from tests.servers.aftermath import judge, state, through
 from tests.servers.warm import warm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,14 +193,14 @@ def _victim(job: Job, uri: str, point: Point | None) -> Iterator[tuple[FaultProx
         os.close(told)
 
 
-def _live(job: Job, server: Server, uri: str, through: str, tell: int) -> NoReturn:
+def _live(job: Job, server: Server, uri: str, proxy: str, tell: int) -> NoReturn:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive its judge
     faulthandler.dump_traceback_later(VICTIM_TIMEOUT_S, exit=True)
     code = 1
     try:
         _prepare(job.scenario, uri, server.storage_options(**job.more))
         os.write(tell, b"B")
-        _save(job.scenario, uri, server.storage_options(**job.more, endpoint_url=through))
+        _save(job.scenario, uri, through(server, proxy, **job.more))
         os.write(tell, b"A")
         code = 0
     except BaseException:  # noqa: BLE001 - an exit status and a text are all that leaves a fork

@@ -1,4 +1,4 @@
-"""What the GCS tests share: a server whose rules a test may bend, and both clients on it."""
+"""What the GCS tests share: a server whose rules a test may bend, and the client on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfs.storage.options import ObjectOptions, Times
 from ckptfs.uri import Uri
 from tests.lab.gcs_server import GcsServer
 
-CLIENTS = ("gcsfs", "obstore")
+CLIENTS = ("obstore",)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     radosgw   s3fs, obstore     the S3 of record
     moto      s3fs, obstore     quoted etags; small files only, the rest is as on Ceph
-    gcs       gcsfs, obstore    generations for etags
+    gcs       gcsfs, obstore    generations for etags; gcsfs by FsspecStorage
 
 Azurite is in test_azure_storage.py, HDFS in test_hdfs_conformance.py. Parts are as small as S3 takes
 them, so that the larger files of the suite are uploads in parts.
@@ -140,13 +140,14 @@ class OnGcs(OnServer, StorageConformance):
         return [key.removeprefix(prefix) for key in raw.gcs_keys(self.server, prefix)]
 
 
+@pytest.mark.filterwarnings("ignore:Sending a large body:ResourceWarning")  # aiohttp's, to gcsfs
 class TestGcsGcsfs(OnGcs):
-    """The JSON API through gcsfs's library."""
+    """FsspecStorage over gcsfs, which stands in where obstore cannot express an option."""
 
     library = "gcsfs"
 
 
 class TestGcsObstore(OnGcs):
-    """The JSON API through obstore."""
+    """The XML API through obstore."""
 
     library = "obstore"

@@ -258,7 +258,7 @@ def test_a_bad_key_file(tmp_path: Any) -> None:
     (tmp_path / "key.json").write_text(json.dumps({"type": "nonsense", "private_key": SECRET}))
     with GcsServer() as gcs:
         for file in ("none.json", "key.json"):
-            client = open_on(gcs, "gcsfs", {"token": str(tmp_path / file)})
+            client = open_on(gcs, "obstore", {"token": str(tmp_path / file)})
             error = error_of(ALL["get"], client)
             assert isinstance(error, CredentialsError)
             assert "GOOGLE_APPLICATION_CREDENTIALS" in str(error)

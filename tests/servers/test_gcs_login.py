@@ -97,27 +97,12 @@ def test_a_refused_token_is_renewed_once(place: Place, private_key: str, tmp_pat
         client.get("run/k")
 
 
-def test_a_batch_whose_token_was_refused_goes_again(private_key: str, tmp_path: Path) -> None:
-    """Inner requests are refused one by one: the batch as a whole is worth another try."""
-    with place_of("gcsfs") as place:
-        place.gcs.rules.token = "nobody has it yet"  # noqa: S105 - made up
-        client = place.another(token=str(key_file(place.gcs, private_key, tmp_path)))
-        keys = ["run/a", "run/b"]
-        for key in keys:
-            client.put(key, b"x")
-        place.gcs.rules.token = "revoked"  # noqa: S105 - made up
-        with pytest.raises(TransientError, match="renewed now"):
-            client.delete(keys)
-        assert client.delete(keys) == []
-        assert not place.gcs.store.bucket(place.gcs.bucket).live
-
-
 def test_a_token_ends_in_the_middle_of_an_upload(private_key: str, tmp_path: Path) -> None:
     """Through the storage, with its retries, a token that is revoked between two parts goes unnoticed."""
     with GcsServer() as gcs:
         gcs.rules.token = "nobody has it yet"  # noqa: S105 - made up
         options = gcs.options | {
-            "client": "gcsfs",
+            "client": "obstore",
             "part_size_bytes": 5 << 20,
             "token": str(key_file(gcs, private_key, tmp_path)),
         }
@@ -150,5 +135,8 @@ def test_the_token_server_is_away(private_key: str, tmp_path: Path) -> None:
     """No answer where tokens are issued is TransientError that says so (gcsfs client)."""
     with GcsServer() as gone:
         path = key_file(gone, private_key, tmp_path)
-    with place_of("gcsfs") as place, pytest.raises(TransientError, match="issues Google's tokens"):
+    with (
+        place_of("obstore") as place,
+        pytest.raises(TransientError, match="issues Google's tokens"),
+    ):
         place.another(token=str(path)).put("run/k", b"x")

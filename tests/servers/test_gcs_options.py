@@ -1,8 +1,9 @@
-"""GCS options: each reaches every object on both clients, and what is unknown is an error at once."""
+"""GCS options: each reaches every object by either library, and what is unknown is an error at once."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import logging
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -10,17 +11,20 @@ from typing import Any
 import pytest
 
 from ckptfs.errors import TransientError, UriError
-from ckptfs.storage.clients import gcs, obstore_gcs
+from ckptfs.storage.clients import obstore_gcs
 from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ObjectClient
 from ckptfs.storage.clients.gcs_options import parse_gcs_options
+from ckptfs.storage.fsspec_store import FsspecStorage
+from ckptfs.storage.object_store import open_object_store
 from ckptfs.storage.options import Times
+from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 from tests.lab.gcs_server import GcsServer
 from tests.servers.gcs_lab import CLIENTS, open_on, place_of
 
 URI = Uri.parse("gs://bucket/run")
 KEY = "projects/p/locations/l/keyRings/r/cryptoKeys/k"
-# What obstore can send too, and what only gcsfs' client does.
+# What obstore can send, and what only gcsfs does.
 COMMON: dict[str, Any] = {
     "content_type": "application/x-checkpoint",
     "metadata": {"team": "a b", "cost-center": "7"},
@@ -77,7 +81,7 @@ def written_by(client: ObjectClient, gcs_server: GcsServer) -> list[dict[str, ob
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_settings_reach_every_object(name: str) -> None:
-    """Small objects, conditional ones and uploads in parts have the same settings on both clients."""
+    """Small objects, conditional ones and uploads in parts have the same settings."""
     with place_of(name) as place:
         assert written_by(place.another(**COMMON), place.gcs) == [SHOWN] * 4
         # Google's front ends keep copies of what the public may read, unless told not to.
@@ -86,18 +90,44 @@ def test_settings_reach_every_object(name: str) -> None:
 
 
 def test_encryption_keys_and_acls_reach_every_object() -> None:
-    """What obstore cannot send is sent by the gcsfs client, by both APIs alike."""
-    with place_of("gcsfs") as place:
-        assert written_by(place.another(**(COMMON | MORE)), place.gcs) == [SHOWN_MORE] * 4
-
-
-def test_auto_takes_gcsfs_for_what_obstore_cannot() -> None:
-    """client="auto" is gcsfs, which sends checksums; obstore by name, for what it can express."""
+    """What obstore cannot send is sent through gcsfs: with objects made in one request, created,
+    replaced by a condition, and written in blocks.
+    """
     with GcsServer() as server:
-        assert type(open_on(server, "auto", COMMON)) is gcs.GcsClient
-        assert type(open_on(server, "obstore", COMMON)) is obstore_gcs.GcsObstoreClient
+        options = server.options | COMMON | MORE
+        with contextlib.closing(open_storage(f"gs://{server.bucket}/run", options)) as storage:
+            assert isinstance(storage, FsspecStorage)
+            storage.create("create", b"x", staging="")
+            storage.replace("put", b"x")
+            storage.replace("replace", b"x")
+            storage.replace("replace", b"xy", if_match=storage.stat("replace").etag)
+            with storage.open_write("upload") as writer:
+                writer.write(bytes(600_000))
+            with storage.open_write("empty"):
+                pass
+        live = server.store.bucket(server.bucket).live
+        for name in (*WAYS, "empty"):
+            settings = dict(live[f"run/{name}"].settings)
+            settings["predefinedAcl"] = str(settings["predefinedAcl"]).replace("-", "").lower()
+            assert settings == SHOWN_MORE, name
+
+
+def test_auto_takes_gcsfs_for_what_obstore_cannot(caplog: pytest.LogCaptureFixture) -> None:
+    """client="auto" is obstore, and gcsfs for what obstore cannot express. The log says so, once."""
+    with GcsServer(bucket="said-once") as server, caplog.at_level(logging.INFO):
+        assert type(open_on(server, "auto", COMMON)) is obstore_gcs.GcsObstoreClient
+        root = Uri.parse(f"gs://{server.bucket}/run")
         for name, value in MORE.items():
-            assert type(open_on(server, "auto", {name: value})) is gcs.GcsClient
+            options = server.options | {name: value}
+            for _ in range(2):
+                storage = open_object_store(root, options)
+                assert isinstance(storage, FsspecStorage)
+                path = storage.data_path
+            assert "gcsfs, because obstore cannot be used" in path
+            assert name in path or "custom_time" in path
+            assert [r.message for r in caplog.records].count(
+                f"gs://{server.bucket} goes through {path}"
+            ) == 1
             with pytest.raises(UriError, match="obstore"):
                 open_on(server, "obstore", {name: value})
 
@@ -161,12 +191,12 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("module", [gcs, obstore_gcs])
+@pytest.mark.parametrize("opened", [obstore_gcs.open_client, obstore_gcs.open_library])
 @pytest.mark.parametrize("options", WRONG)
-def test_wrong_options_are_errors_at_once(module: Any, options: dict[str, Any]) -> None:
+def test_wrong_options_are_errors_at_once(opened: Any, options: dict[str, Any]) -> None:
     """UriError names the option and what it takes, never its value, before any request."""
     with pytest.raises(UriError) as caught:
-        module.open_client(URI, options, Times())
+        opened(URI, options, Times())
     [name] = options
     assert name in str(caught.value)
     if name != "fixed_key_metadata":
@@ -230,11 +260,3 @@ def test_a_whole_request_can_be_bounded(name: str) -> None:
                 hasty.get("run/k")
         finally:
             place.gcs.rules.gate.set()
-
-
-def test_settings_spell_themselves_twice() -> None:
-    """The JSON and the XML spelling of all settings name the same things."""
-    settings = parse_gcs_options(URI, COMMON | MORE).settings
-    spelled = json.dumps([settings.resource(), settings.query()])
-    for value in settings.headers().values():
-        assert value.replace("-", "").lower() in spelled.replace("-", "").lower()

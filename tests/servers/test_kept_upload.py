@@ -18,7 +18,9 @@ DATA = bytes(range(256)) * (11 << 12)  # 11 MiB: two parts and the rest
 def opened(server: Server, root: str, **more: Any) -> ObjectStorage:
     """A storage of one process's."""
     options = {"client": "s3fs", "part_size_bytes": PART_BYTES, "retry_s": 5, **more}
-    return open_object_store(Uri.parse(root), server.storage_options(**options))
+    storage = open_object_store(Uri.parse(root), server.storage_options(**options))
+    assert isinstance(storage, ObjectStorage)
+    return storage
 
 
 def left(storage: ObjectStorage, data: bytes) -> None:

@@ -28,8 +28,17 @@ def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int) ->
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("client", ["obstore", "s3fs"])
-@pytest.mark.parametrize("store", ["radosgw", "moto"])
+@pytest.mark.parametrize(
+    ("store", "client"),
+    [
+        ("radosgw", "obstore"),
+        ("radosgw", "s3fs"),
+        ("moto", "obstore"),
+        ("moto", "s3fs"),
+        ("gcs", "obstore"),
+        ("gcs", "gcsfs"),
+    ],
+)
 @pytest.mark.parametrize("scenario", ["fresh", "replace"])
 def test_killed_at_every_request(
     scenario: str, store: str, client: str, request: pytest.FixtureRequest

@@ -30,6 +30,7 @@ def _long(name: str, client: str) -> object:
         _long("moto", "s3fs"),
         _long("moto", "obstore"),
         _long("gcs", "gcsfs"),
+        _long("gcs", "obstore"),
         _long("azurite", "adlfs"),
         _long("azurite", "obstore"),
     ]

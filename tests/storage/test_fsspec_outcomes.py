@@ -157,8 +157,8 @@ def test_the_probe_without_permission_to_delete(
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_opens_while_a_thread_of_the_parent_opened() -> None:
-    """A child that is forked while another thread opens a client, a storage behind an fsspec protocol,
-    or probes, has locks of its own.
+    """A child that is forked while another thread opens a client, or a storage behind an fsspec
+    protocol, has locks of its own.
     """
     client = Client(Uri.parse("fsspec+memory:///x"), {})
     assert child_ends(client._lock, lambda: client.fs)
@@ -166,8 +166,6 @@ def test_a_child_opens_while_a_thread_of_the_parent_opened() -> None:
 
     fs = MemoryCheckpoints(skip_instance_cache=True)
     assert child_ends(fs._lock, lambda: fs.pipe("store/f", b"x"))
-    place = FsspecStorage(Uri.parse("fsspec+memory:///x"), {})
-    assert child_ends(place._lock, lambda: place.probe(""))
 
 
 # -- exclusive creation --------------------------------------------------------------------------

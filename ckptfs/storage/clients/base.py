@@ -22,9 +22,9 @@ clients by ``ckptfs.storage.object_store``. Keys are whole keys inside the bucke
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from ckptfs.storage.clients.bucket_rules import BucketRules
 from ckptfs.storage.os_errors import too_large
@@ -34,6 +34,7 @@ __all__ = [
     "ALWAYS",
     "IF_ABSENT",
     "Always",
+    "BucketLibrary",
     "Buffer",
     "Condition",
     "Conditions",
@@ -253,6 +254,39 @@ class ObjectClient(ABC):
 
     def close(self) -> None:
         """Release connections; harmless twice."""
+
+
+class BucketLibrary(ABC):
+    """What one client library does with a bucket beyond fsspec's own methods; ``FsspecStorage`` uses it.
+
+    Picklable. Its methods get the filesystem that ``filesystem`` made and raise what the library
+    raises; FileExistsError where a condition did not hold.
+    """
+
+    name: str  # of the package: "gcsfs"
+
+    @property
+    @abstractmethod
+    def endpoint(self) -> str:
+        """scheme://host[:port] of the server, without credentials."""
+
+    @abstractmethod
+    def filesystem(self) -> Any:
+        """A filesystem of the library, with the user's options, listing caches off."""
+
+    @abstractmethod
+    def put(self, fs: Any, path: str, data: bytes, condition: Condition) -> None:
+        """One object in one request, with everything that the options ask of every object."""
+
+    @abstractmethod
+    def open_write(self, fs: Any, path: str, block_bytes: int) -> Any:
+        """A stream of one object, with the same. ``close`` and ``commit`` make the object, ``discard``
+        throws away what was sent.
+        """
+
+    @abstractmethod
+    def etag(self, info: Mapping[str, Any]) -> str | None:
+        """What ``IfMatch`` compares, from what ``fs.info`` returned."""
 
 
 def check_size(size_bytes: int, limit_bytes: int | None, uri: Uri) -> None:

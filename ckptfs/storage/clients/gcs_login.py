@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from ckptfs.storage.clients.gcs_options import NAMED_TOKENS
 
-__all__ = ["Login", "is_raw", "refresh"]
+__all__ = ["Login", "is_raw", "refresh", "usable"]
 
 _AHEAD: Final = timedelta(minutes=5)  # as google-auth and gcsfs have it
 _SCOPE: Final = "https://www.googleapis.com/auth/devstorage."
@@ -122,6 +122,23 @@ def _credentials(given: Any, scope: str) -> Any:
     if given.get("type") == "service_account":
         return machine.from_service_account_info(dict(given), scopes=[scope])
     return user.from_authorized_user_info(dict(given))
+
+
+def usable(token: Any) -> Any:
+    """What gcsfs takes. A token itself becomes credentials here: gcsfs would ask Google about it,
+    which a private endpoint does not want and an offline host cannot. FileNotFoundError: no such file.
+    """
+    if is_raw(token):
+        from google.oauth2.credentials import Credentials
+
+        made: Any = Credentials
+        return made(token)
+    if not isinstance(token, str) or token in NAMED_TOKENS:
+        return token
+    path = os.path.expanduser(token)
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)  # gcsfs would take the path for a token
+    return path
 
 
 def refresh(credentials: Any) -> None:

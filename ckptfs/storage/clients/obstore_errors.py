@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from ckptfs.errors import CkptfsError, MissingDriverError
+from ckptfs.errors import CkptfsError, MissingDriverError, TransientError
 from ckptfs.storage.clients.failures import Asked, Said, answered, clean, failed
 from ckptfs.storage.clients.reasons import Reason
 
@@ -65,7 +65,15 @@ def told(asked: Asked, error: BaseException) -> CkptfsError:
         # The answer, or the silence, is the metadata service's: there are no other credentials.
         return failed(asked, Reason.NO_CREDENTIALS)
     if "External" in text and "credential provider" in text:
-        return failed(asked, Reason.NO_CREDENTIALS, _provider(text))
+        cause = _provider(text)
+        if not cause.startswith("TransportError"):
+            return failed(asked, Reason.NO_CREDENTIALS, cause)
+        # google-auth's word for no answer. Nothing was asked of the store yet.
+        return TransientError(
+            f"{asked.action} failed: the server that issues Google's tokens gave no answer",
+            uri=asked.uri,
+            hint="check the network, the proxy settings and the token_uri of the key file",
+        )
     if "BareRedirect" in text:
         return answered(asked, Said(301))  # its headers, which name the region, are not shown
     if "InvalidDeleteObjectsResponse" in text:

@@ -4,37 +4,57 @@ The XML API carries everything here. Credentials come from google-auth, as with 
 not installed, from what obstore finds by itself. Conditions and etags are generations, as in ``gcs``.
 
 obstore has no header of its own for one request, so ``cannot`` names what needs one: a KMS key, an
-ACL, a custom time. Nor does it send a crc32c: over TLS nothing is lost by that on the way, and ckptfs
-verifies its own digests as it reads. It cannot ask anonymously of Google, because it looks for
-credentials whenever it writes. Foreign uploads are listed and aborted through gcsfs, if it is there.
+ACL, a custom time. It also looks for credentials whenever it writes, so it cannot ask Google
+anonymously. All of these go through gcsfs instead: ``GcsfsLibrary`` makes the requests for
+``FsspecStorage``.
+
+obstore sends no crc32c. TLS protects the bytes on the way, and ckptfs verifies its own digests when it
+reads. Unfinished uploads and the rules of the bucket are asked for through gcsfs, if it is installed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
+from xml.etree import ElementTree as ET
 
 from ckptfs.errors import (
     CredentialsError,
     IntegrityError,
+    NotFoundError,
     StaleError,
     TransientError,
     UnsupportedError,
     UriError,
 )
-from ckptfs.storage.clients.base import Limits, ObjectClient, PendingUpload
+from ckptfs.storage.clients.base import (
+    Always,
+    BucketLibrary,
+    Condition,
+    IfAbsent,
+    Limits,
+    ObjectClient,
+    PendingUpload,
+)
+from ckptfs.storage.clients.bucket_rules import BucketRules, of_gcs
 from ckptfs.storage.clients.failures import Asked
 from ckptfs.storage.clients.gcs_errors import GCS
-from ckptfs.storage.clients.gcs_login import Login, is_raw
+from ckptfs.storage.clients.gcs_login import Login, is_raw, usable
 from ckptfs.storage.clients.gcs_options import GcsOptions, parse_gcs_options
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
-__all__ = ["cannot", "open_client"]
+__all__ = ["cannot", "open_client", "open_library"]
 
 T = TypeVar("T")
 _ANYWHERE: Final = Uri("gs", "bucket", "")
@@ -47,7 +67,12 @@ _ATTRIBUTES: Final = {
 
 def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObjectClient:
     """The client of the URI's bucket. UriError: an option that gcsfs or GCS does not know."""
-    return GcsObstoreClient(uri, parse_gcs_options(uri, options), options, times)
+    return GcsObstoreClient(uri, parse_gcs_options(uri, options), times)
+
+
+def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
+    """gcsfs, for what ``cannot`` names. UriError: an option that gcsfs or GCS does not know."""
+    return GcsfsLibrary(parse_gcs_options(uri, options), times)
 
 
 def cannot(options: Mapping[str, Any]) -> str | None:
@@ -71,16 +96,16 @@ def cannot(options: Mapping[str, Any]) -> str | None:
             "it asks for credentials whenever it writes, so not anonymously",
         ),
         (
-            not _simple(parsed.token) and not _has_google_auth(),
+            not _simple(parsed.token) and not _has("google.auth"),
             "these credentials need google-auth",
         ),
     )
     return next((reason for true, reason in reasons if true), None)
 
 
-def _has_google_auth() -> bool:
+def _has(module: str) -> bool:
     try:
-        return find_spec("google.auth") is not None
+        return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
 
@@ -132,7 +157,7 @@ def _nobody(endpoint: str) -> dict[str, Any]:
 
 
 def _login(options: GcsOptions) -> Login | None:
-    if options.token == "anon" or not _has_google_auth():  # noqa: S105 - not a secret
+    if options.token == "anon" or not _has("google.auth"):  # noqa: S105 - not a secret
         return None
     return Login(options.token, options.access)
 
@@ -163,18 +188,114 @@ def _flavour(options: GcsOptions) -> Flavour:
     )
 
 
+@dataclass(frozen=True)
+class GcsfsLibrary(BucketLibrary):
+    """Requests through gcsfs, which finds the credentials and retries. Holds credentials: never shown.
+
+    Each object is made by a request of our own, because gcsfs has no keyword for some settings.
+    """
+
+    options: GcsOptions = field(repr=False)
+    times: Times
+    name = "gcsfs"
+
+    @property
+    def endpoint(self) -> str:
+        return self.options.endpoint
+
+    def filesystem(self) -> Any:
+        """As ``BucketLibrary``. Not gcsfs' newer class, which asks another service what kind of bucket
+        it has, and waits a minute where nobody answers.
+        """
+        from aiohttp import ClientTimeout
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+
+        options, times = self.options, self.times
+        given = {
+            "project": options.project,
+            "access": options.access,
+            "endpoint_url": options.endpoint if options.is_custom else None,
+        }
+        return GCSFileSystem(
+            **{name: value for name, value in given.items() if value is not None},
+            token=usable(options.token),
+            requester_pays=options.requester_pays,
+            session_kwargs={"trust_env": True, **options.session_kwargs},
+            requests_timeout=ClientTimeout(
+                total=options.request_s, sock_connect=times.connect_s, sock_read=times.request_s
+            ),
+            skip_instance_cache=True,
+            use_listings_cache=False,
+        )
+
+    def put(self, fs: Any, path: str, data: bytes, condition: Condition) -> None:
+        line = f"--{secrets.token_hex(16)}"
+        head = (
+            f"{line}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
+            f"{json.dumps(self._resource(fs, path))}\r\n{line}\r\n"
+            f"Content-Type: {self.options.settings.content_type}\r\n\r\n"
+        )
+        fs.call(
+            "POST",
+            self._uploads(fs, path),
+            uploadType="multipart",
+            headers={"Content-Type": f'multipart/related; boundary="{line[2:]}"'},
+            data=b"".join((head.encode(), data, f"\r\n{line}--\r\n".encode())),
+            **self.options.settings.query(),
+            **_matching(condition),
+        )
+
+    def open_write(self, fs: Any, path: str, block_bytes: int) -> Any:
+        stream = fs.open(path, "wb", autocommit=False, block_size=block_bytes)
+
+        def begin() -> None:
+            headers, _ = fs.call(
+                "POST",
+                self._uploads(fs, path),
+                uploadType="resumable",
+                json=self._resource(fs, path),
+                headers={"X-Upload-Content-Type": self.options.settings.content_type},
+                **self.options.settings.query(),
+            )
+            stream.location = headers["Location"]
+
+        # gcsfs' own sends neither the ACL nor the storage class.
+        stream._initiate_upload = begin  # noqa: SLF001 - the hook of fsspec's buffered files
+        return stream
+
+    def etag(self, info: Mapping[str, Any]) -> str | None:
+        found = info.get("generation")
+        return None if found is None else str(found)
+
+    def _uploads(self, fs: Any, path: str) -> str:
+        return f"{self.options.endpoint}/upload/storage/v1/b/{quote(fs.split_path(path)[0])}/o"
+
+    def _resource(self, fs: Any, path: str) -> dict[str, Any]:
+        return {"name": fs.split_path(path)[1], **self.options.settings.resource()}
+
+
+def _matching(condition: Condition) -> dict[str, str]:
+    match condition:
+        case Always():
+            return {}
+        case IfAbsent():
+            return {"ifGenerationMatch": "0"}
+        case _:
+            return {"ifGenerationMatch": condition.etag}
+
+
 class GcsObstoreClient(ObstoreClient):
     """One bucket through obstore."""
 
-    def __init__(
-        self, uri: Uri, options: GcsOptions, given: Mapping[str, Any], times: Times
-    ) -> None:
-        self._uri = uri
-        self._given = dict(given)
+    def __init__(self, uri: Uri, options: GcsOptions, times: Times) -> None:
         self._login = _login(options)
-        self._slow_client: ObjectClient | None = None
+        self._library = GcsfsLibrary(options, times)
+        self._fs: tuple[int, Any] | None = None  # gcsfs, and the process that it belongs to
         make = _Make(options, uri.authority, self._login)
         super().__init__(uri, make, _flavour(options), options.endpoint, times)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_fs": None}
 
     def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
         # obstore's own condition is on the ETag, and equal bytes have equal ones: the generation that
@@ -207,27 +328,53 @@ class GcsObstoreClient(ObstoreClient):
             raise TransientError("get failed: the body ended too early", uri=asked.uri)
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
-        slow = self._slow()
-        return iter(()) if slow is None else slow.list_uploads(prefix)
+        asked = self._asked("list uploads", prefix)
+        query = {"uploads": "", "prefix": prefix, "max-uploads": "1000"}
+        while _has("gcsfs"):
+            headers, body = self._call(asked, "GET", self._url(""), query)
+            now = parsedate_to_datetime(headers["Date"]) if "Date" in headers else datetime.now(UTC)
+            page = ET.fromstring(body)  # noqa: S314 - from the server that has our data
+            for upload in page.iterfind("{*}Upload"):
+                age = now - datetime.fromisoformat(upload.findtext("{*}Initiated", ""))
+                key, name = (upload.findtext(f"{{*}}{tag}", "") for tag in ("Key", "UploadId"))
+                yield PendingUpload(key, name, max(age.total_seconds(), 0.0))
+            if page.findtext("{*}IsTruncated") != "true":
+                return
+            query["key-marker"] = page.findtext("{*}NextKeyMarker", "")
+            query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
 
     def abort_pending(self, upload: PendingUpload) -> None:
-        slow = self._slow()
-        if slow is not None:
-            slow.abort_pending(upload)
+        asked = self._asked("abort upload", upload.key, changes=True)
+        if not _has("gcsfs"):
+            return
+        with suppress(NotFoundError):  # completed, or aborted by another
+            self._call(asked, "DELETE", self._url(upload.key), {"uploadId": upload.upload_id})
 
-    def close(self) -> None:
-        super().close()
-        slow, self._slow_client = self._slow_client, None
-        if slow is not None:
-            slow.close()
+    def bucket_rules(self) -> BucketRules | None:
+        if not _has("gcsfs"):
+            return None
+        asked = self._asked("get bucket", "")
+        query = {"fields": "versioning,retentionPolicy,lifecycle"}
+        at = f"{self.endpoint}/storage/v1/b/{quote(self._root.authority)}"
+        return of_gcs(lambda: dict(json.loads(self._call(asked, "GET", at, query)[1])))
 
-    def _slow(self) -> ObjectClient | None:
-        """gcsfs' client of the same bucket: it knows what obstore does not."""
-        if self._slow_client is None and find_spec("gcsfs") is not None:
-            from ckptfs.storage.clients import gcs
+    def _url(self, key: str) -> str:
+        return f"{self.endpoint}/{quote(self._root.authority)}/{quote(key)}".rstrip("/")
 
-            self._slow_client = gcs.open_client(self._uri, self._given, self._times)
-        return self._slow_client
+    def _call(
+        self, asked: Asked, method: str, url: str, query: Mapping[str, str]
+    ) -> tuple[Mapping[str, str], bytes]:
+        """Headers and body of the answer to a request that obstore does not know, through gcsfs."""
+
+        def request() -> tuple[Mapping[str, str], bytes]:
+            with self._lock:
+                if self._fs is None or self._fs[0] != os.getpid():
+                    self._fs = (os.getpid(), self._library.filesystem())
+                fs = self._fs[1]
+            found: tuple[Mapping[str, str], bytes] = fs.call(method, url, **query)
+            return found
+
+        return self._say(asked, request)
 
     def _say(self, asked: Asked, request: Callable[[], T]) -> T:
         try:

@@ -43,6 +43,7 @@ def check_place(
     findings = list(judge_room(worlds, rooms, visit.mounts, settings.needs_bytes))
     if _is_bucket(visit):
         findings += _rules(visit)
+        findings += _data_path(visit)
     findings += judge_mount(worlds, visit.mounts)
     if not writable:
         why = "not tested: nothing could be written"
@@ -81,6 +82,20 @@ def _rules(visit: Visit) -> tuple[Finding, ...]:
     return visit.check(
         "versioning", Theme.RULES, lambda: look_at_rules(run) if rank == 0 else None, judge
     )
+
+
+def _data_path(visit: Visit) -> tuple[Finding, ...]:
+    """Which library carries the data, and why; nothing where there is no choice."""
+    run = visit.corner.run
+
+    def judge(_: Sequence[World], seen: Sequence[str]) -> tuple[Finding, ...]:
+        paths = list(dict.fromkeys(path for path in seen if path))
+        slow = any(not path.startswith("obstore") for path in paths)
+        meaning = "each file is written and read in one stream, not in parts" if slow else ""
+        text = "; ".join(paths)
+        return (Finding("data-path", Theme.SPEED, Verdict.OK, text, meaning),) if paths else ()
+
+    return visit.check("data-path", Theme.SPEED, lambda: getattr(run, "data_path", ""), judge)
 
 
 def _bandwidth(
