@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from ckptfs.errors import CredentialsError, TransientError
+from ckptfs.storage.clients.gcs_login import is_raw
 from ckptfs.storage.object_store import open_object_store
 from ckptfs.uri import Uri
 from tests.lab.gcs_server import GcsServer, Why, service_account
@@ -140,3 +141,12 @@ def test_the_token_server_is_away(private_key: str, tmp_path: Path) -> None:
         pytest.raises(TransientError, match="issues Google's tokens"),
     ):
         place.another(token=str(path)).put("run/k", b"x")
+
+
+def test_a_token_is_told_from_a_file(tmp_path: Path) -> None:
+    """Names, files, and what looks like one are no tokens."""
+    (tmp_path / "key").write_text("{}")
+    names: list[Any] = ["anon", "cache", "cloud", "google_default"]
+    for token in [*names, str(tmp_path / "key"), "~/k", "x.json", None, {}]:
+        assert not is_raw(token)
+    assert is_raw("ya29.token")

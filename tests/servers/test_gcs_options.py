@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+import gcsfs.core  # type: ignore[import-untyped]
 import pytest
 
 from ckptfs.errors import TransientError, UriError
@@ -212,6 +213,22 @@ def test_what_gcsfs_takes_for_its_caches_changes_nothing() -> None:
         "version_aware": True,
     }
     assert parse_gcs_options(URI, options) == parse_gcs_options(URI, {})
+
+
+def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer gcsfs has options that are not in our table: they reach it, and nobody else."""
+
+    class Newer(gcsfs.core.GCSFileSystem):  # type: ignore[misc]
+        def __init__(self, *, newer: object = None, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.newer = newer
+
+    monkeypatch.setattr(gcsfs.core, "GCSFileSystem", Newer)
+    options = {"newer": "s3cret", "endpoint_url": "http://localhost:1"}
+    assert obstore_gcs.cannot(options) == "newer is an option of gcsfs alone"
+    assert obstore_gcs.open_library(URI, options, Times()).filesystem().newer == "s3cret"
+    with pytest.raises(UriError, match="newest"):
+        obstore_gcs.open_library(URI, {"newest": 1}, Times())
 
 
 @pytest.mark.parametrize(

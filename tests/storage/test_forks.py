@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 
 from ckptfs.storage.clients.forks import ProcessLock
-from ckptfs.storage.clients.gcs_options import parse_gcs_options
-from ckptfs.storage.clients.gcs_wire import GcsWire
 from ckptfs.storage.clients.obstore_s3 import S3ObstoreClient
 from ckptfs.storage.clients.s3_options import parse_s3_options
 from ckptfs.storage.clients.s3_wire import S3Wire
@@ -73,15 +71,6 @@ def test_a_lock_of_one_process() -> None:
             pass
 
     assert child_ends(lock, use)
-
-
-@pytest.mark.parametrize("use", ["_opened", "close"])
-def test_gcs_in_a_child(use: str) -> None:
-    """A thread of the parent was looking for credentials: the child opens and closes its own."""
-    pytest.importorskip("gcsfs")
-    options = parse_gcs_options(Uri.parse("gs://bucket/run"), {"token": "anon"})
-    wire = GcsWire(options, Times())
-    assert child_ends(wire._lock, getattr(wire, use))
 
 
 S3 = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:1"}

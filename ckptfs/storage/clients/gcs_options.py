@@ -10,17 +10,18 @@
                                             kms_key_name                                as gcsfs' uploads
                                             storage_class predefined_acl                as the JSON API
 
-``Settings`` spells itself for the JSON API (a resource and a query) and for the XML API (headers).
-Nothing here talks to a server, and no value of an option is ever in an error's text. Over plain http
+An option that gcsfs knows and this table does not goes to gcsfs as it is (``others``). Nothing here talks to a server, and no value of an option is ever in an error's text. Over plain http
 credentials are sent only if they were given: those found on the machine never travel in the clear.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Final
 
 from fsspec.config import apply_config
@@ -38,21 +39,17 @@ _CLASSES: Final = (
     "STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE",
     "MULTI_REGIONAL", "REGIONAL", "DURABLE_REDUCED_AVAILABILITY",
 )  # fmt: skip
-# JSON's name: XML's name. cloud.google.com/storage/docs/access-control/lists#predefined-acl
-_ACLS: Final = {
-    "authenticatedRead": "authenticated-read",
-    "bucketOwnerFullControl": "bucket-owner-full-control",
-    "bucketOwnerRead": "bucket-owner-read",
-    "private": "private",
-    "projectPrivate": "project-private",
-    "publicRead": "public-read",
-}
-# gcsfs' name: JSON's, XML's. content_encoding is not among them: bytes are stored as they are.
+# cloud.google.com/storage/docs/access-control/lists#predefined-acl
+_ACLS: Final = (
+    "authenticatedRead", "bucketOwnerFullControl", "bucketOwnerRead",
+    "private", "projectPrivate", "publicRead",
+)  # fmt: skip
+# gcsfs' name: that of the JSON API. content_encoding is not among them: bytes are stored as they are.
 _FIXED: Final = {
-    "cache_control": ("cacheControl", "Cache-Control"),
-    "content_disposition": ("contentDisposition", "Content-Disposition"),
-    "content_language": ("contentLanguage", "Content-Language"),
-    "custom_time": ("customTime", "x-goog-custom-time"),
+    "cache_control": "cacheControl",
+    "content_disposition": "contentDisposition",
+    "content_language": "contentLanguage",
+    "custom_time": "customTime",
 }
 # gcsfs' own streams, caches and buckets, which ckptfs does not use: they change no byte, no header.
 _WITHOUT_EFFECT: Final = (
@@ -68,6 +65,8 @@ _WITHOUT_EFFECT: Final = (
     "max_paths",
     "skip_instance_cache",
     "batch_size",
+    "asynchronous",
+    "loop",
 )
 _KMS_KEY: Final = re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+")
 _META_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -81,7 +80,7 @@ _NO_COPIES: Final = {"cache_control": "no-store"}
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What every object is made with. fixed: gcsfs' names (cache_control, ...); acl: JSON's name."""
+    """What every object is made with. fixed: gcsfs' names (cache_control, ...); acl: that of the JSON API."""
 
     content_type: str = "application/octet-stream"
     metadata: Mapping[str, str] = field(default_factory=dict)
@@ -93,7 +92,7 @@ class Settings:
     def resource(self) -> dict[str, Any]:
         """As members of the JSON API's object resource."""
         found: dict[str, Any] = {"contentType": self.content_type}
-        found |= {_FIXED[name][0]: value for name, value in self.fixed.items()}
+        found |= {_FIXED[name]: value for name, value in self.fixed.items()}
         if self.metadata:
             found["metadata"] = dict(self.metadata)
         if self.storage_class:
@@ -105,26 +104,13 @@ class Settings:
         pairs = (("kmsKeyName", self.kms_key_name), ("predefinedAcl", self.acl))
         return {name: value for name, value in pairs if value}
 
-    def headers(self) -> dict[str, str]:
-        """All of it, as headers of the XML API."""
-        found = {"Content-Type": self.content_type}
-        found |= {_FIXED[name][1]: value for name, value in self.fixed.items()}
-        found |= {f"x-goog-meta-{name}": value for name, value in self.metadata.items()}
-        if self.storage_class:
-            found["x-goog-storage-class"] = self.storage_class
-        if self.kms_key_name:
-            found["x-goog-encryption-kms-key-name"] = self.kms_key_name
-        if self.acl:
-            found["x-goog-acl"] = _ACLS[self.acl]
-        return found
-
 
 @dataclass(frozen=True, slots=True)
 class GcsOptions:
     """Checked options. May hold credentials: never shown, pickled with the storage.
 
     endpoint: scheme://host[:port]; is_custom: not Google's own. request_s: the longest that a whole
-    request may take, None: only its silence is bounded.
+    request may take, None: only its silence is bounded. others: what gcsfs alone knows.
     """
 
     endpoint: str
@@ -136,6 +122,7 @@ class GcsOptions:
     session_kwargs: Mapping[str, Any] = field(default_factory=dict)
     request_s: float | None = None
     settings: Settings = Settings()
+    others: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"GcsOptions({self.endpoint})"
@@ -151,13 +138,7 @@ def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
         raise UriError("gs:// takes no credentials in the URI", uri=uri, hint="pass token=")
     given = dict(apply_config(_Gs, dict(options)))
     given = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(given) - set(_PARSERS) - set(_WITHOUT_EFFECT))
-    if unknown:
-        raise UriError(
-            f"gs:// knows no storage option {unknown[0]!r}",
-            uri=uri,
-            hint=f"it knows {', '.join([*_PARSERS, *_WITHOUT_EFFECT])}",
-        )
+    others = _others(uri, given)
     found = {
         name: parse(uri, name, given[name]) for name, parse in _PARSERS.items() if name in given
     }
@@ -174,8 +155,29 @@ def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
         is_custom=endpoint is not None,
         request_s=min(limits, default=None),
         settings=settings,
+        others=others,
         **found,
     )
+
+
+def _others(uri: Uri, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that only gcsfs knows. UriError: it does not know one either, or is not installed."""
+    unknown = sorted(set(given) - set(_PARSERS) - set(_WITHOUT_EFFECT))
+    if not unknown:
+        return {}
+    names: Collection[str] = ()
+    if find_spec("gcsfs") is not None:
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
+
+        names = inspect.signature(GCSFileSystem.__init__).parameters
+    for name in unknown:
+        if name not in names or name in ("self", "kwargs"):
+            raise UriError(
+                f"gs:// knows no storage option {name!r}",
+                uri=uri,
+                hint=f"it knows {', '.join([*_PARSERS, *_WITHOUT_EFFECT])}",
+            )
+    return {name: given[name] for name in unknown}
 
 
 def _from_environment(uri: Uri) -> str | None:

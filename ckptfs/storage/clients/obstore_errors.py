@@ -51,6 +51,7 @@ _SILENCES: Final = (
     ("InvalidContentType", Reason.NOT_TLS),
     ("InvalidMessage", Reason.NOT_TLS),
 )
+_NOBODY: Final = "<Details>Anonymous caller does not have"
 _METADATA: Final = ("http://169.254.", "http://[fd00:ec2")
 
 
@@ -94,9 +95,12 @@ def told(asked: Asked, error: BaseException) -> CkptfsError:
 def _said(status: int, text: str) -> Said:
     code = _XML.search(text) or _JSON.search(text)
     message, region = _MESSAGE.search(text), _REGION.search(text)
+    name = code[1] if code else ""
+    if _NOBODY in text:
+        name = "required"  # GCS answers as to somebody who lacks a permission
     return Said(
         status,
-        code[1] if code else "",
+        name,
         message[1] if message else "",
         region[1] if region else "",
     )

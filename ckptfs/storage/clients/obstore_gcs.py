@@ -32,6 +32,7 @@ from ckptfs.errors import (
     IntegrityError,
     NotFoundError,
     StaleError,
+    StorageError,
     TransientError,
     UnsupportedError,
     UriError,
@@ -46,16 +47,44 @@ from ckptfs.storage.clients.base import (
     PendingUpload,
 )
 from ckptfs.storage.clients.bucket_rules import BucketRules, of_gcs
-from ckptfs.storage.clients.failures import Asked
-from ckptfs.storage.clients.gcs_errors import GCS
+from ckptfs.storage.clients.failures import Asked, Dialect
 from ckptfs.storage.clients.gcs_login import Login, is_raw, usable
 from ckptfs.storage.clients.gcs_options import GcsOptions, parse_gcs_options
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
+from ckptfs.storage.clients.reasons import Reason
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
 __all__ = ["cannot", "open_client", "open_library"]
 
+_OVERWRITE = " (to replace an object, storage.objects.delete too)"
+_PART = "storage.multipartUploads.create and storage.objects.create on this prefix"
+
+GCS: Final = Dialect(
+    name="GCS",
+    permissions={
+        "get": "storage.objects.get on this prefix",
+        "head": "storage.objects.get on this prefix",
+        "put": f"storage.objects.create on this prefix{_OVERWRITE}",
+        "begin upload": _PART,
+        "put part": _PART,
+        "upload": _PART,
+        "complete upload": f"{_PART}{_OVERWRITE}",
+        "abort upload": "storage.multipartUploads.abort on this prefix",
+        "delete": "storage.objects.delete on this prefix",
+        "list": "storage.objects.list on the bucket",
+        "list uploads": "storage.multipartUploads.list on the bucket",
+        "get bucket": "storage.buckets.get on the bucket",
+    },
+    hints={
+        Reason.NO_CREDENTIALS: "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or the storage "
+        "option token=; token='anon' for a public bucket",
+        Reason.WRONG_CREDENTIALS: "the token is wrong or has expired: renew it, or use a key file or "
+        "the machine's service account, which renew themselves",
+        Reason.CERTIFICATE: "name the authority's file in SSL_CERT_FILE, or pass "
+        "session_kwargs={{'connector': ...}}",
+    },
+)
 T = TypeVar("T")
 _ANYWHERE: Final = Uri("gs", "bucket", "")
 _ATTRIBUTES: Final = {
@@ -89,6 +118,7 @@ def cannot(options: Mapping[str, Any]) -> str | None:
         (settings.acl, "predefined_acl needs a header that obstore does not send"),
         ("custom_time" in settings.fixed, "custom_time needs a header that obstore does not send"),
         (set(parsed.session_kwargs) - {"trust_env"}, "session_kwargs are for aiohttp"),
+        (parsed.others, f"{min(parsed.others, default='')} is an option of gcsfs alone"),
         (parsed.requester_pays is True and not parsed.project, "requester_pays needs the project"),
         (parsed.token == "cache", "token='cache' is gcsfs' own file"),  # noqa: S105
         (
@@ -226,6 +256,7 @@ class GcsfsLibrary(BucketLibrary):
             ),
             skip_instance_cache=True,
             use_listings_cache=False,
+            **options.others,
         )
 
     def put(self, fs: Any, path: str, data: bytes, condition: Condition) -> None:
@@ -387,7 +418,11 @@ class GcsObstoreClient(ObstoreClient):
                 error.hint or "obstore speaks the XML API, which emulators may lack: client='gcsfs'"
             )
             raise
-        except CredentialsError as error:
+        except StorageError as error:
+            if "requester pays" in error.message.lower():
+                error.hint = "pass requester_pays=True, or the project that pays"
+            if not isinstance(error, CredentialsError):
+                raise
             if self._login is None or not self._login.renew():
                 raise
             failure = error
