@@ -349,8 +349,12 @@ class FsspecStorage(Storage):
     def _remove_files(self, paths: Sequence[str]) -> None:
         fs = self._client.fs
         if self._client.is_bucket and len(paths) > 1 and not any(map(has_magic, paths)):
-            fs.rm(list(paths))  # few requests for many names
-            return
+            try:
+                fs.rm(list(paths))  # few requests for many names
+                return
+            except FileNotFoundError:
+                # Another remover was faster, with all of them or, in some libraries, with one.
+                _log.debug("removed by another: some below %s", self.root)
         for path in paths:
             self._client.remove(path)
 

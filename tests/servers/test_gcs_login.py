@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from ckptfs.errors import CredentialsError, TransientError
-from ckptfs.storage.clients.gcs_login import is_raw
+from ckptfs.storage.clients.gcs import is_raw
 from ckptfs.storage.object_store import open_object_store
 from ckptfs.uri import Uri
 from tests.lab.gcs_server import GcsServer, Why, service_account

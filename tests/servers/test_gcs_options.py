@@ -12,9 +12,9 @@ import gcsfs.core  # type: ignore[import-untyped]
 import pytest
 
 from ckptfs.errors import TransientError, UriError
-from ckptfs.storage.clients import obstore_gcs
+from ckptfs.storage.clients import gcs
 from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ObjectClient
-from ckptfs.storage.clients.gcs_options import parse_gcs_options
+from ckptfs.storage.clients.gcs import parse_gcs_options
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.object_store import open_object_store
 from ckptfs.storage.options import Times
@@ -116,7 +116,7 @@ def test_encryption_keys_and_acls_reach_every_object() -> None:
 def test_auto_takes_gcsfs_for_what_obstore_cannot(caplog: pytest.LogCaptureFixture) -> None:
     """client="auto" is obstore, and gcsfs for what obstore cannot express. The log says so, once."""
     with GcsServer(bucket="said-once") as server, caplog.at_level(logging.INFO):
-        assert type(open_on(server, "auto", COMMON)) is obstore_gcs.GcsObstoreClient
+        assert type(open_on(server, "auto", COMMON)) is gcs.GcsObstoreClient
         root = Uri.parse(f"gs://{server.bucket}/run")
         for name, value in MORE.items():
             options = server.options | {name: value}
@@ -159,13 +159,13 @@ CAN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CANNOT)
 def test_what_obstore_cannot(options: dict[str, Any]) -> None:
     """It says why."""
-    assert obstore_gcs.cannot(options)
+    assert gcs.cannot(options)
 
 
 @pytest.mark.parametrize("options", CAN)
 def test_what_obstore_can(options: dict[str, Any]) -> None:
     """Nothing else is refused; what nobody knows is told when the client is opened."""
-    assert obstore_gcs.cannot(options) is None
+    assert gcs.cannot(options) is None
 
 
 WRONG: list[dict[str, Any]] = [
@@ -192,7 +192,7 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("opened", [obstore_gcs.open_client, obstore_gcs.open_library])
+@pytest.mark.parametrize("opened", [gcs.open_client, gcs.open_library])
 @pytest.mark.parametrize("options", WRONG)
 def test_wrong_options_are_errors_at_once(opened: Any, options: dict[str, Any]) -> None:
     """UriError names the option and what it takes, never its value, before any request."""
@@ -225,10 +225,10 @@ def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gcsfs.core, "GCSFileSystem", Newer)
     options = {"newer": "s3cret", "endpoint_url": "http://localhost:1"}
-    assert obstore_gcs.cannot(options) == "newer is an option of gcsfs alone"
-    assert obstore_gcs.open_library(URI, options, Times()).filesystem().newer == "s3cret"
+    assert gcs.cannot(options) == "newer is an option of gcsfs alone"
+    assert gcs.open_library(URI, options, Times()).filesystem().newer == "s3cret"
     with pytest.raises(UriError, match="newest"):
-        obstore_gcs.open_library(URI, {"newest": 1}, Times())
+        gcs.open_library(URI, {"newest": 1}, Times())
 
 
 @pytest.mark.parametrize(

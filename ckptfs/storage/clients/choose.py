@@ -48,7 +48,7 @@ class _Libraries:
 
 _CLIENTS = "ckptfs.storage.clients"
 _S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", f"{_CLIENTS}.obstore_s3")
-_GCS = _Libraries("gcsfs", "gcs", None, f"{_CLIENTS}.obstore_gcs")
+_GCS = _Libraries("gcsfs", "gcs", None, f"{_CLIENTS}.gcs")
 _AZURE = _Libraries(
     "adlfs", "azure", f"{_CLIENTS}.azure", f"{_CLIENTS}.obstore_azure", prefers_usual=True
 )

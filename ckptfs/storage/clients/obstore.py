@@ -93,7 +93,8 @@ def unquoted(etag: str) -> Mapping[str, str]:
 class Flavour:
     """What differs between stores. attributes and tags go with every object; functions must pickle.
 
-    etag: from obstore's meta or put result; update: its mode for ``IfMatch``. singles: a store that
+    etag: from obstore's meta or put result; update: its mode for ``IfMatch``; pins_reads: that etag is
+    what obstore compares on a read, else it is compared when the answer comes. singles: a store that
     deletes without batches, where a server may not know them.
     """
 
@@ -104,6 +105,7 @@ class Flavour:
     tags: Mapping[str, str] = field(default_factory=dict)
     etag: Callable[[Mapping[str, Any]], str | None] = etag_of
     update: Callable[[str], Mapping[str, str]] = unquoted
+    pins_reads: bool = True
     singles: MakeStore | None = None
 
 
@@ -185,25 +187,27 @@ class ObstoreClient(ObjectClient):
         if not view:
             return
         asked = self._asked("get", key)
-        wanted: dict[str, Any] = {"range": (offset, offset + len(view))}
-        if etag is not None:
+        end = offset + len(view)
+        wanted: dict[str, Any] = {"range": (offset, end)}
+        if etag is not None and self._flavour.pins_reads:
             wanted["if_match"] = etag
 
-        def request() -> tuple[int, str | None]:
+        def request() -> int:
             found = _obstore().get(self._store(len(view)), key, options=wanted)
-            if next(iter(found.range)) != offset:
+            now = self._flavour.etag(found.meta)
+            if etag is not None and (now or etag).strip('"') != etag.strip('"'):
+                raise StaleError("get failed: the object was replaced meanwhile", uri=asked.uri)
+            first, last = found.range
+            if first != offset:
                 raise UnsupportedError(
                     "get failed: the server does not answer ranges", uri=asked.uri
                 )
-            return _poured(found, view), self._flavour.etag(found.meta)
+            return _poured(found, view) if last >= end else 0
 
-        filled, now = self._say(asked, request)
-        if filled < len(view):
+        if self._say(asked, request) < len(view):
             raise IntegrityError(
                 "get failed: the object ends before the bytes that were asked for", uri=asked.uri
             )
-        if etag is not None and (now or etag).strip('"') != etag.strip('"'):
-            raise StaleError("get failed: the object was replaced meanwhile", uri=asked.uri)
 
     # -- names -------------------------------------------------------------------------
 
