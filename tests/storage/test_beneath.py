@@ -15,8 +15,8 @@ import pytest
 
 from ckptfs.errors import StorageError, SymlinkError
 from ckptfs.storage.local import LocalStorage, posix
-from ckptfs.storage.local.files import kept_name
-from ckptfs.storage.local.posix import beneath, holder_of, without_mark
+from ckptfs.storage.local.files import resumable_name
+from ckptfs.storage.local.posix import beneath, parent_of, without_mark
 from ckptfs.uri import Uri
 
 Change = Callable[[LocalStorage], object]
@@ -208,7 +208,7 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(
 ) -> None:
     """A new file under the name of a link takes its place, one that others may go on with is refused."""
     target = tmp_path / "victim/f"
-    for name in ("f", os.path.basename(kept_name("/g"))):
+    for name in ("f", os.path.basename(resumable_name("/g"))):
         path = tmp_path / "root/a/b" / name
         path.unlink(missing_ok=True)
         path.symlink_to(target)
@@ -247,10 +247,10 @@ def test_a_stale_directory_is_looked_up_again(tmp_path: Path) -> None:
 
         return call
 
-    assert posix._in_holder(path, stale_until(2)) == "f"
+    assert posix._with_parent(path, stale_until(2)) == "f"
     seen.clear()
     with pytest.raises(OSError, match="stale"):
-        posix._in_holder(path, stale_until(3))
+        posix._with_parent(path, stale_until(3))
     assert len(seen) == 2
 
 
@@ -259,7 +259,7 @@ def test_a_marked_path_is_the_path_of_the_same_file(tmp_path: Path) -> None:
     path = beneath(str(tmp_path), "a/b")
     os.makedirs(path)
     assert without_mark(path) == str(tmp_path / "a/b")
-    assert holder_of(path) == beneath(str(tmp_path), "a")
-    assert holder_of(holder_of(path)) == str(tmp_path)
-    assert holder_of(beneath("/", "a")) == "/"
+    assert parent_of(path) == beneath(str(tmp_path), "a")
+    assert parent_of(parent_of(path)) == str(tmp_path)
+    assert parent_of(beneath("/", "a")) == "/"
     assert os.path.samefile(path, tmp_path / "a/b")

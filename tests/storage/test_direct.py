@@ -274,7 +274,7 @@ def test_which_places_are_written_direct(
     told: DirectAlignment | None, fs_type: int | None, tries: bool, takes: bool
 ) -> None:
     """What the kernel tells decides; where it tells nothing, the kind of filesystem or the caller."""
-    assert takes_direct(told, fs_type, tries=tries) is takes
+    assert takes_direct(told, fs_type, try_unreported=tries) is takes
 
 
 def test_a_mount_without_renames_takes_streams_only(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.local.files import OverWriter, WriteMethod, method_of
+from ckptfs.storage.local.files import ReplacingWriter, WriteMethod, method_of
 from ckptfs.storage.local.posix import Posix
 from ckptfs.uri import Uri
 
@@ -169,7 +169,7 @@ def test_what_comes_to_stand_there_meanwhile_is_not_replaced(tmp_path: Path) -> 
     path = tmp_path / "file"
     path.write_bytes(b"old")
     writer = LocalStorage(Uri.parse(tmp_path)).open_over("file")
-    assert isinstance(writer, OverWriter)
+    assert isinstance(writer, ReplacingWriter)
     writer.write(b"new")
     path.unlink()
     os.mkfifo(path)

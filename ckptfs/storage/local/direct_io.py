@@ -37,25 +37,46 @@ from ckptfs.storage.local.posix import DirectAlignment, Posix, core_count
 from ckptfs.storage.os_errors import translated
 from ckptfs.uri import Uri
 
-__all__ = ["DIRECT_FROM_BYTES", "Buffer", "Staging", "WindowedFile", "staging", "takes_direct"]
+__all__ = [
+    "DIRECT_FROM_BYTES",
+    "BufferPool",
+    "PooledBuffer",
+    "WindowedFile",
+    "buffer_pool",
+    "takes_direct",
+]
 
 log = logging.getLogger(__name__)
 
-DIRECT_FROM_BYTES = 8 << 20  # smaller files are written before a disk has begun
+DIRECT_FROM_BYTES = 8 << 20  # smaller files are written faster through the page cache
 _WINDOW_BYTES = 8 << 20
-_DIRECT_THREADS = 2  # one copies while the other's window is on its way; more gain nothing
-_BUFFERED_THREADS = 4  # the kernel copies: as many as there are cores, up to here
+_DIRECT_THREADS = 2  # one copies while the other's window is written; more do not help
+_BUFFERED_THREADS = 4  # the kernel copies: one per core, at most so many
 _VIEWS = 1024  # IOV_MAX
-_INTERRUPTIONS = 100
+_MAX_INTERRUPTIONS = 100
 _EXT4, _XFS = 0xEF53, 0x58465342
-_TRIED = frozenset({_EXT4, _XFS})  # these take direct writes; before Linux 6.1 no kernel says so
-_REFUSED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EFAULT})
+_UNREPORTED_DIRECT = frozenset(
+    {_EXT4, _XFS}
+)  # support direct writes; before Linux 6.1 no kernel reports it
+_DIRECT_REFUSED = frozenset(
+    {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOTTY, errno.EFAULT}
+)
 _NO_ALLOCATION = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class WindowedFile(PartialFile, ParallelWriter):
-    """See ``ParallelWriter``. wanted: DIRECT and BUFFERED are the caller's word; None: what pays here."""
+    """A new file, written in windows. See ``ParallelWriter``.
+
+    Args:
+        posix: The system calls.
+        uri: Names the file in errors.
+        partial: Its path until it is published.
+        publish: Renames the partial file to its key.
+        size_bytes: The exact size of the file.
+        wanted: DIRECT or BUFFERED if the caller insists; None to choose by size and filesystem.
+        direct_from_bytes: Without ``wanted``, the smallest file that is written directly.
+    """
 
     def __init__(
         self,
@@ -80,7 +101,7 @@ class WindowedFile(PartialFile, ParallelWriter):
         try:
             if wanted is Engine.DIRECT or (wanted is None and size_bytes >= direct_from_bytes):
                 with translated(uri, "write"):
-                    self._begin_direct(tries=wanted is Engine.DIRECT)
+                    self._open_direct(try_unreported=wanted is Engine.DIRECT)
         except BaseException:
             self.abort()
             raise
@@ -104,36 +125,38 @@ class WindowedFile(PartialFile, ParallelWriter):
                 if self._is_direct:
                     size = self._write_staged(fd, offset, views)
                 else:
-                    held = list(views)
-                    size = sum(map(len, held))
-                    self._write_all(fd, offset, held)
+                    buffers = list(views)
+                    size = sum(map(len, buffers))
+                    self._write_all(fd, offset, buffers)
             with self._lock:
                 self._written_bytes += size
         except BaseException:
-            # What is missing now must never be published, whatever the other threads still write.
+            # The file is incomplete now and must never be published, whatever the other threads still write.
             with self._lock:
                 if self._state is FileState.OPEN:
                     self._state = FileState.BROKEN
             raise
         finally:
-            self._leave()
+            self._write_ended()
 
-    def _leave(self) -> None:
-        """A write has returned. The last one of an aborted file closes it."""
+    def _write_ended(self) -> None:
+        """Count a write that returned. The last write of an aborted file closes its descriptors."""
         with self._lock:
             self._in_flight -= 1
             if self._in_flight or self._state is not FileState.ABORTED:
                 return
-            left = [self._direct_fd, self._fd]
+            open_fds = [self._direct_fd, self._fd]
             self._direct_fd = self._fd = None
-        for fd in left:
-            self._let_go(fd)
+        for fd in open_fds:
+            self._close_quietly(fd)
 
     # -- past the page cache ---------------------------------------------------------------
 
-    def _begin_direct(self, *, tries: bool) -> None:
+    def _open_direct(self, *, try_unreported: bool) -> None:
         fd = self._open_fd()
-        if not takes_direct(self._posix.direct_alignment(fd), self._posix.fs_type(fd), tries=tries):
+        if not takes_direct(
+            self._posix.direct_alignment(fd), self._posix.fs_type(fd), try_unreported=try_unreported
+        ):
             return
         try:
             flags = os.O_WRONLY | os.O_CLOEXEC | _DIRECT
@@ -146,10 +169,12 @@ class WindowedFile(PartialFile, ParallelWriter):
         self._is_direct = True
 
     def _allocate(self, fd: int) -> None:
-        for remaining in reversed(range(_INTERRUPTIONS)):
+        for remaining in reversed(range(_MAX_INTERRUPTIONS)):
             try:
                 self._posix.allocate(fd, self._size_bytes)
-            except InterruptedError:  # Python calls its own functions again, not the C library's
+            except (
+                InterruptedError
+            ):  # Python repeats its own system calls, but not those of the C library
                 if not remaining:
                     raise
             except OSError as error:
@@ -160,27 +185,32 @@ class WindowedFile(PartialFile, ParallelWriter):
                 return
 
     def _write_staged(self, fd: int, offset: int, views: Iterable[memoryview]) -> int:
-        """Copy one window into a buffer and write that; how many bytes it had."""
-        with staging().buffer(self.window_bytes) as buffer:
+        """Copy one window into an aligned buffer and write it. Returns the window's size in bytes."""
+        with buffer_pool().buffer(self.window_bytes) as buffer:
             size = 0
             for view in views:
                 end = size + len(view)
                 buffer[size:end] = view
                 size = end
-            whole = size - size % mmap.PAGESIZE
-            done = self._write_direct(offset, buffer[:whole])
+            aligned = size - size % mmap.PAGESIZE
+            done = self._write_direct(offset, buffer[:aligned])
             if done < size:
                 self._write_all(fd, offset + done, [buffer[done:size]])
         return size
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """How many bytes of these are written: whole pages. Fewer where direct writes are refused."""
+        """Write whole pages directly.
+
+        Returns:
+            How many bytes were written: a multiple of the page size, fewer than all where the filesystem
+            refuses direct writes.
+        """
         done = 0
         while done < len(data) and self._is_direct and self._direct_fd is not None:
             try:
                 count = self._posix.pwritev(self._direct_fd, [data[done:]], offset + done)
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno not in _DIRECT_REFUSED:
                     raise
                 log.debug("%s: no more direct writes: %s", self._uri, error)
                 self._is_direct = False
@@ -189,8 +219,8 @@ class WindowedFile(PartialFile, ParallelWriter):
                 raise OSError(errno.EIO, "write made no progress")
             done += count
             if count % mmap.PAGESIZE:
-                break  # the rest does not begin where a direct write may: it goes the other way
-        # A page that is half direct and half cached could be written back with its old first half.
+                break  # the rest is not aligned: it is written through the page cache
+        # The kernel could write back a page that is half direct and half cached with its old first half.
         done -= done % mmap.PAGESIZE
         with self._lock:
             self._direct_bytes += done
@@ -199,7 +229,7 @@ class WindowedFile(PartialFile, ParallelWriter):
     # -- through the page cache --------------------------------------------------------------
 
     def _write_all(self, fd: int, offset: int, views: list[memoryview]) -> None:
-        """Write every byte, however short the kernel's answers are."""
+        """Write every byte of ``views``, also where a system call writes only some of them."""
         views = [view for view in views if len(view)]
         start, first = offset, 0
         while first < len(views):
@@ -212,10 +242,10 @@ class WindowedFile(PartialFile, ParallelWriter):
             if sent == ends[-1]:
                 first += len(batch)
                 continue
-            whole = sum(1 for end in ends if end <= sent)
-            begun = sent - (ends[whole - 1] if whole else 0)
-            first += whole
-            views[first] = views[first][begun:]
+            complete = sum(1 for end in ends if end <= sent)
+            rest = sent - (ends[complete - 1] if complete else 0)
+            first += complete
+            views[first] = views[first][rest:]
         if offset > start:
             self._posix.write_behind(fd, start, offset - start)
 
@@ -233,8 +263,8 @@ class WindowedFile(PartialFile, ParallelWriter):
     def abort(self) -> None:
         with self._lock:
             is_over = self._state in (FileState.PUBLISHED, FileState.ABORTED)
-            # Closed under a thread that writes, its next write would go into whatever file is given the
-            # same descriptor: the last of them closes it.
+            # If we closed the descriptor under a thread that writes, its next write would go into whatever
+            # file gets the same descriptor. The last writing thread closes it instead.
             is_busy = self._in_flight > 0
             if is_busy and not is_over:
                 self._state = FileState.ABORTED
@@ -244,82 +274,94 @@ class WindowedFile(PartialFile, ParallelWriter):
             self._discard()
             return
         direct, self._direct_fd = self._direct_fd, None
-        self._let_go(direct)
+        self._close_quietly(direct)
         super().abort()
 
 
-def takes_direct(told: DirectAlignment | None, fs_type: int | None, *, tries: bool) -> bool:
-    """Whether a file is worth opening for direct writes in windows that begin at whole pages.
+def takes_direct(
+    alignment: DirectAlignment | None, fs_type: int | None, *, try_unreported: bool
+) -> bool:
+    """Whether to open a file for direct I/O in windows that begin at whole pages. Pure.
 
-    tries: the caller asked for it, so that what nobody knows is tried.
+    Args:
+        alignment: What the kernel requires; None if it does not say.
+        fs_type: The magic number of the filesystem; None if unknown.
+        try_unreported: Whether to try where neither kernel nor filesystem says that it works, because the
+            caller asked for direct I/O.
     """
     if not _DIRECT:
         return False
-    if told is None:
-        return tries or fs_type in _TRIED
-    return 0 < told.offset_bytes <= mmap.PAGESIZE and 0 < told.memory_bytes <= mmap.PAGESIZE
+    if alignment is None:
+        return try_unreported or fs_type in _UNREPORTED_DIRECT
+    return (
+        0 < alignment.offset_bytes <= mmap.PAGESIZE and 0 < alignment.memory_bytes <= mmap.PAGESIZE
+    )
 
 
 # -- aligned buffers ---------------------------------------------------------------------
 
-_KEPT_BUFFERS = 8
+_MAX_POOLED = 8
 _HUGE_BYTES = 2 << 20
-# Or buffers of nearly the same size would push each other out.
-_LEAST_BYTES = (8 << 20) + (64 << 10)
+# A common minimum, or buffers of nearly the same size would displace each other.
+_MIN_BUFFER_BYTES = (8 << 20) + (64 << 10)
 
 
-class Staging:
-    """Buffers that are kept, touched, from window to window and from file to file. Any thread."""
+class BufferPool:
+    """Touched buffers, kept from window to window and from file to file. Safe from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[memoryview] = []
+        self._free: list[memoryview] = []
 
-    def buffer(self, size_bytes: int) -> Buffer:
-        """One for the time of a with statement."""
-        return Buffer(self, size_bytes)
+    def buffer(self, size_bytes: int) -> PooledBuffer:
+        """Borrow a buffer of at least ``size_bytes``, on whole pages, for a ``with`` block."""
+        return PooledBuffer(self, size_bytes)
 
-    def take(self, size_bytes: int) -> memoryview:
-        """A buffer of at least that size, on whole pages."""
+    def acquire(self, size_bytes: int) -> memoryview:
+        """Take a buffer of at least ``size_bytes``, on whole pages, out of the pool, or make one."""
         with self._lock:
-            for index, kept in enumerate(self._kept):
-                if len(kept) >= size_bytes:
-                    return self._kept.pop(index)
-        return _aligned(max(size_bytes, _LEAST_BYTES))
+            for index, free in enumerate(self._free):
+                if len(free) >= size_bytes:
+                    return self._free.pop(index)
+        return _aligned(max(size_bytes, _MIN_BUFFER_BYTES))
 
-    def give(self, buffer: memoryview) -> None:
-        """Nobody uses it any more."""
+    def release(self, buffer: memoryview) -> None:
+        """Return a buffer to the pool; nothing may use it any more."""
         with self._lock:
-            if len(self._kept) < _KEPT_BUFFERS:
-                self._kept.append(buffer)
+            if len(self._free) < _MAX_POOLED:
+                self._free.append(buffer)
 
 
-class Buffer:
+class PooledBuffer:
     """A borrowed buffer."""
 
-    def __init__(self, staging: Staging, size_bytes: int) -> None:
-        self._staging, self._size_bytes = staging, size_bytes
+    def __init__(self, pool: BufferPool, size_bytes: int) -> None:
+        self._pool, self._size_bytes = pool, size_bytes
 
     def __enter__(self) -> memoryview:
-        self._taken = self._staging.take(self._size_bytes)
-        return self._taken
+        self._buffer = self._pool.acquire(self._size_bytes)
+        return self._buffer
 
     def __exit__(self, *exc: object) -> None:
-        self._staging.give(self._taken)
+        self._pool.release(self._buffer)
 
 
 @functools.cache
-def staging() -> Staging:
-    """This process's. A fork's child has its own: another thread may hold the lock of this one."""
-    return Staging()
+def buffer_pool() -> BufferPool:
+    """The pool of this process.
+
+    A forked child makes its own: in the parent another thread may have held the lock at the fork.
+    """
+    return BufferPool()
 
 
-os.register_at_fork(after_in_child=staging.cache_clear)
+os.register_at_fork(after_in_child=buffer_pool.cache_clear)
 
 
 def _aligned(size_bytes: int) -> memoryview:
-    """Fresh memory that begins at a huge page, of huge pages where there are any: a direct write of
-    a window pins each of its pages.
+    """Allocate memory that begins at a huge page, and consists of huge pages where there are any.
+
+    A direct write of a window pins each of its pages.
     """
     memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -328,6 +370,8 @@ def _aligned(size_bytes: int) -> memoryview:
         except OSError as error:
             log.debug("no huge pages: %s", error)
     if hasattr(mmap, "MADV_DONTFORK"):
-        memory.madvise(mmap.MADV_DONTFORK)  # open(2): no fork beside direct I/O from private pages
+        memory.madvise(
+            mmap.MADV_DONTFORK
+        )  # open(2): no direct I/O from private memory that a fork shares
     start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_BYTES
     return memoryview(memory)[start : start + size_bytes]

@@ -1,14 +1,14 @@
-"""Names on a POSIX filesystem: make, make durable, look afresh, remove; without asking first.
+"""Directories of a POSIX filesystem: make, make durable, refresh, remove.
 
-    make_dirs        mkdir, upwards where the parent is missing, EEXIST is success; then fsync of
-                     every directory that holds a name on the way
-    sync_dir         fsync of a directory: its names survive a power cut
-    refresh_dir      open + fstat: an NFS client asks the server again
-    unlink_if_there  absent is success
-    remove_tree      never follows a link, leaves what NFS keeps
+    make_dirs          mkdir, parents first where they are missing, EEXIST is success; then fsync of
+                       every directory on the path
+    sync_dir           fsync of a directory: its names survive a power cut
+    refresh_dir        open + fstat, which makes an NFS client ask the server again
+    unlink_if_present  absent is success
+    remove_tree        never follows a link, leaves the files that NFS keeps
 
-``exists`` and ``is_dir`` are not asked anywhere: a network client may answer them from its cache,
-while the operation itself is always answered by the server.
+Nothing here checks for existence first: a network client may answer such a check from its cache, while the
+server answers the operation itself.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import contextlib
 import errno
 import os
 
-from ckptfs.storage.local.posix import Posix, holder_of
+from ckptfs.storage.local.posix import Posix, parent_of
 
-__all__ = ["make_dirs", "refresh_dir", "remove_tree", "sync_dir", "unlink_if_there"]
+__all__ = ["make_dirs", "refresh_dir", "remove_tree", "sync_dir", "unlink_if_present"]
 
-_LOOK = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_OURS = _LOOK | os.O_NOFOLLOW
-_NO_SUCH = (FileNotFoundError, NotADirectoryError)
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_OPEN_NO_LINK = _OPEN_DIRECTORY | os.O_NOFOLLOW
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 _NOT_A_DIRECTORY = frozenset({errno.ENOTDIR, errno.ELOOP})
 _NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-_ROUNDS = 3
+_TRIES = 3
 
 
-def unlink_if_there(posix: Posix, path: str) -> None:
-    """Unlink a file; absent is success."""
+def unlink_if_present(posix: Posix, path: str) -> None:
+    """Unlink a file. An absent file is success."""
     try:
         posix.unlink(path)
-    except _NO_SUCH:
+    except _ABSENT:
         return
 
 
 def sync_dir(posix: Posix, path: str) -> bool:
-    """Fsync a directory. False where directories cannot be synced (some FUSE and SMB mounts)."""
-    fd = posix.open(path, _LOOK)
+    """Fsync a directory. Returns False where directories cannot be synced (some FUSE and SMB mounts)."""
+    fd = posix.open(path, _OPEN_DIRECTORY)
     try:
         posix.fsync(fd)
     except OSError as error:
@@ -53,36 +53,37 @@ def sync_dir(posix: Posix, path: str) -> bool:
 
 
 def make_dirs(posix: Posix, path: str, root: str) -> None:
-    """Make ``path`` and its missing ancestors; the names from ``root`` down to ``path`` are durable.
+    """Make ``path`` and its missing ancestors. The names from ``root`` down to ``path`` are durable then.
 
-    Also those that stood already: whoever made them may not have come to the fsync, and bytes
-    acknowledged below a name that vanishes are lost.
+    Directories that existed are synced, too: their maker may not have come to its own fsync, and bytes that
+    were acknowledged below a name that vanishes are lost.
     """
     made = _make(posix, path)
     below = path
     while below != root:
-        below = holder_of(below)
+        below = parent_of(below)
         sync_dir(posix, below)
     for name in made:
         if name != root and not name.startswith(f"{root}/"):
-            sync_dir(posix, holder_of(name))
+            sync_dir(posix, parent_of(name))
     try:
         sync_dir(posix, os.path.dirname(root))
     except PermissionError:
-        # A parent that we may pass but not read (/home, say): if we had made the root in it, we
-        # could write to it; then an unreadable parent is a mode that somebody chose.
+        # We may pass through this parent but not read it, as with /home. That is an error only if we
+        # made the root in it: then we can write to it, and it is unreadable because of a mode that
+        # somebody chose.
         if root in made:
             raise
 
 
 def _make(posix: Posix, path: str) -> list[str]:
-    """Returns what was made here, topmost first."""
+    """Make ``path`` and its ancestors. Returns the directories that this call made, topmost first."""
     try:
         posix.mkdir(path)
     except FileExistsError:
         return []
     except FileNotFoundError:
-        parent = holder_of(path)
+        parent = parent_of(path)
         if parent == path:
             raise
     else:
@@ -91,20 +92,20 @@ def _make(posix: Posix, path: str) -> list[str]:
     try:
         posix.mkdir(path)
     except FileExistsError:
-        return made  # somebody made it meanwhile: success
+        return made  # another process made it meanwhile: success
     return [*made, path]
 
 
 def refresh_dir(posix: Posix, path: str, root: str) -> None:
-    """Open a directory and fstat it; where it is absent, the nearest one above.
+    """Open a directory and fstat it; where it is absent, refresh its parent and try again.
 
-    An absence may be cached too, and only a look at the holder of the name drops it: so the
-    holder is refreshed, and the name asked for again. Above ``root`` as well, because a whole run
-    that was not there is absent in the cache of its parent; but what lies there need not be readable.
+    An NFS client caches an absence, too, and drops it only when the parent directory is refreshed. That holds
+    above ``root`` as well, because the cache of its parent may hold the absence of the whole run; but the
+    directories above need not be readable.
     """
     if _look(posix, path):
         return
-    parent = holder_of(path)
+    parent = parent_of(path)
     if parent == path:
         return
     if path == root or not path.startswith(f"{root}/"):
@@ -117,12 +118,13 @@ def refresh_dir(posix: Posix, path: str, root: str) -> None:
 
 def _look(posix: Posix, path: str) -> bool:
     try:
-        fd = posix.open(path, _LOOK)
+        fd = posix.open(path, _OPEN_DIRECTORY)
     except PermissionError:
-        # It may be passed through and not be listed (0711). What is in it tells who is refused.
+        # The directory may be passed through but not listed (0711). An access to its contents shows who is
+        # refused.
         return True
     except OSError as error:
-        if isinstance(error, _NO_SUCH) or error.errno == errno.ESTALE:
+        if isinstance(error, _ABSENT) or error.errno == errno.ESTALE:
             return False
         raise
     try:
@@ -137,18 +139,24 @@ def _look(posix: Posix, path: str) -> bool:
 
 
 def remove_tree(posix: Posix, path: str) -> list[str]:
-    """Remove ``path`` and all below it; returns what NFS keeps (``.nfsXXXX``, open on this node).
+    """Remove ``path`` and everything below it.
 
-    Every name is resolved against an open directory, so that nobody can swap a component for a
-    link between the look and the unlink: a link is unlinked, what it points to stays. Absent is
-    success everywhere, because another remover may be at work. OSError as the kernel gave it.
+    Every name is resolved against an open directory, so that nobody can replace a component by a
+    link between the look and the unlink. A link is unlinked, its target stays. Absent is success
+    everywhere, because another process may be removing the same tree.
+
+    Returns:
+        The names of files that NFS keeps (``.nfsXXXX``) because they are open on this node.
+
+    Raises:
+        OSError: As the kernel reports it.
     """
     return _remove(posix, path, None)
 
 
 def _remove(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
     try:
-        fd = posix.open(name, _OURS, dir_fd=dir_fd)
+        fd = posix.open(name, _OPEN_NO_LINK, dir_fd=dir_fd)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -156,7 +164,7 @@ def _remove(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
             return _unlink(posix, name, dir_fd)
         raise
     try:
-        for remaining in reversed(range(_ROUNDS)):
+        for remaining in reversed(range(_TRIES)):
             left = _empty(posix, fd)
             try:
                 posix.rmdir(name, dir_fd=dir_fd)
@@ -165,9 +173,9 @@ def _remove(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
             except OSError as error:
                 if error.errno not in _NOT_EMPTY:
                     raise
-                # A file that an unlink turned into .nfsXXXX shows up at the next look only.
+                # A file that an unlink turned into .nfsXXXX appears in the next listing only.
                 if left or not remaining:
-                    return _only_silly(left, error)
+                    return _check_nfs_leftovers(left, error)
             else:
                 return []
         raise AssertionError("unreachable")
@@ -186,7 +194,7 @@ def _empty(posix: Posix, fd: int) -> list[str]:
 def _unlink(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
     try:
         posix.unlink(name, dir_fd=dir_fd)
-    except _NO_SUCH:
+    except _ABSENT:
         return []
     except OSError as error:
         if error.errno == errno.EBUSY and name.startswith(".nfs"):
@@ -195,7 +203,7 @@ def _unlink(posix: Posix, name: str, dir_fd: int | None) -> list[str]:
     return []
 
 
-def _only_silly(left: list[str], error: OSError) -> list[str]:
+def _check_nfs_leftovers(left: list[str], error: OSError) -> list[str]:
     if not left:
-        raise error  # somebody keeps making new names in there
+        raise error  # another process keeps making new names in the directory
     return left

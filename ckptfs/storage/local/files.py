@@ -4,17 +4,17 @@
     write_whole       O_EXCL, write all, fsync, close
     LocalWriter       .partial-*, fsync, publish(name)        in order; WindowedFile (direct_io.py)
                                                               is written by several threads
-    KeptFile          .partial-kept-<name>, which the next process continues
-    OverWriter        a path that a person named, as ``open(path, "wb")`` would treat it
+    ResumableFile          .partial-kept-<name>, which the next process continues
+    ReplacingWriter        a path that a person named, as ``open(path, "wb")`` would treat it
 
 Large buffers go to the kernel as they are, without a copy; small ones are gathered to 1 MiB first.
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
 
-One process at a time writes a KeptFile: it holds a lock (flock), and the lock ends with its process, SIGKILL
+One process at a time writes a ResumableFile: it holds a lock (flock), and the lock ends with its process, SIGKILL
 included. On a filesystem without locks two processes may write it. They write the same bytes to the same
 places, and neither truncates the file before the end, so neither makes a hole in what the other has written.
 
-What an OverWriter does depends on what stands at the path:
+What a ReplacingWriter does depends on what exists at the path:
 
     nothing, a regular file    a partial file beside it is renamed over it when it is closed
     a link                     the same, at the link's target; the link stays
@@ -49,20 +49,20 @@ __all__ = [
     "NEW",
     "FileState",
     "InPlaceWriter",
-    "KeptFile",
     "LocalWriter",
-    "OverWriter",
     "PartialFile",
+    "ReplacingWriter",
+    "ResumableFile",
     "WriteMethod",
     "WriteTarget",
+    "find_target",
     "is_partial_name",
-    "kept_name",
-    "look_at_target",
+    "may_exist",
     "method_of",
     "open_regular",
     "partial_name",
     "read_whole",
-    "stands",
+    "resumable_name",
     "unlink_quietly",
     "write_all",
     "write_whole",
@@ -71,16 +71,20 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are gathered up to here
-BEHIND_BYTES = 8 << 20  # 8 MiB: so much is handed to the disk while the next is copied
-CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
+GATHER_BYTES = 1 << 20  # 1 MiB: smaller writes are collected up to this size
+WRITE_BEHIND_BYTES = 8 << 20  # 8 MiB are handed to the disk while the next 8 MiB are copied
+CALL_BYTES = 64 << 20  # 64 MiB per system call: Ctrl-C takes effect between two calls
 
 READ = os.O_RDONLY | os.O_CLOEXEC
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 def write_all(posix: Posix, fd: int, data: memoryview) -> None:
-    """Write every byte, however short the kernel's answers are."""
+    """Write every byte of ``data``, also where a system call writes only some of them.
+
+    Raises:
+        OSError: As the kernel reports it; EIO if a write makes no progress.
+    """
     sent = 0
     while sent < len(data):
         count = posix.write(fd, data[sent : sent + CALL_BYTES])
@@ -90,8 +94,13 @@ def write_all(posix: Posix, fd: int, data: memoryview) -> None:
 
 
 def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -> None:
-    """A new file with these bytes, fsynced; its name is not. After an error, Ctrl-C included, the
-    caller removes it.
+    """Make a new file with these bytes.
+
+    The bytes are fsynced (unless ``durable`` is false), the file's name is not. After an error, Ctrl-C
+    included, the file may exist: the caller removes it.
+
+    Raises:
+        OSError: As the kernel reports it; FileExistsError if ``path`` exists.
     """
     fd = posix.open(path, NEW)
     try:
@@ -103,28 +112,46 @@ def write_whole(posix: Posix, path: str, data: bytes, *, durable: bool = True) -
 
 
 def open_regular(posix: Posix, path: str, uri: Uri, flags: int = 0) -> tuple[int, os.stat_result]:
-    """A regular file to read from, and what it is. StorageError of anything else, at once: a FIFO is
-    opened without waiting for its writer, and of a device nothing is read. OSError as the kernel gave it.
+    """Open a regular file for reading.
+
+    A FIFO is opened without waiting for a writer, and nothing is read from a device: both are refused at
+    once.
+
+    Args:
+        posix: The system calls.
+        path: The file.
+        uri: Names the file in errors.
+        flags: Further flags of open(2), such as O_NOFOLLOW.
+
+    Returns:
+        A file descriptor that the caller closes, and the file's stat.
+
+    Raises:
+        StorageError: The path is not a regular file.
+        OSError: As the kernel reports it.
     """
-    fd = _opened(posix, path, uri, READ | flags)
+    fd = _open_without_waiting(posix, path, uri, READ | flags)
     try:
         found = posix.fstat(fd)
         _check_regular(found, uri)
-        posix.set_blocking(fd)  # some FUSE servers see the flag at each read, and answer EAGAIN
+        posix.set_blocking(fd)  # some FUSE servers see the flag at each read and return EAGAIN
     except BaseException:
         posix.close(fd)
         raise
     return fd, found
 
 
-def _opened(posix: Posix, path: str, uri: Uri, flags: int) -> int:
-    """Without waiting for the writer of a FIFO. What a link leads to is looked at before: to open a device is
-    enough to rewind a tape or to start a watchdog.
+def _open_without_waiting(posix: Posix, path: str, uri: Uri, flags: int) -> int:
+    """Open without waiting for the writer of a FIFO.
+
+    The target of a link is examined before it is opened, because opening a device is enough to rewind a
+    tape or to start a watchdog.
     """
     try:
         return posix.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
     except BlockingIOError:
-        # Somebody holds a lease on the file (a file server on this machine); it ends when asked for.
+        # Another process (a file server on this machine) holds a lease on the file. A blocking open makes
+        # the kernel end the lease.
         at_once = 0
     except OSError as error:
         if error.errno != errno.ELOOP or flags & os.O_NOFOLLOW:
@@ -153,8 +180,19 @@ def _check_regular(found: os.stat_result, uri: Uri) -> None:
 def read_whole(
     posix: Posix, path: str, uri: Uri, *, limit_bytes: int | None = None, flags: int = 0
 ) -> bytes:
-    """All bytes of a regular file; StorageError of anything else, and of one that has more than
-    ``limit_bytes``, before they are read.
+    """Read all bytes of a regular file.
+
+    Args:
+        posix: The system calls.
+        path: The file.
+        uri: Names the file in errors.
+        limit_bytes: The largest size that is accepted; None for no limit.
+        flags: Further flags of open(2), such as O_NOFOLLOW.
+
+    Raises:
+        StorageError: The path is not a regular file, or it is larger than ``limit_bytes``. A larger file
+            is refused before it is read, unless it grows meanwhile.
+        OSError: As the kernel reports it.
     """
     fd, found = open_regular(posix, path, uri, flags)
     try:
@@ -165,26 +203,28 @@ def read_whole(
                 return b"".join(parts)
             parts.append(part)
             done += len(part)
-            size = max(size, done)  # it may grow, and of what it makes up /proc tells no size
+            size = max(size, done)  # the file may grow, and files of /proc have no size
         raise too_large(uri, size, limit_bytes)
     finally:
         posix.close(fd)
 
 
 class FileState(Enum):
-    """Of a file on its way."""
+    """The state of a file that is being written."""
 
     OPEN = "open"
-    BROKEN = "broken"  # a step is under way, or failed: what is missing must never be published
+    BROKEN = (
+        "broken"  # a step is in progress or has failed: an incomplete file must never be published
+    )
     PUBLISHED = "published"
     ABORTED = "aborted"
 
 
 class PartialFile:
-    """A new file that nobody sees: under a partial name beside the key, until ``publish(partial)``.
+    """A new file under a partial name beside the key, invisible until ``publish(partial)``.
 
-    What its writers have in common. After a failed write it can only be aborted: ``close`` refuses
-    to publish a hole.
+    The common base of all writers. After a failed write the file can only be aborted: ``close`` refuses to
+    publish a file with a hole.
     """
 
     def __init__(
@@ -198,17 +238,17 @@ class PartialFile:
         self._fd: int | None = None
         self._state = FileState.BROKEN
         try:
-            self._fd = self._opened()
+            self._fd = self._open_file()
         except BaseException:
             self.abort()
             raise
         self._state = FileState.OPEN
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         return self._posix.open(self._partial, NEW)
 
     def close(self) -> None:
-        """Durable, then published. See ``DataWriter.close``."""
+        """Make the bytes durable, then publish the file. See ``Unfinished.close``."""
         if self._state is FileState.PUBLISHED:
             return
         fd = self._open_fd()
@@ -219,7 +259,7 @@ class PartialFile:
         self._state = FileState.PUBLISHED
 
     def _flush(self, fd: int) -> None:
-        """Before the fsync: hand over what is not the kernel's yet."""
+        """Hand the remaining bytes to the kernel, before the fsync."""
 
     def _finish(self, fd: int) -> None:
         self._posix.fsync(fd)
@@ -228,40 +268,42 @@ class PartialFile:
         self._publish(self._partial)
 
     def abort(self) -> None:
-        """Leave nothing behind. See ``DataWriter.abort``."""
+        """Remove the file. See ``Unfinished.abort``."""
         if self._state in (FileState.PUBLISHED, FileState.ABORTED):
             return
         self._state = FileState.ABORTED
         fd, self._fd = self._fd, None
         if fd is not None:
-            self._empty(fd)
-        self._let_go(fd)
+            self._truncate_quietly(fd)
+        self._close_quietly(fd)
         self._discard()
 
-    def _empty(self, fd: int) -> None:
-        """Give its space back now. What an NFS client could not send, of a full export for one, holds a
-        removed file under the name .nfs... and with it all of its space.
+    def _truncate_quietly(self, fd: int) -> None:
+        """Free the file's space now.
+
+        An NFS client keeps a removed file, and all of its space, under a name .nfs... as long as it has
+        unsent bytes of it, for example because the export is full.
         """
         try:
             self._posix.truncate(fd, 0)
         except OSError as error:
             log.debug("truncate while aborting %s: %s", self._uri, error)
 
-    def _let_go(self, fd: int | None) -> None:
+    def _close_quietly(self, fd: int | None) -> None:
         if fd is None:
             return
         try:
             self._posix.close(fd)
         except OSError as error:
-            # The bytes are thrown away: that some did not arrive is no news.
+            # The bytes are discarded anyway: it does not matter that some were not written.
             log.debug("close while aborting %s: %s", self._uri, error)
 
     def _discard(self) -> None:
         unlink_quietly(self._posix, self._partial)
 
     def __del__(self) -> None:
-        # Ctrl-C between open_write and its "with" block: nobody else could remove the partial file.
-        # A forked child inherits the object, but not the file.
+        # Ctrl-C between open_write and its "with" block: nothing else could remove the partial file.
+        # A forked child inherits the object but must not remove the file.
         if getattr(self, "_pid", None) == os.getpid():
             self.abort()
 
@@ -280,8 +322,8 @@ class LocalWriter(PartialFile, DataWriter):
         self, posix: Posix, uri: Uri, partial: str, publish: Callable[[str], None]
     ) -> None:
         self._gathered = bytearray()
-        self._sent = 0  # bytes the kernel has
-        self._behind = 0  # of them, bytes the disk was told to take
+        self._written_bytes = 0  # bytes the kernel has
+        self._flushed_bytes = 0  # bytes of those that the kernel was told to write to the disk
         super().__init__(posix, uri, partial, publish)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -301,7 +343,7 @@ class LocalWriter(PartialFile, DataWriter):
         return len(view)
 
     def flush(self) -> None:
-        """Hand the gathered bytes to the kernel; nothing becomes visible or durable by it."""
+        """Hand the collected bytes to the kernel. This makes nothing visible or durable."""
         fd = self._open_fd()
         self._state = FileState.BROKEN
         with translated(self._uri, "write"):
@@ -319,42 +361,47 @@ class LocalWriter(PartialFile, DataWriter):
             self._send(fd, memoryview(gathered))
 
     def _send(self, fd: int, view: memoryview) -> None:
-        """Write all of it, a piece at a time, so that the disk works while the next is copied.
+        """Write all of ``view`` in pieces, so that the disk works while the next piece is copied.
 
         The fsync at the end then waits for the last piece and not for the whole file.
         """
-        for start in range(0, len(view), BEHIND_BYTES):
-            piece = view[start : start + BEHIND_BYTES]
+        for start in range(0, len(view), WRITE_BEHIND_BYTES):
+            piece = view[start : start + WRITE_BEHIND_BYTES]
             write_all(self._posix, fd, piece)
-            self._sent += len(piece)
-            if self._sent - self._behind >= BEHIND_BYTES:
-                self._posix.write_behind(fd, self._behind, self._sent - self._behind)
-                self._behind = self._sent
+            self._written_bytes += len(piece)
+            if self._written_bytes - self._flushed_bytes >= WRITE_BEHIND_BYTES:
+                self._posix.write_behind(
+                    fd, self._flushed_bytes, self._written_bytes - self._flushed_bytes
+                )
+                self._flushed_bytes = self._written_bytes
 
 
-_PARTIAL = re.compile(r"\.partial-([0-9a-f]{8,64})")
-# Where the writer's pid means something, its pid, when it started; what follows is random.
-_WRITER = re.compile(r"\.partial-([0-9a-f]{12})([0-9a-f]{8})([0-9a-f]{12})[0-9a-f]{8}")
+_PARTIAL_NAME = re.compile(r"\.partial-([0-9a-f]{8,64})")
+# The writer's pid namespace, its pid, its start time, then random digits.
+_PARTIAL_NAME_OF = re.compile(r"\.partial-([0-9a-f]{12})([0-9a-f]{8})([0-9a-f]{12})[0-9a-f]{8}")
 
 
 def partial_name(path: str) -> str:
-    """A name of our own in the directory of ``path``: rename never crosses a mount. It tells who writes, so
-    that what a killed process left can be told from what a living one is writing.
+    """Return a new partial name in the directory of ``path``, so that the rename never crosses a mount.
+
+    The name identifies the writing process. That distinguishes the file of a killed process from one that a
+    living process is writing (``writer_is_gone``).
     """
-    return f"{os.path.dirname(path)}/.partial-{_writer(os.getpid())}{secrets.token_hex(4)}"
+    return f"{os.path.dirname(path)}/.partial-{_writer_id(os.getpid())}{secrets.token_hex(4)}"
 
 
 def is_partial_name(name: str) -> bool:
-    """Whether a file of ours on its way is called so."""
-    return _PARTIAL.fullmatch(name) is not None
+    """Whether ``name`` is a name that ``partial_name`` makes."""
+    return _PARTIAL_NAME.fullmatch(name) is not None
 
 
 def writer_is_gone(name: str) -> bool:
-    """Whether the process that was writing a file of this name ran here and has ended. False also where
-    nobody can tell: of another node, or before a restart of this one.
+    """Whether the process that was writing a file of this name ran on this node and has ended.
+
+    False also where that is unknown: the process ran on another node, or before this node was restarted.
     """
-    found = _WRITER.fullmatch(name)
-    if found is None or found[1] != _pid_space():
+    found = _PARTIAL_NAME_OF.fullmatch(name)
+    if found is None or found[1] != _pid_namespace():
         return False
     pid, started = int(found[2], 16), int(found[3], 16)
     try:
@@ -369,21 +416,25 @@ def writer_is_gone(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1)
-def _writer(pid: int) -> str:
-    """A process as part of a name. pid: this process's; a forked child has another."""
+def _writer_id(pid: int) -> str:
+    """Identify this process as part of a name.
+
+    Args:
+        pid: This process's id. It is the cache key, because a forked child has another.
+    """
     try:
         with open("/proc/self/stat", "rb") as file:
             raw = file.read()
-        # As /proc has it: in a pid namespace of its own the process may have another number there.
-        if (space := _pid_space()) and int(raw.split(maxsplit=1)[0]) == pid:
+        # Compare with /proc: in a pid namespace of its own the process may have another number there.
+        if (space := _pid_namespace()) and int(raw.split(maxsplit=1)[0]) == pid:
             return f"{space}{pid:08x}{int(raw.rpartition(b')')[2].split()[19]):012x}"
     except (OSError, ValueError, IndexError):
-        pass  # no /proc: its age alone tells of a file that is left
+        pass  # no /proc: only its age shows that a file was left behind
     return secrets.token_hex(4)
 
 
-def _pid_space() -> str:
-    """Within which a pid names one process: this boot of this machine, and its pid namespace."""
+def _pid_namespace() -> str:
+    """Identify the scope in which a pid is unique: this boot of this machine, and the pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -394,19 +445,22 @@ def _pid_space() -> str:
 
 
 def unlink_quietly(posix: Posix, path: str) -> None:
-    """Remove our own partial file; the error that brought us here is the one to report."""
+    """Remove a partial file of this process and only log an error.
+
+    The error that the caller is handling is the one to report.
+    """
     try:
         posix.unlink(path)
     except FileNotFoundError:
         return
     except OSError as error:
-        # A read-only mount refuses before it looks whether the name is there at all.
-        if stands(posix, path):
+        # A read-only mount refuses the removal before it looks whether the file exists.
+        if may_exist(posix, path):
             log.warning("left behind: %s (%s)", without_mark(path), error)
 
 
-def stands(posix: Posix, path: str) -> bool:
-    """Whether there is anything of that name; true where nobody can tell."""
+def may_exist(posix: Posix, path: str) -> bool:
+    """Whether anything exists at ``path``; true where that cannot be determined."""
     try:
         posix.stat(path, follow=False)
     except FileNotFoundError:
@@ -418,25 +472,34 @@ def stands(posix: Posix, path: str) -> bool:
 
 # -- resumable files ------------------------------------------------------------------------
 
-# Everybody knows the name: a link that somebody put there would be written through.
-_GO_ON = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+# The name is predictable, so O_NOFOLLOW: otherwise we would write through a link that somebody put there.
+_RESUME = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
-_TAKEN = frozenset({errno.EAGAIN, errno.EACCES})
+_LOCKED = frozenset({errno.EAGAIN, errno.EACCES})
 _TRIES = 4
-_LONG_BYTES = 100  # a name as long as the filesystem takes (255, some 143) leaves no room for more
+# A name that is as long as the filesystem allows (255 bytes, on some 143) cannot get a prefix.
+_LONG_NAME_BYTES = 100
 
 
-def kept_name(path: str) -> str:
-    """Where a file lies until it is whole. Every process finds it again."""
+def resumable_name(path: str) -> str:
+    """Where a resumable file is until it is complete: the same path for each process, of long names a hash."""
     folder, name = os.path.split(path)
     raw = os.fsencode(name)
-    if len(raw) > _LONG_BYTES:
+    if len(raw) > _LONG_NAME_BYTES:
         name = hashlib.sha256(raw).hexdigest()[:32]
     return f"{folder}/.partial-kept-{name}"
 
 
-class KeptFile(LocalWriter):
-    """See ``Storage.open_kept``. size_bytes: of the whole file."""
+class ResumableFile(LocalWriter):
+    """A partial file that outlives an abort and its process. See ``Storage.open_kept``.
+
+    Args:
+        posix: The system calls.
+        uri: Names the file in errors.
+        partial: Its path until it is published (``resumable_name``).
+        publish: Renames the partial file to its key.
+        size_bytes: The size of the complete file.
+    """
 
     def __init__(
         self,
@@ -464,17 +527,17 @@ class KeptFile(LocalWriter):
         fd = self._open_fd()
         with translated(self._uri, "write"):
             self._posix.seek(fd, size_bytes)
-        self._sent = self._behind = size_bytes
+        self._written_bytes = self._flushed_bytes = size_bytes
 
-    def _opened(self) -> int:
-        """The file of that name, ours alone: between open and lock another may have published it."""
+    def _open_file(self) -> int:
+        """Open and lock the file. Between open and lock another process may publish it: try again then."""
         for _ in range(_TRIES):
-            fd = self._posix.open(self._partial, _GO_ON)
+            fd = self._posix.open(self._partial, _RESUME)
             try:
                 self._lock(fd)
-                mine = self._posix.fstat(fd)
+                own = self._posix.fstat(fd)
                 named = self._posix.stat(self._partial, follow=False)
-                if stat.S_ISREG(mine.st_mode) and mine.st_ino == named.st_ino:
+                if stat.S_ISREG(own.st_mode) and own.st_ino == named.st_ino:
                     return fd
             except FileNotFoundError:
                 pass
@@ -482,18 +545,18 @@ class KeptFile(LocalWriter):
                 self._posix.close(fd)
                 raise
             self._posix.close(fd)
-        raise self._taken()
+        raise self._locked_elsewhere()
 
     def _lock(self, fd: int) -> None:
         try:
             self._posix.lock(fd)
         except OSError as error:
-            if error.errno in _TAKEN:
-                raise self._taken() from error
+            if error.errno in _LOCKED:
+                raise self._locked_elsewhere() from error
             if error.errno not in _NO_LOCKS:
                 raise
 
-    def _taken(self) -> AlreadyExistsError:
+    def _locked_elsewhere(self) -> AlreadyExistsError:
         return AlreadyExistsError(
             "another process is writing this file",
             uri=self._uri,
@@ -501,27 +564,27 @@ class KeptFile(LocalWriter):
         )
 
     def _finish(self, fd: int) -> None:
-        if self._posix.fstat(fd).st_size > self._sent:
-            self._posix.truncate(fd, self._sent)
+        if self._posix.fstat(fd).st_size > self._written_bytes:
+            self._posix.truncate(fd, self._written_bytes)
         super()._finish(fd)
 
-    def _empty(self, fd: int) -> None:
-        """What is there stays."""
+    def _truncate_quietly(self, fd: int) -> None:
+        """Keep the bytes: the next process continues with them."""
 
     def _discard(self) -> None:
-        """What is there stays."""
+        """Keep the file: the next process continues with it."""
 
 
 # -- paths that a person named ---------------------------------------------------------------
 
-_PERMISSIONS = 0o1777  # set-user-id does not outlive a write of others, and need not
+_PERMISSIONS = 0o1777  # without set-user-id, which no write of another user preserves either
 _PRIVATE = 0o600
-# A FIFO and most devices have nothing that could be made durable.
+# A FIFO and most devices cannot be synced.
 _NO_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EROFS})
 
 
 class WriteMethod(Enum):
-    """How bytes come to what stands at a path."""
+    """How bytes are written to what exists at a path."""
 
     NEW = "new"
     REPLACE = "replace"
@@ -531,24 +594,27 @@ class WriteMethod(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WriteTarget:
-    """Where to write. path: behind all links. like: of a regular file that is replaced."""
+    """Where to write, and how."""
 
-    path: str
+    path: str  # with all links resolved
     method: WriteMethod
-    like: os.stat_result | None = None
+    like: os.stat_result | None = None  # the regular file that is replaced
 
 
 def method_of(mode: int) -> WriteMethod:
-    """For something of this st_mode. Pure."""
+    """How to write to something of this st_mode. Pure."""
     if stat.S_ISREG(mode):
         return WriteMethod.REPLACE
     special = stat.S_ISCHR(mode) or stat.S_ISBLK(mode) or stat.S_ISFIFO(mode)
     return WriteMethod.IN_PLACE if special else WriteMethod.REFUSED
 
 
-def look_at_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
-    """What stands at ``path``. AlreadyExistsError: a directory. UnsupportedError: a socket, or a file
-    that no path leads to any more.
+def find_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
+    """Find out what exists at ``path`` and how to write to it.
+
+    Raises:
+        AlreadyExistsError: It is a directory.
+        UnsupportedError: It is a socket, or a file that no path leads to any more.
     """
     with translated(uri, "write"):
         try:
@@ -559,7 +625,7 @@ def look_at_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
         if method is WriteMethod.IN_PLACE:
             return WriteTarget(path, method)
         if method is WriteMethod.REFUSED:
-            raise _refused(found.st_mode, uri)
+            raise _refused_target(found.st_mode, uri)
         target = posix.resolve(path)
         behind = posix.stat(target, follow=False)
     if (behind.st_dev, behind.st_ino) != (found.st_dev, found.st_ino):
@@ -567,14 +633,14 @@ def look_at_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
     return WriteTarget(target, method, found)
 
 
-def _refused(mode: int, uri: Uri) -> StorageError:
+def _refused_target(mode: int, uri: Uri) -> StorageError:
     if stat.S_ISDIR(mode):
         return AlreadyExistsError("a directory stands there", errno=errno.EISDIR, uri=uri)
     return UnsupportedError("a socket stands there, or what no bytes are written to", uri=uri)
 
 
-class OverWriter(LocalWriter):
-    """A new file that takes the place of nothing or of a regular file, with that one's mode and owner."""
+class ReplacingWriter(LocalWriter):
+    """A new file that replaces a regular file, if there is one, and takes over its mode and owner."""
 
     def __init__(
         self,
@@ -587,28 +653,28 @@ class OverWriter(LocalWriter):
         self._target = target
         super().__init__(posix, uri, partial, publish)
 
-    def _opened(self) -> int:
+    def _open_file(self) -> int:
         like = self._target.like
         if like is None:
-            return super()._opened()
-        # Private until it has its owner: nobody whom the old one was closed to opens the new one.
+            return super()._open_file()
+        # Private until it has its owner: a user who may not read the old file cannot open the new one.
         fd = self._fd = self._posix.open(self._partial, NEW, _PRIVATE)
-        self._resemble(fd, like)
+        self._copy_permissions(fd, like)
         return fd
 
-    def _resemble(self, fd: int, like: os.stat_result) -> None:
-        mine = self._posix.fstat(fd)
+    def _copy_permissions(self, fd: int, like: os.stat_result) -> None:
+        own = self._posix.fstat(fd)
         for owner, group in ((like.st_uid, -1), (-1, like.st_gid)):
-            if (owner, group) in ((mine.st_uid, -1), (-1, mine.st_gid)):
+            if (owner, group) in ((own.st_uid, -1), (-1, own.st_gid)):
                 continue
             try:
                 self._posix.fchown(fd, owner, group)
             except PermissionError:
-                continue  # it stays ours, as what we make is
+                continue  # it keeps our owner, as any file that we make
         self._posix.fchmod(fd, stat.S_IMODE(like.st_mode) & _PERMISSIONS)
 
     def _finish(self, fd: int) -> None:
-        # Somebody may have put something else there since: a device is not replaced then, either.
+        # Another process may have put something else there since. A device is not replaced then either.
         try:
             found = self._posix.stat(self._target.path, follow=False)
         except FileNotFoundError:
@@ -619,7 +685,7 @@ class OverWriter(LocalWriter):
 
 
 class InPlaceWriter(DataWriter):
-    """A device or a FIFO, written as ``open(path, "wb")`` does; what was written stays written."""
+    """A device or a FIFO, written as ``open(path, "wb")`` does. Nothing that was written is taken back."""
 
     def __init__(self, posix: Posix, uri: Uri, path: str) -> None:
         self._posix, self._uri = posix, uri
@@ -628,7 +694,7 @@ class InPlaceWriter(DataWriter):
             self._fd = posix.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """All of it, now."""
+        """Write all of ``data`` at once."""
         if self._fd is None:
             raise StorageError("the file is closed", uri=self._uri)
         view = memoryview(data).cast("B")
@@ -637,7 +703,7 @@ class InPlaceWriter(DataWriter):
         return len(view)
 
     def close(self) -> None:
-        """Durable, where there is something to be durable."""
+        """Sync what can be synced, and close."""
         fd, self._fd = self._fd, None
         if fd is None:
             return
@@ -651,7 +717,7 @@ class InPlaceWriter(DataWriter):
                 self._posix.close(fd)
 
     def abort(self) -> None:
-        """Close it: nothing that was written can be taken back."""
+        """Close: what was written cannot be taken back."""
         fd, self._fd = self._fd, None
         if fd is not None:
             try:

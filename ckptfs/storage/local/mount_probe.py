@@ -1,12 +1,12 @@
-"""What a mounted place really does, seen by doing it in a corner and looking.
+"""What a mount really does, found by trying it under names of our own.
 
-    exclusive_create   link(2) works, refuses a taken name, and the name carries the bytes
-    atomic_replace     rename over a file shows the new bytes and takes the old name away
+    exclusive_create   link(2) works, refuses an existing name, and the new name has the bytes
+    atomic_replace     rename over a file shows the new bytes and removes the old name
     shape              rename of a directory moves it: same inode below the new name, no old name
     durable            fsync of a directory is accepted
 
-FUSE mounts of object stores pass for filesystems by every name; some have no links, and some copy
-a directory file by file when it is renamed. Never the mount's type: what it did here decides.
+FUSE mounts of object stores look like filesystems; some have no links, and some copy a directory file by
+file when it is renamed. So the type of the mount never decides, only what it did in this probe.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 
 from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.local.directories import remove_tree, sync_dir
-from ckptfs.storage.local.files import read_whole, stands, unlink_quietly, write_whole
+from ckptfs.storage.local.files import may_exist, read_whole, unlink_quietly, write_whole
 from ckptfs.storage.local.posix import Posix, without_mark
 from ckptfs.uri import Uri
 
@@ -25,10 +25,10 @@ __all__ = ["PROBE_PREFIX", "probe_posix"]
 
 log = logging.getLogger(__name__)
 
-# A sweep of files on their way finds what a kill in the middle of a probe leaves.
+# A sweep of partial files also finds what a killed process leaves of a probe.
 PROBE_PREFIX = ".partial-probe-"
 
-# "It cannot", as opposed to "it failed now": only these answers become a capability.
+# Errors that mean "not supported" rather than "failed now": only these become a capability.
 _CANNOT = frozenset(
     {
         errno.EPERM,
@@ -43,16 +43,18 @@ _CANNOT = frozenset(
 
 
 def probe_posix(posix: Posix, directory: str) -> Capabilities:
-    """Try everything once in an existing, writable ``directory``; nothing is left behind.
+    """Try everything once in an existing, writable ``directory``.
 
-    Some thirty system calls, one of them an fsync of the directory. OSError for whatever is not
-    an answer (no space, no permission, no such directory).
+    Nothing is left behind. This takes some thirty system calls, one of them an fsync of the directory.
+
+    Raises:
+        OSError: The probe failed without an answer (no space, no permission, no such directory).
     """
     stem = f"{directory}/{PROBE_PREFIX}{secrets.token_hex(8)}"
     try:
-        exclusive = _links(posix, stem)
-        replaces = _replaces(posix, stem)
-        moves = _moves(posix, stem)
+        exclusive = _has_links(posix, stem)
+        replaces = _replaces_files(posix, stem)
+        moves = _moves_directories(posix, stem)
         durable = sync_dir(posix, directory)
     finally:
         for tail in "abc":
@@ -68,12 +70,12 @@ def probe_posix(posix: Posix, directory: str) -> Capabilities:
     )
 
 
-def _links(posix: Posix, stem: str) -> bool:
+def _has_links(posix: Posix, stem: str) -> bool:
     write_whole(posix, f"{stem}a", b"first", durable=False)
     try:
         posix.link(f"{stem}a", f"{stem}b")
     except FileExistsError:
-        pass  # nobody else knows this name: it is ours, and the answer to that was lost
+        pass  # no other process knows this name: we made it, and the answer was lost
     except OSError as error:
         if error.errno in _CANNOT:
             return False
@@ -85,7 +87,7 @@ def _links(posix: Posix, stem: str) -> bool:
     return False
 
 
-def _replaces(posix: Posix, stem: str) -> bool:
+def _replaces_files(posix: Posix, stem: str) -> bool:
     write_whole(posix, f"{stem}c", b"second", durable=False)
     try:
         posix.rename(f"{stem}c", f"{stem}a")
@@ -97,7 +99,7 @@ def _replaces(posix: Posix, stem: str) -> bool:
     return has_new_bytes and _is_gone(posix, f"{stem}c")
 
 
-def _moves(posix: Posix, stem: str) -> bool:
+def _moves_directories(posix: Posix, stem: str) -> bool:
     posix.mkdir(f"{stem}d")
     write_whole(posix, f"{stem}d/f", b"below", durable=False)
     before = posix.stat(f"{stem}d/f").st_ino
@@ -117,8 +119,10 @@ def _content(posix: Posix, path: str) -> bytes:
 
 
 def _is_gone(posix: Posix, path: str) -> bool:
-    """Whether nothing has that name. A look that fails (ESTALE, EIO) is no answer, and is raised: taken for
-    one, it would have this process treat a filesystem as an object store.
+    """Whether nothing exists at ``path``.
+
+    Any other error (ESTALE, EIO) is raised. Taken for an answer, it would make this process treat a
+    filesystem as an object store.
     """
     try:
         posix.stat(path, follow=False)
@@ -131,6 +135,6 @@ def _remove_quietly(posix: Posix, path: str) -> None:
     try:
         remove_tree(posix, path)
     except OSError as error:
-        # The probe's own answer or error matters more than a corner that could not be swept.
-        if stands(posix, path):
+        # The result or error of the probe matters more than a directory that could not be removed.
+        if may_exist(posix, path):
             log.warning("left behind: %s (%s)", without_mark(path), error)

@@ -3,17 +3,17 @@
     LocalStorage --> Posix          --> the kernel
     LocalStorage --> SimulatedDisk  --> a disk that forgets what was not synced (ckptfs.testing.disk)
 
-A method here decides nothing: no retry, no default, no translation of errors. What it may do is
-what its manual page says; OSError comes out as it is. Whoever replaces it sees the exact sequence
-of calls on which durability rests. While one runs it is known to be under way: over a dead hard mount
-it never returns, and somebody has to be able to say so.
+A method here decides nothing: it does not retry, has no defaults, and passes an OSError on unchanged. It
+does what the manual page says. A replacement of this class sees the exact sequence of calls on which
+durability depends. Each call is registered while it runs (``under_way``): over a dead hard mount it never
+returns, and another thread has to report that.
 
-    /data/run/step_1             links anywhere in it are followed, as open(2) does
-    /data/run/./step_1/x         behind the "/./" none is (``beneath``): ELOOP, with the link's path
+    /data/run/step_1             links anywhere in the path are followed, as open(2) does
+    /data/run/./step_1/x         after the mark "/./" (``beneath``) a link is ELOOP, with the link's path
 
-The kernel looks up a path in one call and follows every link on the way. A path with the mark is
-looked up one directory after the other, each opened with O_NOFOLLOW, and the call itself is made in the
-last of them: nobody can put a link in between. What the mark stands behind is the caller's own choice.
+The kernel looks up a path in one call and follows every link in it. A path with the mark is looked up
+one directory after the other, each opened with O_NOFOLLOW, and the call itself is made in the last of
+them: nobody can put a link in between. The caller decides where in the path the mark is.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import Any, TypeVar, cast
 
 from ckptfs.storage.inflight import path_of, under_way
 
-__all__ = ["DirectAlignment", "Posix", "beneath", "core_count", "holder_of", "without_mark"]
+__all__ = ["DirectAlignment", "Posix", "beneath", "core_count", "parent_of", "without_mark"]
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
-_MARK = "/./"
+_NO_LINKS_MARK = "/./"
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
-# O_PATH needs no right to list, as the lookup of a whole path does not.
-_STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
+# O_PATH needs no permission to list the directory, just as the lookup of a whole path does not.
+_OPEN_STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 
 
 def core_count() -> int:
@@ -51,33 +51,38 @@ def core_count() -> int:
 
 
 def beneath(root: str, below: str) -> str:
-    """The path of ``below`` in a directory, with the mark: links behind it are not followed."""
-    return f"{root.rstrip('/')}{_MARK}{below}"
+    """Return the path of ``below`` in the directory ``root``, marked: links in ``below`` are not followed."""
+    return f"{root.rstrip('/')}{_NO_LINKS_MARK}{below}"
 
 
 def without_mark(path: str) -> str:
-    """The same path for people, and for calls that are not ours."""
-    return path.replace(_MARK, "/")
+    """Return the same path without the mark, for messages and for calls outside this module."""
+    return path.replace(_NO_LINKS_MARK, "/")
 
 
-def holder_of(path: str) -> str:
-    """The directory that holds ``path``; the mark stays while something stands behind it."""
+def parent_of(path: str) -> str:
+    """Return the parent directory of ``path``. The mark stays as long as a name follows it."""
     holder = os.path.dirname(path)
     return (holder.removesuffix("/.") or "/") if holder.endswith("/.") else holder
 
 
 @contextmanager
-def _holder(path: str, *, afresh: bool) -> Iterator[tuple[str, int | None]]:
-    """The last name of a path, and the open directory to use it in; an unmarked path as it is.
+def _open_parent(path: str, *, revalidate: bool) -> Iterator[tuple[str, int | None]]:
+    """Open the parent directory of a marked path. An unmarked path is returned as it is.
 
-    afresh: open for reading, which makes an NFS client ask the server for each directory.
+    Args:
+        path: A path, with or without the mark.
+        revalidate: Open each directory for reading, which makes an NFS client ask the server for it.
+
+    Yields:
+        The last name of the path and the descriptor of its parent, or the path and None.
     """
-    root, mark, below = path.rpartition(_MARK)
+    root, mark, below = path.rpartition(_NO_LINKS_MARK)
     if not mark:
         yield path, None
         return
     *folders, name = below.split("/")
-    step = os.O_RDONLY | _DIRECTORY if afresh else _STEP
+    step = os.O_RDONLY | _DIRECTORY if revalidate else _OPEN_STEP
     at, fd = root or "/", os.open(root or "/", step)
     try:
         for folder in folders:
@@ -85,7 +90,7 @@ def _holder(path: str, *, afresh: bool) -> Iterator[tuple[str, int | None]]:
             try:
                 deeper = os.open(folder, step | os.O_NOFOLLOW, dir_fd=fd)
             except OSError as error:
-                _refuse_link(error, at, folder, fd)
+                _raise_if_link(error, at, folder, fd)
                 raise
             os.close(fd)
             fd = deeper
@@ -94,29 +99,30 @@ def _holder(path: str, *, afresh: bool) -> Iterator[tuple[str, int | None]]:
         os.close(fd)
 
 
-def _refuse_link(error: OSError, path: str, name: str, dir_fd: int) -> None:
-    """ELOOP where a link is why ``name`` did not open as a directory; it says ENOTDIR on Linux."""
+def _raise_if_link(error: OSError, path: str, name: str, dir_fd: int) -> None:
+    """Raise ELOOP if ``name`` could not be opened as a directory because it is a link (ENOTDIR on Linux)."""
     if error.errno not in (errno.ENOTDIR, errno.ELOOP, errno.EEXIST):
         return
     try:
         is_link = stat.S_ISLNK(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
     except OSError:
-        return  # it went away meanwhile: the first error is the answer
+        return  # it was removed meanwhile: the first error counts
     if is_link:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path)) from error
 
 
-def _in_holder(path: str, call: Callable[[str, int | None], T]) -> T:
-    """``call`` with the last name and its directory. What an NFS server calls stale is looked up again
-    once, as the kernel does with a whole path.
+def _with_parent(path: str, call: Callable[[str, int | None], T]) -> T:
+    """Call ``call`` with the last name of ``path`` and the descriptor of its parent directory.
+
+    After ESTALE the path is looked up once more with revalidation, as the kernel does with a whole path.
     """
     try:
-        with _holder(path, afresh=False) as (name, fd):
+        with _open_parent(path, revalidate=False) as (name, fd):
             return call(name, fd)
     except OSError as error:
-        if error.errno != errno.ESTALE or _MARK not in path:
+        if error.errno != errno.ESTALE or _NO_LINKS_MARK not in path:
             raise
-    with _holder(path, afresh=True) as (name, fd):
+    with _open_parent(path, revalidate=True) as (name, fd):
         return call(name, fd)
 
 
@@ -130,7 +136,7 @@ _FS_TYPE = struct.Struct("=L")  # struct statfs begins with it; ramfs' number ha
 
 
 def _find(name: str, *types: Any) -> Callable[..., int] | None:
-    """A function of the C library that Python's os module does not have; None where it has none."""
+    """Return a function of the C library that Python's os module lacks, or None if there is none."""
     if sys.platform != "linux":
         return None
     function: Any = getattr(ctypes.CDLL(None, use_errno=True), name, None)
@@ -148,7 +154,7 @@ _fstatfs = _find("fstatfs", _int, _text)
 
 @dataclass(frozen=True, slots=True)
 class DirectAlignment:
-    """What the kernel asks of a direct write, in bytes; 0: there are no direct writes."""
+    """The alignment that the kernel requires of direct I/O, in bytes; 0 where there is no direct I/O."""
 
     memory_bytes: int
     offset_bytes: int
@@ -160,10 +166,10 @@ class Posix:
     def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
         """open(2) or openat(2); the mode is narrowed by the umask and default ACLs as usual.
 
-        A marked path that is to be a directory is not opened through a link either.
+        With O_DIRECTORY the last name of a marked path is not opened through a link either.
         """
 
-        def opened(name: str, fd: int | None) -> int:
+        def open_name(name: str, fd: int | None) -> int:
             if fd is None:
                 return os.open(name, flags, mode, dir_fd=dir_fd)
             own = os.O_NOFOLLOW if flags & os.O_DIRECTORY else 0
@@ -171,14 +177,14 @@ class Posix:
                 return os.open(name, flags | own, mode, dir_fd=fd)
             except OSError as error:
                 if (flags | own) & os.O_NOFOLLOW:
-                    _refuse_link(error, path, name, fd)
+                    _raise_if_link(error, path, name, fd)
                 raise
 
         with under_way("open", without_mark(path)):
-            return _in_holder(path, opened)
+            return _with_parent(path, open_name)
 
     def set_blocking(self, fd: int) -> None:
-        """fcntl(2): without O_NONBLOCK from here on."""
+        """fcntl(2): remove O_NONBLOCK."""
         os.set_blocking(fd, True)
 
     def close(self, fd: int) -> None:
@@ -197,8 +203,9 @@ class Posix:
             return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
-        """fallocate(2): the file has this size and its blocks. Never by writing zeros, as the C
-        library's posix_fallocate does where the filesystem cannot.
+        """fallocate(2): give the file this size and its blocks.
+
+        Never by writing zeros, as posix_fallocate of the C library does where the filesystem cannot.
         """
         if _fallocate is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -207,25 +214,25 @@ class Posix:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def direct_alignment(self, fd: int) -> DirectAlignment | None:
-        """statx(2) with STATX_DIOALIGN; None where kernel or filesystem do not tell."""
+        """statx(2) with STATX_DIOALIGN; None where the kernel or the filesystem does not report it."""
         if _statx is None:
             return None
-        told = ctypes.create_string_buffer(256)
+        raw = ctypes.create_string_buffer(256)
         with under_way("stat", fd):
-            if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, told):
+            if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, raw):
                 return None
-        mask, memory_bytes, offset_bytes = _STATX_DIO.unpack_from(told.raw)
+        mask, memory_bytes, offset_bytes = _STATX_DIO.unpack_from(raw.raw)
         return DirectAlignment(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN else None
 
     def fs_type(self, fd: int) -> int | None:
-        """The f_type of fstatfs(2), a magic number; None where it is not told."""
+        """Return the f_type of fstatfs(2), a magic number; None where it is unknown."""
         if _fstatfs is None:
             return None
-        told = ctypes.create_string_buffer(256)
+        raw = ctypes.create_string_buffer(256)
         with under_way("statfs", fd):
-            if _fstatfs(fd, told):
+            if _fstatfs(fd, raw):
                 return None
-        found: int = _FS_TYPE.unpack_from(told.raw)[0]
+        found: int = _FS_TYPE.unpack_from(raw.raw)[0]
         return found
 
     def seek(self, fd: int, offset: int) -> None:
@@ -238,7 +245,7 @@ class Posix:
             os.ftruncate(fd, size_bytes)
 
     def lock(self, fd: int) -> None:
-        """flock(2), exclusive, without waiting; ends with the last descriptor, so with its process."""
+        """flock(2), exclusive, without waiting. The lock ends with its last descriptor, or its process."""
         with under_way("lock", fd):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -253,8 +260,9 @@ class Posix:
             return os.preadv(fd, buffers, offset)
 
     def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """preadv2(2) with RWF_NOWAIT: what the page cache has of it; EAGAIN: nothing, EOPNOTSUPP:
-        this filesystem does not tell. Waits for no disk.
+        """preadv2(2) with RWF_NOWAIT: read what the page cache has, without waiting for a disk.
+
+        EAGAIN if it has nothing, EOPNOTSUPP if the filesystem does not support the flag.
         """
         flags = getattr(os, "RWF_NOWAIT", None)
         if flags is None:
@@ -263,7 +271,7 @@ class Posix:
             return os.preadv(fd, buffers, offset, flags)
 
     def advise_random(self, fd: int) -> None:
-        """posix_fadvise(2), RANDOM: nothing is read ahead through this descriptor. A hint."""
+        """posix_fadvise(2), RANDOM: no readahead through this descriptor. A hint."""
         if hasattr(os, "posix_fadvise"):
             with under_way("read", fd):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -274,54 +282,62 @@ class Posix:
             os.fsync(fd)
 
     def write_behind(self, fd: int, offset: int, size_bytes: int) -> None:
-        """sync_file_range(2), WRITE only: start moving these bytes to the disk, wait for nothing.
+        """sync_file_range(2), WRITE only: start writing these bytes to the disk, without waiting.
 
-        A hint: it makes nothing durable, and where it does not exist nothing happens.
+        A hint: it makes nothing durable, and does nothing where the call does not exist.
         """
         if _sync_file_range is not None:
             with under_way("write", fd):
                 _sync_file_range(fd, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
 
     def link(self, source: str, target: str) -> None:
-        """link(2): one of many wins the target. Of a link it makes another link."""
+        """link(2): one of several callers gets the target. A link is copied as a link."""
         with under_way("link", without_mark(target)):
-            _between(source, target, _linked)
+            _with_both_parents(source, target, _link)
 
     def rename(self, source: str, target: str) -> None:
         """rename(2)."""
         with under_way("rename", without_mark(target)):
-            _between(source, target, _renamed)
+            _with_both_parents(source, target, _rename)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
-        """mkdir(2). ELOOP rather than EEXIST where a link stands at a marked path: "exists" is success
-        to who makes a directory, and then uses it.
+        """mkdir(2).
+
+        ELOOP rather than EEXIST where a link is at a marked path: callers take EEXIST for success and
+        would then use the link's target.
         """
 
-        def made(name: str, fd: int | None) -> None:
+        def make(name: str, fd: int | None) -> None:
             try:
                 os.mkdir(name, mode, dir_fd=fd)
             except FileExistsError as error:
                 if fd is not None:
-                    _refuse_link(error, path, name, fd)
+                    _raise_if_link(error, path, name, fd)
                 raise
 
         with under_way("mkdir", without_mark(path)):
-            _in_holder(path, made)
+            _with_parent(path, make)
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         """unlink(2)."""
         with under_way("unlink", without_mark(path)):
-            _in_holder(path, lambda name, fd: os.unlink(name, dir_fd=dir_fd if fd is None else fd))
+            _with_parent(
+                path, lambda name, fd: os.unlink(name, dir_fd=dir_fd if fd is None else fd)
+            )
 
     def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
         """rmdir(2)."""
         with under_way("rmdir", without_mark(path)):
-            _in_holder(path, lambda name, fd: os.rmdir(name, dir_fd=dir_fd if fd is None else fd))
+            _with_parent(path, lambda name, fd: os.rmdir(name, dir_fd=dir_fd if fd is None else fd))
 
     def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
-        """(name, is it or does it lead to a directory, is it a link) of what is there, unsorted."""
-        if isinstance(where, str) and _MARK in where:
-            fd = Posix.open(self, where, os.O_RDONLY | _DIRECTORY)  # one call, whoever counts
+        """Return the entries of a directory, unsorted: name, whether it is or leads to a directory, whether
+        it is a link.
+        """
+        if isinstance(where, str) and _NO_LINKS_MARK in where:
+            fd = Posix.open(
+                self, where, os.O_RDONLY | _DIRECTORY
+            )  # a subclass that counts calls sees one
             try:
                 return _entries(fd)
             finally:
@@ -331,11 +347,11 @@ class Posix:
     def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
         """stat(2), or lstat(2) with follow=False."""
 
-        def seen(name: str, fd: int | None) -> os.stat_result:
+        def look_up(name: str, fd: int | None) -> os.stat_result:
             return os.stat(name, dir_fd=dir_fd if fd is None else fd, follow_symlinks=follow)
 
         with under_way("stat", without_mark(path)):
-            return _in_holder(path, seen)
+            return _with_parent(path, look_up)
 
     def fstat(self, fd: int) -> os.stat_result:
         """fstat(2)."""
@@ -353,14 +369,14 @@ class Posix:
             os.fchown(fd, owner, group)
 
     def resolve(self, path: str) -> str:
-        """readlink(2) as often as it takes: the path without links, also of what is not there."""
+        """realpath(3): the path without links; the last name need not exist."""
         with under_way("readlink", path):
             return os.path.realpath(path)
 
     def readlink(self, path: str) -> str | None:
-        """readlink(2): what a link says; None where something else stands there."""
+        """readlink(2): the target of a link; None if ``path`` is no link."""
 
-        def told(name: str, fd: int | None) -> str | None:
+        def read_name(name: str, fd: int | None) -> str | None:
             try:
                 return os.readlink(name, dir_fd=fd)
             except OSError as error:
@@ -369,16 +385,16 @@ class Posix:
                 return None
 
         with under_way("readlink", without_mark(path)):
-            return _in_holder(path, told)
+            return _with_parent(path, read_name)
 
     def utime(self, path: str) -> None:
-        """utime(2) with the server's own clock; of what a link at a marked path leads to, nothing."""
+        """utime(2) with the server's clock. The target of a link at a marked path is not touched."""
 
-        def touched(name: str, fd: int | None) -> None:
+        def touch(name: str, fd: int | None) -> None:
             os.utime(name, dir_fd=fd, follow_symlinks=fd is None)
 
         with under_way("touch", without_mark(path)):
-            _in_holder(path, touched)
+            _with_parent(path, touch)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """statvfs(2)."""
@@ -391,21 +407,21 @@ def _entries(where: str | int) -> list[tuple[str, bool, bool]]:
         return [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
 
 
-def _between(
+def _with_both_parents(
     source: str, target: str, call: Callable[[str, int | None, str, int | None], None]
 ) -> None:
-    """``call`` with both names, each in the directory that holds it."""
+    """Call ``call`` with both last names, each with the descriptor of its parent directory."""
 
     def from_here(name: str, fd: int | None) -> None:
-        _in_holder(target, lambda end, end_fd: call(name, fd, end, end_fd))
+        _with_parent(target, lambda end, end_fd: call(name, fd, end, end_fd))
 
-    _in_holder(source, from_here)
+    _with_parent(source, from_here)
 
 
-def _renamed(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
+def _rename(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
     os.rename(start, end, src_dir_fd=start_fd, dst_dir_fd=end_fd)
 
 
-def _linked(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
-    # Python's own default follows a link at the source, but only where a directory is given.
+def _link(start: str, start_fd: int | None, end: str, end_fd: int | None) -> None:
+    # By default Python follows a link at the source, but only where a directory descriptor is given.
     os.link(start, end, src_dir_fd=start_fd, dst_dir_fd=end_fd, follow_symlinks=False)

@@ -4,11 +4,11 @@
     not there, a window     O_DIRECT into a reused staging buffer, copied into place
     anything else           preadv into place: small ranges, the end of a file, whatever refuses
 
-A buffered read of a cold file has the kernel take fresh pages and copy out of them; a direct one into
-memory that was used before does neither, and leaves the page cache to those who need it. What is
-cached is asked at every window, two pages first, so a file may be cached in part. Where a window stops in
-the middle, and the file is cached farther on, that page is waited for: of one at which it would read
-ahead the kernel says that it is missing, too. Reads that are not answered so (network filesystems) go
+For a buffered read of a cold file the kernel takes fresh pages and copies out of them. A direct read into
+memory that was used before does neither, and leaves the page cache to others. Before each window two pages
+are probed with RWF_NOWAIT, because a file may be cached in part. RWF_NOWAIT also returns EAGAIN for a cached
+page that carries a readahead marker. So where a window stops in the middle although the file is cached
+farther on, that page is read with a wait. Filesystems without RWF_NOWAIT (network filesystems) are read
 through the page cache and its readahead.
 
 Files are never mapped: over NFS a mapped file that is replaced reads as zeros or kills (SIGBUS).
@@ -28,60 +28,60 @@ from secrets import randbelow
 
 from ckptfs.errors import IntegrityError, StaleError, StorageError
 from ckptfs.storage.base import DataReader, Reach
-from ckptfs.storage.local.direct_io import staging, takes_direct
+from ckptfs.storage.local.direct_io import buffer_pool, takes_direct
 from ckptfs.storage.local.files import open_regular
 from ckptfs.storage.local.posix import Posix, core_count
 from ckptfs.storage.os_errors import translated, typed
 from ckptfs.uri import Uri
 
-__all__ = ["LocalReader", "behind", "first", "scatter"]
+__all__ = ["LocalReader", "drop_bytes", "scatter", "take_bytes"]
 
 log = logging.getLogger(__name__)
 
-CALL_BYTES = 64 << 20  # 64 MiB a system call: Ctrl-C is heard in between
+CALL_BYTES = 64 << 20  # 64 MiB per system call: Ctrl-C takes effect between two calls
 STALE_TRIES = 4
-AGAIN_TRIES = 8  # of a call that was interrupted
+INTERRUPTED_TRIES = 8  # repetitions of an interrupted call
 
 _WINDOW_BYTES = 8 << 20
-_LANES = 4  # a disk answers several at once faster than one after the other
-_DIRECT_FROM_BYTES = 1 << 20  # a smaller read waits for the disk and for nothing else
+_MAX_THREADS = 4  # a disk serves several reads at once faster than one after the other
+_DIRECT_FROM_BYTES = 1 << 20  # a smaller read costs little but the wait for the disk
 _VIEWS = 1024  # IOV_MAX
-_MARKS = 4  # pages of one range that are waited for before it counts as not cached
-_FAR_BYTES = (64 << 20, 80 << 20)  # beyond what is read ahead; two, as there may be a mark at one
+_MAX_MARKERS = 4  # readahead markers per range before the rest counts as not cached
+_AHEAD_BYTES = (64 << 20, 80 << 20)  # beyond the readahead; two, because one may carry a marker
 _PAGE = mmap.PAGESIZE
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _INTERRUPTED = frozenset({errno.EINTR, errno.EAGAIN})
 
 
-class _Way(Enum):
-    """How the next window of a file is tried first."""
+class _Mode(Enum):
+    """How the next window of a file is read first."""
 
-    CACHED = "cached"  # the last one was in the page cache
-    ASK = "ask"  # two pages, whether this one is
-    BUFFERED = "buffered"  # there is no other way here
+    CACHED = "cached"  # from the page cache: the last window was there
+    PROBE = "probe"  # two pages are probed for whether the window is cached
+    BUFFERED = "buffered"  # through the page cache: nothing else works here
 
 
 class LocalReader(DataReader):
     """Ranged reads at given offsets: no shared position, so any number of threads may read at once.
 
-    A handle that an NFS server calls stale is opened again by name, a few times. direct_bytes: of
-    what was read, bytes that went past the page cache.
+    A handle that an NFS server calls stale is opened again by name, a few times. ``direct_bytes`` counts the
+    bytes that were read past the page cache.
     """
 
     reach = Reach.LOCAL
     window_bytes = _WINDOW_BYTES
-    concurrency = _LANES
+    concurrency = _MAX_THREADS
 
     def __init__(self, posix: Posix, uri: Uri, path: str, flags: int = 0) -> None:
         self._posix = posix
         self._uri = uri
         self._path = path
-        self._flags = flags  # O_NOFOLLOW where no link is read through
+        self._flags = flags  # O_NOFOLLOW where no link may be followed
         self._lock = threading.Lock()
         self._closed = False
-        self._way = _Way.ASK if _DIRECT else _Way.BUFFERED
+        self._mode = _Mode.PROBE if _DIRECT else _Mode.BUFFERED
         self._direct_fd: int | None = None
-        self._waits = self._way is _Way.BUFFERED
+        self._waits_for_disk = self._mode is _Mode.BUFFERED
         self._cores = core_count()
         self.direct_bytes = 0
         # Handles that went stale stay open until close: another thread may be reading through one.
@@ -91,7 +91,7 @@ class LocalReader(DataReader):
 
     @property
     def threads(self) -> int:
-        return _LANES if self._waits else min(_LANES, self._cores)
+        return _MAX_THREADS if self._waits_for_disk else min(_MAX_THREADS, self._cores)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         self.read_views(offset, [buffer.cast("B")])
@@ -99,9 +99,9 @@ class LocalReader(DataReader):
     def read_steps(self, offset: int, buffer: memoryview, step_bytes: int) -> Iterator[int]:
         view, done = buffer.cast("B"), 0
         while done < len(view):
-            # A disk is asked for all at once, the page cache for as little as makes sense.
-            end = len(view) if self._way is _Way.ASK else min(done + step_bytes, len(view))
-            if self._way is _Way.CACHED:
+            # From a disk read all at once, from the page cache in small steps.
+            end = len(view) if self._mode is _Mode.PROBE else min(done + step_bytes, len(view))
+            if self._mode is _Mode.CACHED:
                 done += self._read_cached(offset + done, [view[done:end]])
             if done < end:
                 self.read_views(offset + done, [view[done:end]])
@@ -111,15 +111,15 @@ class LocalReader(DataReader):
     def read_views(self, offset: int, views: Sequence[memoryview]) -> None:
         size = sum(map(len, views))
         done = 0
-        if size >= _DIRECT_FROM_BYTES and self._way is not _Way.BUFFERED:
+        if size >= _DIRECT_FROM_BYTES and self._mode is not _Mode.BUFFERED:
             done = self._read_cached(offset, views)
-            if done < size and self._way is _Way.ASK:
-                done += self._read_direct(offset + done, behind(views, done), size - done)
+            if done < size and self._mode is _Mode.PROBE:
+                done += self._read_direct(offset + done, drop_bytes(views, done), size - done)
         if done < size:
-            self._read_buffered(offset + done, behind(views, done), offset + size)
+            self._read_buffered(offset + done, drop_bytes(views, done), offset + size)
 
     def keep_cached(self) -> None:
-        self._way, self._waits = _Way.BUFFERED, True
+        self._mode, self._waits_for_disk = _Mode.BUFFERED, True
 
     def close(self) -> None:
         with self._lock:
@@ -130,16 +130,16 @@ class LocalReader(DataReader):
         for fd in fds:
             self._posix.close(fd)
 
-    # -- the three ways --------------------------------------------------------------------
+    # -- cached, direct, buffered ----------------------------------------------------------
 
     def _read_cached(self, offset: int, views: Sequence[memoryview]) -> int:
-        """What of it the page cache has, from its start on: bytes."""
-        fd, views, done = self._current(), views[:_VIEWS], 0
-        is_known = self._way is _Way.CACHED
+        """Read what the page cache has of a range, from its start on. Returns the number of bytes."""
+        fd, views, done = self._current_fd(), views[:_VIEWS], 0
+        is_cached = self._mode is _Mode.CACHED
         try:
-            if not is_known:
-                # All of a range would be read ahead, although nobody waits for it. A page that was asked for
-                # is there for the next who asks: a second one, never the same, tells more.
+            if not is_cached:
+                # Probing the whole range would start a readahead that nothing waits for. And a page that
+                # was probed once is cached for the next probe: a second page, at random, tells more.
                 page = memoryview(bytearray(1))
                 self._posix.preadv_cached(fd, [page], offset)
                 other = _PAGE + randbelow(_DIRECT_FROM_BYTES - _PAGE)
@@ -147,39 +147,44 @@ class LocalReader(DataReader):
             done = self._posix.preadv_cached(fd, views, offset)
         except OSError as error:
             if error.errno != errno.EAGAIN:
-                # Not told here; what else is wrong is met again, and typed, by the buffered read.
-                self._way, self._waits = _Way.BUFFERED, True
+                # RWF_NOWAIT does not work here. Any other error is met again, and typed, by the buffered
+                # read.
+                self._mode, self._waits_for_disk = _Mode.BUFFERED, True
                 return 0
-            if not is_known:
-                self._ask(fd)
+            if not is_cached:
+                self._start_probing(fd)
                 return 0
         size = sum(map(len, views))
         if done < size:
-            done = self._read_past_marks(fd, offset, views, done, size)
+            done = self._read_past_markers(fd, offset, views, done, size)
         if done < size:
-            self._ask(fd)
+            self._start_probing(fd)
         else:
-            self._way = _Way.CACHED
+            self._mode = _Mode.CACHED
         return done
 
-    def _read_past_marks(
+    def _read_past_markers(
         self, fd: int, offset: int, views: Sequence[memoryview], done: int, size: int
     ) -> int:
-        """Go on behind the first ``done`` bytes while it was a mark that stopped them; how many are
-        there then. What fails is left to the other ways, which type it.
+        """Continue after the first ``done`` bytes as long as it was a readahead marker that stopped the read.
+
+        An error is left to the direct or buffered read, which types it.
+
+        Returns:
+            How many bytes of the range have been read then.
         """
         try:
-            for _ in range(_MARKS):
-                if done == size or not self._goes_on(fd, offset + done):
+            for _ in range(_MAX_MARKERS):
+                if done == size or not self._is_cached_ahead(fd, offset + done):
                     break
-                done += self._read_page(fd, behind(views, done), offset + done)
-                done += self._has(fd, behind(views, done), offset + done)
+                done += self._read_page(fd, drop_bytes(views, done), offset + done)
+                done += self._read_available(fd, drop_bytes(views, done), offset + done)
         except OSError as error:
-            log.debug("%s: not read through a mark: %s", self._uri, error)
+            log.debug("%s: not read past a readahead marker: %s", self._uri, error)
         return done
 
-    def _has(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Read what is there without a wait; 0: nothing."""
+    def _read_available(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Read what is cached, without a wait. Returns the number of bytes, 0 if there are none."""
         try:
             return self._posix.preadv_cached(fd, views, offset)
         except OSError as error:
@@ -187,45 +192,45 @@ class LocalReader(DataReader):
                 raise
             return 0
 
-    def _goes_on(self, fd: int, offset: int) -> bool:
+    def _is_cached_ahead(self, fd: int, offset: int) -> bool:
         """Whether the page cache has the file farther on, too.
 
-        If not, what it has here was perhaps only read ahead, and to wait for a page would have still more
-        read ahead: a cold file would go through the page cache whole.
+        If not, the cached part may be nothing but readahead. Waiting for a page would then trigger more
+        readahead, and a cold file would pass through the page cache as a whole.
         """
         byte = memoryview(bytearray(1))
-        far = (min(offset + ahead, self.size_bytes - 1) for ahead in _FAR_BYTES)
-        return any(self._has(fd, [byte], at) for at in far)
+        offsets = (min(offset + ahead, self.size_bytes - 1) for ahead in _AHEAD_BYTES)
+        return any(self._read_available(fd, [byte], at) for at in offsets)
 
     def _read_page(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Read to the end of the page, whatever it takes; how many bytes.
+        """Read to the end of the page, with a wait if need be. Returns the number of bytes.
 
-        Where the kernel would begin to read ahead it answers nothing without a wait, although it has
-        the page and all behind it: a mark that an earlier reader left, and that this takes away. Taken
-        for the end of what is cached, a mark had the rest of the range read from the disk.
+        At a page where the kernel would start a readahead, RWF_NOWAIT returns nothing although the page and
+        all after it are cached. An earlier reader left this marker, and a read with a wait removes it. If the
+        marker were taken for the end of the cached part, the rest of the range would be read from the disk.
         """
-        return self._posix.preadv(fd, first(views, _PAGE - offset % _PAGE), offset)
+        return self._posix.preadv(fd, take_bytes(views, _PAGE - offset % _PAGE), offset)
 
-    def _ask(self, fd: int) -> None:
-        """The file is not all in the page cache: from here on each window is asked for."""
+    def _start_probing(self, fd: int) -> None:
+        """Probe each window from now on: the file is not entirely in the page cache."""
         with self._lock:
             if self._direct_fd is None and not self._closed:
                 try:
-                    self._direct_fd = self._opened_direct(fd)
+                    self._direct_fd = self._open_direct(fd)
                 except OSError as error:
                     log.debug("%s is read through the page cache: %s", self._uri, error)
-            self._way = _Way.BUFFERED if self._direct_fd is None else _Way.ASK
-            self._waits = True
+            self._mode = _Mode.BUFFERED if self._direct_fd is None else _Mode.PROBE
+            self._waits_for_disk = True
 
-    def _opened_direct(self, fd: int) -> int | None:
-        """A descriptor past the page cache of the file that ``fd`` is; None: not here."""
-        told = self._posix.direct_alignment(fd)
-        if not takes_direct(told, self._posix.fs_type(fd), tries=False):
+    def _open_direct(self, fd: int) -> int | None:
+        """Open the file of ``fd`` for direct reads, too. None where that is not possible."""
+        alignment = self._posix.direct_alignment(fd)
+        if not takes_direct(alignment, self._posix.fs_type(fd), try_unreported=False):
             return None
         direct, found = open_regular(self._posix, self._path, self._uri, _DIRECT | self._flags)
         try:
             self._posix.advise_random(fd)
-            # The name may be another file's by now.
+            # The name may belong to another file by now.
             if os.path.samestat(found, self._posix.fstat(fd)):
                 return direct
         except BaseException:
@@ -235,12 +240,12 @@ class LocalReader(DataReader):
         return None
 
     def _read_direct(self, offset: int, views: Sequence[memoryview], size: int) -> int:
-        """Read it past the page cache; how many bytes of it, fewer where that is refused."""
+        """Read past the page cache. Returns how many bytes, fewer than ``size`` where that is refused."""
         fd = self._direct_fd
         if fd is None:
             return 0
         done = 0
-        with staging().buffer(_WINDOW_BYTES + 2 * _PAGE) as memory:
+        with buffer_pool().buffer(_WINDOW_BYTES + 2 * _PAGE) as memory:
             views = list(views)
             while done < size:
                 want = min(size - done, _WINDOW_BYTES)
@@ -252,13 +257,13 @@ class LocalReader(DataReader):
                 views = scatter(memory[skip : skip + got], views)
                 done += got
                 if got < want:
-                    break  # the file's end, or refused: the buffered read tells which
+                    break  # the end of the file, or refused: the buffered read finds out which
         with self._lock:
             self.direct_bytes += done
         return done
 
     def _fill(self, fd: int, memory: memoryview, offset: int, size: int) -> int:
-        """Direct reads of at least ``size`` bytes from a whole page on; how many came."""
+        """Read at least ``size`` bytes directly from a page boundary on. Returns how many were read."""
         wanted = size + -size % _PAGE
         done = 0
         while done < size:
@@ -266,28 +271,28 @@ class LocalReader(DataReader):
                 count = self._posix.preadv(fd, [memory[done:wanted]], offset + done)
             except OSError as error:
                 log.debug("%s: no more direct reads: %s", self._uri, error)
-                self._way = _Way.BUFFERED
+                self._mode = _Mode.BUFFERED
                 break
             done += count
             if count <= 0 or count % _PAGE:
-                break  # the rest does not begin where a direct read may
+                break  # the rest is not aligned for a direct read
         return done
 
     def _read_buffered(self, offset: int, views: Sequence[memoryview], end: int) -> None:
-        stale, again = 0, 0
+        stale, interrupted = 0, 0
         left = [view for view in views if len(view)]
         while left:
-            fd = self._current()
+            fd = self._current_fd()
             try:
                 count = self._posix.preadv(fd, _one_call(left), offset)
             except OSError as error:
-                if error.errno in _INTERRUPTED and again < AGAIN_TRIES:
-                    again += 1
+                if error.errno in _INTERRUPTED and interrupted < INTERRUPTED_TRIES:
+                    interrupted += 1
                     continue
                 stale += 1
                 if error.errno != errno.ESTALE or stale >= STALE_TRIES:
                     raise typed(error, self._uri, "read") from error
-                self._open_again(fd)
+                self._reopen(fd)
                 continue
             if count == 0:
                 raise IntegrityError(
@@ -296,27 +301,27 @@ class LocalReader(DataReader):
                     hint="it was truncated, or replaced by a shorter one",
                 )
             offset += count
-            left = behind(left, count)
+            left = drop_bytes(left, count)
 
-    def _current(self) -> int:
+    def _current_fd(self) -> int:
         with self._lock:
             if self._closed:
                 raise StorageError("the reader is closed", uri=self._uri)
             return self._fds[-1]
 
-    def _open_again(self, stale: int) -> None:
+    def _reopen(self, stale: int) -> None:
         with self._lock, translated(self._uri, "read"):
             if self._closed or self._fds[-1] != stale:
                 return
             fd, found = open_regular(self._posix, self._path, self._uri, self._flags)
             if found.st_size != self.size_bytes:
-                self._posix.close(fd)  # no other thread may read what stands there now
+                self._posix.close(fd)  # no other thread may read from this other file
                 raise StaleError("another file has taken this name", uri=self._uri)
             self._fds.append(fd)
 
 
 def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:
-    """As much of them as one system call should read."""
+    """Return as many of ``views`` as one system call should read."""
     if len(views) == 1 and len(views[0]) > CALL_BYTES:
         return [views[0][:CALL_BYTES]]
     return views[:_VIEWS]
@@ -324,11 +329,11 @@ def _one_call(views: Sequence[memoryview]) -> Sequence[memoryview]:
 
 # -- lists of buffers that one call fills one after the other -----------------------------------
 
-_COPIED_HERE_BYTES = 256 << 10  # giving up the interpreter's lock takes longer than such a copy
+_COPY_WITH_LOCK_BYTES = 256 << 10  # releasing the interpreter's lock takes longer than such a copy
 
 
-def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """What is left of them behind their first ``count`` bytes."""
+def drop_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return ``views`` without their first ``count`` bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]] if count else list(views[index:])
@@ -336,8 +341,8 @@ def behind(views: Sequence[memoryview], count: int) -> list[memoryview]:
     return []
 
 
-def first(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Their first ``count`` bytes."""
+def take_bytes(views: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return the first ``count`` bytes of ``views``."""
     found = []
     for view in views:
         if count <= 0:
@@ -348,22 +353,22 @@ def first(views: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def scatter(data: memoryview, views: Sequence[memoryview]) -> list[memoryview]:
-    """Copy ``data`` into them, one after the other; what is left of them."""
+    """Copy ``data`` into ``views``, one after the other. Returns what is left of them."""
     at = 0
     for view in views:
         if at == len(data):
             break
         size = min(len(view), len(data) - at)
-        if size <= _COPIED_HERE_BYTES:
+        if size <= _COPY_WITH_LOCK_BYTES:
             view[:size] = data[at : at + size]
         else:
             _copy(view[:size], data[at : at + size])
         at += size
-    return behind(views, at)
+    return drop_bytes(views, at)
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the interpreter's lock, so that threads copy side by side."""
+    """Copy bytes without the interpreter's lock, so that several threads copy at once."""
     byte = ctypes.c_char
     ctypes.memmove(
         ctypes.addressof(byte.from_buffer(target)),

@@ -5,15 +5,16 @@
     data     .partial-*, fsync        rename over the key    (sync, by the caller, once for all)
     make_dir mkdir, EEXIST is success                        fsync every parent up to the root's
 
-Nothing is asked before it is done (``exists`` and ``is_dir`` may be answered from a network
-client's cache): each call acts, and reads the answer. What a failed or interrupted call made, it
-removes; only an answer that was lost leaves the staging file, because the link may yet happen.
-Modes are 0o666 and 0o777 & ~umask; no chmod, no chown, so that setgid and default ACLs work (but for
-what a person's own file is replaced by, see ``over``).
+No call checks for existence first, because a network client may answer such a check from its cache: each
+call acts and looks at the result. A call that fails or is interrupted removes what it made. Only after a
+lost answer does the staging file stay, because the link may still happen.
+Modes are 0o666 and 0o777 & ~umask. There is no chmod and no chown, so that setgid and default ACLs work;
+the exception is a file that replaces a person's own file (``ReplacingWriter``).
 
-The root may be reached through links. Below it, what writes, moves or deletes never goes through one:
-SymlinkError, whatever was looked at before. What only reads does, but not in ``.ckptfs``: a step that
-was moved to another disk and linked back is read as before, and nothing is decided by another run's log.
+The root may be reached through links. Below it, an operation that writes, moves or deletes never follows a
+link: it raises SymlinkError, whatever was there before. An operation that only reads follows links, except
+in ``.ckptfs``. So a step that was moved to another disk and linked back is read as before, and the log of
+another run never decides anything.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ from ckptfs.storage.local.directories import (
     refresh_dir,
     remove_tree,
     sync_dir,
-    unlink_if_there,
+    unlink_if_present,
 )
 from ckptfs.storage.local.files import (
     InPlaceWriter,
-    KeptFile,
     LocalWriter,
-    OverWriter,
+    ReplacingWriter,
+    ResumableFile,
     WriteMethod,
-    kept_name,
-    look_at_target,
+    find_target,
     partial_name,
     read_whole,
+    resumable_name,
     unlink_quietly,
     write_whole,
 )
 from ckptfs.storage.local.mount_probe import probe_posix
-from ckptfs.storage.local.posix import Posix, beneath, core_count, holder_of, without_mark
+from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
 from ckptfs.storage.local.reader import LocalReader
 from ckptfs.storage.os_errors import HARD_TO_TELL, lost_answer, translated, typed
 from ckptfs.uri import Uri
@@ -80,8 +81,8 @@ __all__ = ["ASSUMED", "LocalStorage"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-# What a mounted filesystem is taken for until this process writes to it: a reader must not write
-# a probe, and takes none of the decisions that these answers guard.
+# What we assume of a mounted filesystem until this process writes to it. A reader must not write a
+# probe, and makes none of the decisions that depend on these answers.
 ASSUMED = Capabilities(
     shape=Shape.FILESYSTEM,
     exclusive_create=True,
@@ -89,14 +90,14 @@ ASSUMED = Capabilities(
     conditional_replace=False,
     durable=True,
 )
-# Each try opens a file, asks what it is and reads it: where a file is replaced all the time, one in four
-# meets a replacement.
+# Each try opens, stats and reads a file. If a file is replaced all the time, one try in four meets a
+# replacement.
 _STALE_TRIES = 10
-_MOST_LINKS = 40  # as the kernel's own
+_MAX_LINKS = 40  # the kernel's limit
 _IN_MEMORY = frozenset({0x01021994, 0x858458F6})  # f_type of tmpfs and ramfs
 _MAX_FILES = 4
 _MIN_FILE_BYTES = 64 << 20
-_NO_LINKS = frozenset(
+_NO_HARD_LINKS = frozenset(
     {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 )
 
@@ -104,8 +105,10 @@ _NO_LINKS = frozenset(
 class LocalStorage(Storage):
     """Bytes under one directory.
 
-    root: a ``file`` URI (or a wrapper's, with ``directory`` saying where it really is).
-    posix: the system calls; the tests put a simulated disk here.
+    Args:
+        root: A ``file`` URI, or the URI of a wrapper; ``directory`` is the real path then.
+        posix: The system calls. Tests pass a simulated disk.
+        directory: The directory if ``root`` does not name it.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class LocalStorage(Storage):
         self._directory = directory or root.local_path
         self._posix = posix or Posix()
         self._capabilities: Capabilities | None = None
-        self._unlinked: str | None = None  # below it no link is read through
+        self._no_links_below: str | None = None  # below this key reads follow no link
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,14 +130,15 @@ class LocalStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the probe saw, once this process has made a directory, created or replaced here;
-        before that what any POSIX filesystem does (``ASSUMED``). Asking writes nothing.
+        """What the probe found, once this process has made a directory, created or replaced something here.
+
+        Before that, what any POSIX filesystem does (``ASSUMED``). Reading this property writes nothing.
         """
         return self._capabilities or ASSUMED
 
     def local_path(self, key: str) -> str:
         """The absolute path of a key."""
-        return without_mark(self._path(key))
+        return without_mark(self._write_path(key))
 
     # -- small, whole ------------------------------------------------------------------
 
@@ -150,52 +154,57 @@ class LocalStorage(Storage):
         def look(path: str) -> bytes:
             return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
 
-        return self._reading("read", key, look)
+        return self._read_from("read", key, look)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
-        """As ``Storage.create``. When this raises AlreadyExistsError, what stands there is durable.
+        """As ``Storage.create``. When this raises AlreadyExistsError, the existing file is durable.
 
-        UnsupportedError where the place has no hard links; ``capabilities`` says so from then on.
+        Raises:
+            UnsupportedError: The filesystem has no hard links. ``capabilities`` says so from then on.
         """
-        path, temporary, directory = self._path(key), self._path(staging), self._parent(key)
-        self._probe_once(holder_of(temporary), self.uri(staging))
+        path, temporary, directory = (
+            self._write_path(key),
+            self._write_path(staging),
+            self._parent_path(key),
+        )
+        self._probe_once(parent_of(temporary), self.uri(staging))
         if not self.capabilities.exclusive_create:
             raise self._no_exclusive_create(key)
-        keep = False
+        keep_staging = False
         try:
             with translated(self.uri(staging), "create"):
                 # Never O_TRUNC: after a lost answer the staging file and the entry are one inode,
                 # and truncating it would empty an entry that others have read.
-                unlink_if_there(self._posix, temporary)
+                unlink_if_present(self._posix, temporary)
                 write_whole(self._posix, temporary, data)
             try:
                 self._posix.link(temporary, path)
             except FileExistsError as error:
-                # Its maker may not have come to its own fsync; who builds on the entry must.
-                self._sync_names(directory, key, "create")
+                # The maker of the entry may not have come to its own fsync, and our caller relies on the entry.
+                self._sync_directory(directory, key, "create")
                 raise typed(error, self.uri(key), "create") from error
             except OSError as error:
                 if error.errno in HARD_TO_TELL:
-                    keep = True
+                    keep_staging = True
                     raise lost_answer(error, self.uri(key), "create") from error
-                if error.errno in _NO_LINKS:
+                if error.errno in _NO_HARD_LINKS:
                     self._without_exclusive_create()
                     raise self._no_exclusive_create(key) from error
                 raise typed(error, self.uri(key), "create") from error
-            self._sync_names(directory, key, "create")
+            self._sync_directory(directory, key, "create")
         finally:
-            if not keep:
+            if not keep_staging:
                 unlink_quietly(self._posix, temporary)
 
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
         if if_match is not None:
             raise UnsupportedError("no conditional replace on a filesystem", uri=self.uri(key))
-        path, directory = self._path(key), self._parent(key)
-        self._in_directory(key, lambda: self._replace(path, data, key))
-        self._sync_names(directory, key, "replace")
+        path, directory = self._write_path(key), self._parent_path(key)
+        self._write_in_directory(key, lambda: self._replace(path, data, key))
+        self._sync_directory(directory, key, "replace")
 
     def _replace(self, path: str, data: bytes, key: str) -> None:
-        self._probe_once(holder_of(path), self.uri(key))
+        self._probe_once(parent_of(path), self.uri(key))
         partial = partial_name(path)
         done = False
         try:
@@ -224,7 +233,7 @@ class LocalStorage(Storage):
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
             return found
 
-        found = self._reading("stat", key, look)
+        found = self._read_from("stat", key, look)
         is_dir = stat.S_ISDIR(found.st_mode)
         if is_dir and self.capabilities.shape is Shape.OBJECT:
             raise NotFoundError("stat failed: a prefix, not a file", uri=self.uri(key))
@@ -233,7 +242,7 @@ class LocalStorage(Storage):
 
     def list(self, key: str) -> list[Entry]:
         try:
-            found = self._reading("list", key, self._posix.scandir)
+            found = self._read_from("list", key, self._posix.scandir)
         except NotFoundError:
             if self.capabilities.shape is Shape.OBJECT:
                 return []
@@ -243,11 +252,11 @@ class LocalStorage(Storage):
     def refusing_links(self, top: str) -> LocalStorage:
         self.uri(top)
         strict = copy.copy(self)
-        strict._unlinked = top  # noqa: SLF001 - one of our own
+        strict._no_links_below = top  # noqa: SLF001 - one of our own
         return strict
 
     def refuse_link(self, key: str) -> None:
-        path = self._path(key)
+        path = self._write_path(key)
         with translated(self.uri(key), "write"):
             try:
                 found = self._posix.stat(path, follow=False)
@@ -260,7 +269,7 @@ class LocalStorage(Storage):
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> LocalWriter:
         del size_hint_bytes
-        path, uri = self._path(key), self.uri(key)
+        path, uri = self._write_path(key), self.uri(key)
 
         def begin() -> LocalWriter:
             with translated(uri, "write"):
@@ -271,26 +280,26 @@ class LocalStorage(Storage):
                     lambda partial: self._publish(partial, path, key),
                 )
 
-        return self._in_directory(key, begin)
+        return self._write_in_directory(key, begin)
 
     def open_over(self, key: str) -> DataWriter:
-        """As ``Storage.open_over``. No run is written so: its files are its own."""
+        """As ``Storage.open_over``. Never used for a run, whose files are its own."""
         uri = self.uri(key)
 
         def begin() -> DataWriter:
-            target = look_at_target(self._posix, self.local_path(key), uri)
+            target = find_target(self._posix, self.local_path(key), uri)
             if target.method is WriteMethod.IN_PLACE:
                 return InPlaceWriter(self._posix, uri, target.path)
 
             def publish(partial: str) -> None:
                 self._publish(partial, target.path, key)
-                # The name is not in the directory that the caller syncs where a link led elsewhere.
-                self._sync_names(holder_of(target.path), key, "write")
+                # If a link led elsewhere, the name is not in the directory that the caller syncs.
+                self._sync_directory(parent_of(target.path), key, "write")
 
             with translated(uri, "write"):
-                return OverWriter(self._posix, uri, partial_name(target.path), publish, target)
+                return ReplacingWriter(self._posix, uri, partial_name(target.path), publish, target)
 
-        return self._in_directory(key, begin)
+        return self._write_in_directory(key, begin)
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
         """As ``Storage.files_at_once``: more than one on a filesystem in memory only."""
@@ -299,12 +308,13 @@ class LocalStorage(Storage):
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:
-        """As ``Storage.open_parallel``; none where a mount is used like an object store, which may
-        take bytes in their order only.
+        """As ``Storage.open_parallel``.
+
+        None on a mount that is used like an object store, which may accept bytes in order only.
         """
         if self.capabilities.shape is Shape.OBJECT:
             return None
-        path, uri = self._path(key), self.uri(key)
+        path, uri = self._write_path(key), self.uri(key)
         with translated(uri, "write"):
             return WindowedFile(
                 self._posix,
@@ -316,73 +326,75 @@ class LocalStorage(Storage):
             )
 
     def open_kept(self, key: str, *, size_bytes: int) -> LocalWriter:
-        """As ``Storage.open_kept``: ``.partial-kept-<name>``, locked by who writes it."""
+        """As ``Storage.open_kept``: the file ``.partial-kept-<name>``, locked by its writer."""
         if self.capabilities.shape is Shape.OBJECT:
             return self.open_write(key, size_hint_bytes=size_bytes)
-        path, uri = self._path(key), self.uri(key)
+        path, uri = self._write_path(key), self.uri(key)
         with translated(uri, "write"):
-            return KeptFile(
+            return ResumableFile(
                 self._posix,
                 uri,
-                kept_name(path),
+                resumable_name(path),
                 lambda partial: self._publish(partial, path, key),
                 size_bytes,
             )
 
     def open_read(self, key: str) -> LocalReader:
         uri, flags = self.uri(key), self._flags(key)
-        return self._reading("open", key, lambda path: LocalReader(self._posix, uri, path, flags))
+        return self._read_from("open", key, lambda path: LocalReader(self._posix, uri, path, flags))
 
     # -- names -------------------------------------------------------------------------
 
     def make_dir(self, key: str) -> None:
-        path = self._path(key)
+        path = self._write_path(key)
         with translated(self.uri(key), "make_dir"):
             make_dirs(self._posix, path, self._directory)
         self._probe_once(path, self.uri(key))
 
     def rename(self, source: str, target: str) -> None:
-        start, end = self._path(source), self._path(target)
+        source_path, target_path = self._write_path(source), self._write_path(target)
         if self.capabilities.shape is Shape.OBJECT:
             raise UnsupportedError("this mount does not rename directories", uri=self.uri(source))
         try:
-            self._posix.rename(start, end)
+            self._posix.rename(source_path, target_path)
         except OSError as error:
             if error.errno in HARD_TO_TELL:
                 raise lost_answer(error, self.uri(target), "rename") from error
             if error.errno == errno.EISDIR or (
-                error.errno == errno.ENOTDIR and self._stands(start) and self._stands(end)
+                error.errno == errno.ENOTDIR
+                and self._exists(source_path)
+                and self._exists(target_path)
             ):
                 raise AlreadyExistsError(
                     "rename failed: something of another kind stands there",
                     errno=error.errno,
                     uri=self.uri(target),
                 ) from error
-            at = source if error.errno == errno.ENOENT and not self._stands(start) else target
+            at = source if error.errno == errno.ENOENT and not self._exists(source_path) else target
             raise typed(error, self.uri(at), "rename") from error
 
     def link(self, source: str, target: str) -> None:
-        start, end = self._path(source), self._path(target)
+        source_path, target_path = self._write_path(source), self._write_path(target)
         if self.capabilities.shape is Shape.OBJECT:
             raise UnsupportedError("this mount is used without links", uri=self.uri(target))
         try:
-            self._posix.link(start, end)
+            self._posix.link(source_path, target_path)
         except OSError as error:
             if error.errno in HARD_TO_TELL:
                 raise lost_answer(error, self.uri(target), "link") from error
-            if error.errno in _NO_LINKS:
+            if error.errno in _NO_HARD_LINKS:
                 raise UnsupportedError(
                     f"link failed: {error.strerror}", errno=error.errno, uri=self.uri(target)
                 ) from error
-            at = source if error.errno == errno.ENOENT and not self._stands(start) else target
+            at = source if error.errno == errno.ENOENT and not self._exists(source_path) else target
             raise typed(error, self.uri(at), "link") from error
 
     def remove(self, key: str) -> None:
         with translated(self.uri(key), "remove"):
-            unlink_if_there(self._posix, self._path(key))
+            unlink_if_present(self._posix, self._write_path(key))
 
     def remove_dir(self, key: str) -> None:
-        path = self._path(key)
+        path = self._write_path(key)
         if self.capabilities.shape is Shape.OBJECT:
             return
         with translated(self.uri(key), "remove_dir"):
@@ -391,9 +403,9 @@ class LocalStorage(Storage):
             except FileNotFoundError:
                 return
             except NotADirectoryError as error:
-                if not self._stands(path):
-                    return  # it lies below something that is no directory: it is not there
-                # A link to a directory is one too: what lies behind it was not made here.
+                if not self._exists(path):
+                    return  # an ancestor is not a directory: nothing exists at this path
+                # That includes a link to a directory: we did not make its target.
                 raise AlreadyExistsError(
                     "remove_dir failed: no directory stands there, but a link or a file",
                     errno=errno.ENOTDIR,
@@ -404,16 +416,16 @@ class LocalStorage(Storage):
         if not key:
             raise UnsupportedError("the root is never removed", uri=self.root)
         with translated(self.uri(key), "remove_tree"):
-            left = remove_tree(self._posix, self._path(key))
+            left = remove_tree(self._posix, self._write_path(key))
         for name in left:
-            # NFS keeps a file that is open somewhere on this node under such a name; it goes by
-            # itself at the last close, and a trainer must not die of it.
+            # NFS keeps a file that is open on this node under such a name. It disappears at the last
+            # close, and a training job must not fail because of it.
             log.warning("left in place, still open on this node: %s in %s", name, self.uri(key))
 
     # -- certainty ---------------------------------------------------------------------
 
     def sync(self, key: str) -> None:
-        path = self._path(key)
+        path = self._write_path(key)
         try:
             with translated(self.uri(key), "sync"):
                 sync_dir(self._posix, path)
@@ -423,11 +435,11 @@ class LocalStorage(Storage):
 
     def refresh(self, key: str) -> None:
         with translated(self.uri(key), "refresh"):
-            refresh_dir(self._posix, self._readable(key), self._directory)
+            refresh_dir(self._posix, self._read_path(key), self._directory)
 
     def touch(self, key: str) -> None:
         with translated(self.uri(key), "touch"):
-            self._posix.utime(self._path(key))
+            self._posix.utime(self._write_path(key))
 
     def space(self) -> Space | None:
         path = self._directory
@@ -436,11 +448,11 @@ class LocalStorage(Storage):
                 try:
                     found = self._posix.statvfs(path)
                 except FileNotFoundError:
-                    # Not made yet: it will be on the filesystem of its nearest ancestor.
+                    # Not made yet: the directory will be on the filesystem of its nearest ancestor.
                     path = os.path.dirname(path)
                     continue
                 if not found.f_blocks:
-                    return None  # ramfs and its like count nothing: that is not "full"
+                    return None  # ramfs and similar filesystems report zero blocks: that does not mean full
                 return Space(
                     free_bytes=found.f_bavail * found.f_frsize,
                     free_inodes=found.f_favail if found.f_files else None,
@@ -448,56 +460,60 @@ class LocalStorage(Storage):
 
     # -- inside ------------------------------------------------------------------------
 
-    def _path(self, key: str) -> str:
-        """For what changes something: no link below the root is followed (``posix``)."""
+    def _write_path(self, key: str) -> str:
+        """The path for an operation that changes something: no link below the root is followed (``posix``)."""
         tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
         return beneath(self._directory, tail) if tail else self._directory
 
-    def _readable(self, key: str) -> str:
-        """For what only reads."""
+    def _read_path(self, key: str) -> str:
+        """The path for an operation that only reads."""
         if _is_control(key):
-            return self._path(key)
-        top = self._unlinked
+            return self._write_path(key)
+        top = self._no_links_below
         if top is None or key == top or not _is_below(key, top):
             return self.local_path(key)
         return beneath(self.local_path(top), key[len(top) :].lstrip("/"))
 
     def _flags(self, key: str) -> int:
-        """For opening what only is read."""
-        # The run's own files are no links: what it decides by lies in it.
+        """The flags for opening a file that is only read."""
+        # The run's control files are never links: the run makes its decisions by them.
         is_link_refused = _is_control(key) or (
-            self._unlinked is not None and key != self._unlinked and _is_below(key, self._unlinked)
+            self._no_links_below is not None
+            and key != self._no_links_below
+            and _is_below(key, self._no_links_below)
         )
         return os.O_NOFOLLOW if is_link_refused else 0
 
-    def _parent(self, key: str) -> str:
-        return holder_of(self._path(key))
+    def _parent_path(self, key: str) -> str:
+        return parent_of(self._write_path(key))
 
-    def _stands(self, path: str) -> bool:
-        """For the wording of an error only; nothing is decided by it."""
+    def _exists(self, path: str) -> bool:
+        """Whether anything exists at ``path``: for the wording of an error, never for a decision."""
         try:
             self._posix.stat(path, follow=False)
         except OSError:
             return False
         return True
 
-    def _reading(self, action: str, key: str, look: Callable[[str], T]) -> T:
-        """``look`` at the path of a key, which only reads."""
-        path = self._readable(key)
+    def _read_from(self, action: str, key: str, look: Callable[[str], T]) -> T:
+        """Call ``look``, which only reads, with the path of ``key``."""
+        path = self._read_path(key)
         try:
-            return self._looking_again(action, key, lambda: look(path))
+            return self._retry_if_stale(action, key, lambda: look(path))
         except SymlinkError:
-            top = self._unlinked
+            top = self._no_links_below
             if top is None or not self._flags(key) or _is_control(key):
                 raise
             with translated(self.uri(key), action):
-                path = self._without_links(key[len(top) :], top)
-            # Opened without following links as well: one that is put there now is not followed either.
-            return self._looking_again(action, key, lambda: look(path))
+                path = self._resolve_inside(key[len(top) :], top)
+            # ``look`` opens this path without following links: a link that appears now is not followed either.
+            return self._retry_if_stale(action, key, lambda: look(path))
 
-    def _without_links(self, below: str, top: str) -> str:
-        """The path that ``below`` leads to in the directory ``top`` through links that stay in it. ELOOP
-        where one leads out, or where they lead on without end.
+    def _resolve_inside(self, below: str, top: str) -> str:
+        """Resolve ``below``, a path in the directory ``top``, through links that stay in ``top``.
+
+        Raises:
+            OSError: ELOOP if a link leads out of ``top``, or there are too many links.
         """
         holder = self.local_path(top)
         left, passed, links = below.split("/"), list[str](), 0
@@ -518,13 +534,13 @@ class LocalStorage(Storage):
             links += 1
             if target.startswith(f"{holder}/"):
                 passed, target = [], target[len(holder) :]
-            elif target.startswith("/") or links > _MOST_LINKS:
+            elif target.startswith("/") or links > _MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), without_mark(path))
             left = [*target.split("/"), *left]
         return beneath(holder, "/".join(passed)) if passed else holder
 
-    def _looking_again(self, action: str, key: str, look: Callable[[], T]) -> T:
-        """Repeat by name what an NFS server answers with ESTALE: a rename went under us."""
+    def _retry_if_stale(self, action: str, key: str, look: Callable[[], T]) -> T:
+        """Repeat ``look`` by name after ESTALE: another process replaced the file by a rename."""
         for remaining in reversed(range(_STALE_TRIES)):
             try:
                 with translated(self.uri(key), action):
@@ -532,14 +548,15 @@ class LocalStorage(Storage):
             except StaleError:
                 if not remaining:
                     raise
-                # The client may go on taking the name for the file that is gone, until it asks anew.
+                # Until the directory is refreshed, the NFS client may take the name for the file that is gone.
                 with contextlib.suppress(StorageError):
                     self.refresh(key.rpartition("/")[0])
         raise AssertionError("unreachable")
 
-    def _in_directory(self, key: str, write: Callable[[], T]) -> T:
-        """``write``, once more with the directory made where a mount is used like an object store:
-        its callers, told so by ``capabilities``, make no directories.
+    def _write_in_directory(self, key: str, write: Callable[[], T]) -> T:
+        """Call ``write``, and once more with the directory made on a mount that is used like an object store.
+
+        ``capabilities`` tells the callers that this is an object store, so they make no directories.
         """
         try:
             return write()
@@ -549,8 +566,8 @@ class LocalStorage(Storage):
             self.make_dir(key.rpartition("/")[0])
             return write()
 
-    def _sync_names(self, directory: str, key: str, action: str) -> None:
-        """Fsync after the name is there. A failure cannot say that nothing happened: it did."""
+    def _sync_directory(self, directory: str, key: str, action: str) -> None:
+        """Fsync a directory after a name was made in it. If this fails, the change may have happened."""
         try:
             sync_dir(self._posix, directory)
         except OSError as error:
