@@ -25,7 +25,7 @@ import pytest
 
 from tests import lab
 from tests.integrations import matrix
-from tests.integrations.running import Kind, Mode, Store, environment
+from tests.integrations.running import EXTENSIONS, Kind, Mode, Store, environment
 from tests.lab.gcs import NO_HNS
 from tests.lab.server import Server
 from tests.servers.conftest import no_accounts, session_of
@@ -92,6 +92,16 @@ def store(
             for variable, value in server.environment.items():
                 monkeypatch.setenv(variable, value)
             yield Store(kind, server.uri(name), server.environment, server.storage_options())
+
+
+@pytest.fixture(scope="session", autouse=True)
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """torch compiles DeepSpeed's extension in a directory of this session. In the usual one, of the user, a
+    run that was killed while it compiled has left a lock for which every later one waits for ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(EXTENSIONS, str(tmp_path_factory.mktemp("extensions")))
+        yield
 
 
 @pytest.fixture(scope="session")

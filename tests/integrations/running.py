@@ -40,8 +40,9 @@ from tests.multiprocess.harness import Rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "docs" / "integrations"
-TIMEOUT_S = float(os.environ.get("CKPTFS_STORY_TIMEOUT_S", "180"))
+TIMEOUT_S = float(os.environ.get("CKPTFS_STORY_TIMEOUT_S", "600"))
 _MARK = "CKPTFS_STORY_RUN"
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch compiles extensions
 _ABORTED = "terminate called without an active exception"
 Kind = Literal["file", "nfs", "s3", "gcs"]
 Mode = Literal["sync", "async"]
@@ -220,10 +221,11 @@ def run_words(words: Sequence[str], env: Mapping[str, str], *, cwd: str | None =
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)  # torchrun ends its workers
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(15)
+                process.wait(60)
         finally:
             _end_all(mark)
             process.wait()
+            _unlock_extensions()
         log.seek(0)
         output = log.read().decode(errors="replace")
     return Outcome(
@@ -244,6 +246,13 @@ def _end_all(mark: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
+
+
+def _unlock_extensions() -> None:
+    """Remove the locks of whoever was killed while it compiled an extension: the next one would wait for ever."""
+    if place := os.environ.get(EXTENSIONS):
+        for lock in Path(place).rglob("lock"):
+            lock.unlink(missing_ok=True)
 
 
 def _marked(mark: str) -> Iterator[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -48,6 +49,15 @@ def test_a_kill_that_meets_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert (ended.rc, ended.final) == (-9, None)
     whole = run_example("small", store, "sync", launcher="python")
     assert (whole.rc, whole.resumed, whole.final) == (0, "none", "abc")
+
+
+def test_a_lock_that_a_killed_run_left_holds_up_nobody() -> None:
+    """torch's lock of an extension that is compiled: a file, which stays where its owner is killed."""
+    lock = Path(os.environ[running.EXTENSIONS], "some_extension", "lock")
+    script = "import os, sys; os.makedirs(os.path.dirname(sys.argv[1])); open(sys.argv[1], 'x')"
+    assert run_words([sys.executable, "-c", script, str(lock)], {}).rc == 0
+    assert lock.parent.is_dir()
+    assert not lock.exists()
 
 
 def test_nothing_outlives_a_run() -> None:
