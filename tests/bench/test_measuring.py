@@ -79,7 +79,7 @@ class Pair:
     """Two ranks that are threads."""
 
     size = 2
-    met = threading.Barrier(2, timeout=30)
+    met = threading.Barrier(2, timeout=120)
     values: dict[int, Any] = {}  # noqa: RUF012 - the two share it
 
     def __init__(self, rank: int) -> None:

@@ -43,7 +43,7 @@ def test_eight_small_files_go_up_at_once(bucket: tuple[str, MemoryObjects]) -> N
     met: list[bool] = []
 
     def release() -> None:
-        met.extend(held.reached.wait(20) for held in (first, eighth))
+        met.extend(held.reached.wait(120) for held in (first, eighth))
         for held in (first, eighth):
             held.release.set()
 

@@ -147,7 +147,7 @@ def test_who_got_a_part_of_the_domains_gives_it_back(tmp_path: Path) -> None:
     taken, owner = threading.Event(), list[tuple[Seat, Run]]()
 
     def come_first() -> None:
-        assert taken.wait(30)
+        assert taken.wait(120)
         seat = sit(paths["b"], "first")
         owner.append((seat, claim(seat, takeover=Takeover.NEVER)))
 

@@ -78,7 +78,7 @@ def test_a_writer_that_stalls_after_its_look_at_the_log_is_refused(
     store.plan.add(Fault("put", "run/hf/model.safetensors", 1, hold))
     thread = threading.Thread(target=write)
     thread.start()
-    assert hold.reached.wait(30)
+    assert hold.reached.wait(120)
     with ckptfs.prepare_run(run, takeover="force") as newer:
         _write(run, "newer", newer)
     hold.release.set()

@@ -27,7 +27,7 @@ class Board:
     def meet(self, name: str) -> None:
         """Return when the other rank is here under the same name."""
         with self._lock:
-            barrier = self._barriers.setdefault(name, threading.Barrier(2, timeout=10))
+            barrier = self._barriers.setdefault(name, threading.Barrier(2, timeout=120))
         barrier.wait()
 
 

@@ -148,14 +148,14 @@ def test_a_newcomer_makes_durable_what_it_folded(memory_path: Path) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         claiming = pool.submit(newcomer)
-        assert before_sync.reached.wait(30)
+        assert before_sync.reached.wait(120)
         # Its fence is there. A plain save comes, and dies when its seal is linked.
         number = len(os.listdir(f"{SOLO.directory(str(base), 'a')}/.ckptfs/log"))
         dying: Any = DiesAfterLink(disk, f"{number:08d}")
         (end,) = seats(SOLO, str(base), SCENARIOS["fresh"].victim, job="plain", posix=dying)
         assert end.died
         before_sync.release.set()
-        run = claiming.result(30)
+        run = claiming.result(120)
     disk.cut()
     assert run._keeper is not None
     run._keeper.stop()

@@ -335,11 +335,11 @@ def test_a_deleter_that_stands_still_moves_nothing_of_a_successor(tmp_path: Path
 
     stalled = threading.Thread(target=delete)
     stalled.start()
-    assert first.reached.wait(20)
+    assert first.reached.wait(120)
     assert delete_checkpoint(open_storage(run), "step_1")
     save(b"2")
     first.release.set()
-    stalled.join(20)
+    stalled.join(120)
     assert ends in ([FencedError], [StorageError])
     with ckptfs.checkpoint_dir(f"{run}/step_1", "read") as path:
         assert Path(path, "model.bin").read_bytes() == b"2"

@@ -258,7 +258,7 @@ def test_ranges_are_read_at_once_and_never_more_than_the_reader_wants() -> None:
         with lock:
             under_way += 1
             most = max(most, under_way)
-        together.wait(20)
+        together.wait(120)
         with lock:
             under_way -= 1
 
@@ -369,7 +369,7 @@ def test_many_small_files_are_opened_ahead_of_their_turn() -> None:
 
     def read(key: str, limit_bytes: int) -> bytes:
         if key.endswith(".xxh3"):
-            together.wait(20)
+            together.wait(120)
         return inner(key, limit_bytes)
 
     storage.read_small = read  # type: ignore[method-assign]
@@ -506,7 +506,7 @@ def test_nobody_writes_into_a_tensor_after_the_error() -> None:
         if next(turn) == 3:  # three others are under way
             threading.Timer(0.3, released.set).start()
             raise AccessError("refused")
-        released.wait(20)
+        released.wait(120)
         ended.append(1)
 
     storage.before_read = behave
@@ -527,7 +527,7 @@ def test_no_read_begins_after_the_error_while_the_planner_is_busy() -> None:
     def behave() -> None:
         if next(turn) >= 2:
             third.set()
-        busy.wait(20)
+        busy.wait(120)
         raise AccessError("refused")
 
     class Busy(Asking):

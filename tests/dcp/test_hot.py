@@ -117,7 +117,7 @@ def tells_what_is_cached(place: Path) -> bool:
 def test_lanes_begin_narrow_and_widen_when_somebody_waits() -> None:
     """One at first: every job on the thread that asks; four from then on: four jobs meet each other."""
     ran: list[int] = []
-    meeting = threading.Barrier(4, timeout=20)
+    meeting = threading.Barrier(4, timeout=120)
 
     def here() -> None:
         ran.append(threading.get_ident())

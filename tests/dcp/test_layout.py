@@ -147,7 +147,7 @@ def test_a_thread_that_fails_stops_the_others_at_once(tmp_path: Path) -> None:
     def engine(storage: Storage, task: FileTask, resolve: Any, cancelled: Cancelled) -> FileWritten:
         if task.key.endswith("__0_1.distcp"):
             raise NoSpaceError("full")
-        stopped.append(cancelled.event.wait(20))  # between two items
+        stopped.append(cancelled.event.wait(120))  # between two items
         cancelled.raise_if_set()
         raise AssertionError("it writes on")
 

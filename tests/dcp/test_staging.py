@@ -433,5 +433,5 @@ def test_a_pool_that_shrinks_tells_whoever_waits_for_more() -> None:
     waiting.start()
     buffers.resize(MIB)
     first.release()
-    waiting.join(10)
+    waiting.join(120)
     assert told

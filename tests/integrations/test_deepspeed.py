@@ -32,7 +32,7 @@ STAGES = (0, 1, 2, 3)
 # -- inside the ranks ----------------------------------------------------------------------------
 
 
-def _begin(rank: Rank, timeout_s: float = 60.0) -> None:
+def _begin(rank: Rank, timeout_s: float = 400.0) -> None:
     """The group as a launcher of DeepSpeed makes it, without the compiler."""
     os.environ |= {"RANK": str(rank.number), "LOCAL_RANK": str(rank.number)}
     os.environ |= {"WORLD_SIZE": str(rank.size), "MASTER_ADDR": "127.0.0.1"}
@@ -42,6 +42,7 @@ def _begin(rank: Rank, timeout_s: float = 60.0) -> None:
 
     # An operator for inference would be compiled here, for a minute.
     vars(deepspeed.ops)["__compatible_ops__"] = {}
+    rank.meet()
     dist.init_process_group(
         "gloo",
         store=rank.store(),
@@ -199,7 +200,7 @@ def test_what_stock_deepspeed_does(tmp_path: Path) -> None:
     leaves a torn checkpoint under it, and lets rank 1 hang where rank 0 failed.
     """
     with launch(stock_ranks, 2, args={"base": str(tmp_path)}, env=ENV, warm=False) as ranks:
-        second = ranks.results(timeout_s=240, ranks=[1])[0]
+        second = ranks.results(ranks=[1])[0]
         ranks.release("looked", rank=0)
         told = [ranks.results(ranks=[0])[0].value, second.value]
     assert told[0] is not None, second.log
@@ -282,7 +283,7 @@ def read_by_all(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[di
     base, nodes = tmp_path_factory.mktemp("readers"), ["a", "b"]
     args = {"base": str(base)}
     with launch(readers_ranks, 2, args=args, nodes=nodes, env=ENV, warm=False) as ranks:
-        return base, ranks.values(timeout_s=280)
+        return base, ranks.values()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -403,7 +404,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """Where the ranks saved, and what each call raised."""
     base = tmp_path_factory.mktemp("failing")
     with launch(failing_ranks, 2, args={"base": str(base)}, env=ENV, warm=False) as ranks:
-        return base, ranks.values(timeout_s=280)
+        return base, ranks.values()
 
 
 def _same(told: list[Any], name: str) -> dict[str, Any]:

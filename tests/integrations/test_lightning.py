@@ -137,7 +137,7 @@ class FullDisk(LocalFileSystem):
         if "w" in mode:
             type(self).written += 1
             if type(self).written > 1:
-                assert self.removed.wait(60), "nothing was removed"
+                assert self.removed.wait(240), "nothing was removed"
                 raise OSError(errno.ENOSPC, "no space left")
         return super().open(path, mode, **options)
 

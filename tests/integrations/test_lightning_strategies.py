@@ -281,7 +281,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, lab_s3: Any) -> list[Tried]:
     run = tmp_path_factory.mktemp("lightning")
     (run / "ours").mkdir()
     args = {"run": str(run), "s3": lab_s3.fresh()}
-    results = torchrun(everything, 2, args=args, env=lab_s3.environment, timeout_s=240)
+    results = torchrun(everything, 2, args=args, env=lab_s3.environment)
     for result in results:
         assert result.value is not None, result.error or result.log[-6000:]
     return [result.value for result in results]

@@ -36,6 +36,7 @@ def test_the_example_is_killed_and_resumes(tmp_path: Path, cell: Cell) -> None:
 def _begin(rank: Rank, timeout_s: float) -> None:
     import torch.distributed as dist
 
+    rank.meet()
     limit = timedelta(seconds=timeout_s)
     store, number = rank.store(), rank.number
     dist.init_process_group("gloo", store=store, rank=number, world_size=rank.size, timeout=limit)
@@ -89,7 +90,7 @@ def _whole_story(rank: Rank) -> object:
 
     from ckptfs.integrations.megatron import ITERATIONS, TRACKER, TorchShards
 
-    _begin(rank, 60.0)
+    _begin(rank, 400.0)
     run = rank.args["run"]
     with ckptfs.DirectoryManager(run, name=ITERATIONS, pointer=TRACKER) as manager:
         with manager.reading() as nothing:

@@ -322,7 +322,7 @@ def sizes_when_settled(directory: Path) -> dict[str, int]:
     """Bytes by file name, once no file is on its way any more: the copy that failed ends Arrow's call, and
     its other threads still write, rename and remove what they had begun.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         try:
             sizes = {file.name: file.stat().st_size for file in directory.iterdir()}

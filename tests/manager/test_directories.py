@@ -205,7 +205,7 @@ def test_a_rank_that_writes_late_is_waited_for(tmp_path: Path) -> None:
             lead_came.clear()
             control.step("cleared", lambda: None)
             if number == 1:
-                assert lead_came.wait(20)
+                assert lead_came.wait(120)
                 write_files(source, {"rank_1": b"1"})
             manager.save(2, source)
             with manager.reading() as opened:
@@ -423,7 +423,7 @@ def test_a_download_stays_until_its_last_reader_has_left(
         with manager.reading() as opened:
             assert opened is not None
             if rank == 1:
-                assert left.wait(20)
+                assert left.wait(120)
             found = files_of(opened.path)
         left.set()
         return found

@@ -62,7 +62,7 @@ def test_tensors_may_change_when_save_returns(tmp_path: Path, held: Hold) -> Non
     with _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)])) as manager:
         state = _state(1.0)
         pending = manager.save(1, state)
-        assert held.reached.wait(30)
+        assert held.reached.wait(120)
         state["weight"].fill_(9.0)
         assert manager.poll() == 1
         assert manager.latest is None
@@ -79,7 +79,7 @@ def test_a_save_is_skipped_while_the_one_before_is_on_its_way(tmp_path: Path, he
     plan = Plan([Fault("write", "*.distcp", 1, held)])
     with _manager(tmp_path, plan, if_slow="skip", listeners=[told.append]) as manager:
         manager.save(1, _state(1.0))
-        assert held.reached.wait(30)
+        assert held.reached.wait(120)
         skipped = manager.save(2, _state(2.0))
         assert skipped == SaveSkipped(f"file://{tmp_path}/step_2", 2, 1)
         held.release.set()
@@ -95,13 +95,13 @@ def test_with_room_for_two_the_third_waits_for_the_first(tmp_path: Path, held: H
     with _manager(tmp_path, plan, max_in_flight=2) as manager:
         manager.save(1, _state(1.0))
         manager.save(2, _state(2.0))
-        assert held.reached.wait(30)
+        assert held.reached.wait(120)
         assert manager.poll() == 2
         third = threading.Thread(target=manager.save, args=(3, _state(3.0)))
         third.start()
         assert CheckpointManager(tmp_path).steps == []
         held.release.set()
-        third.join(30)
+        third.join(120)
         assert not third.is_alive()
     assert CheckpointManager(tmp_path).steps == [1, 2, 3]
 
@@ -219,7 +219,7 @@ def test_a_block_left_by_an_exception_is_not_kept_by_a_storage_that_hangs(
     def train() -> None:
         with _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)])) as manager:
             manager.save(1, _state(1.0))
-            assert held.reached.wait(30)
+            assert held.reached.wait(120)
             raise ValueError("training failed")
 
     ends: list[str] = []
@@ -231,7 +231,7 @@ def test_a_block_left_by_an_exception_is_not_kept_by_a_storage_that_hangs(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     assert ends == ["left"]
 
 
@@ -242,7 +242,7 @@ def test_ctrl_c_while_closing_does_not_begin_to_wait_again(
     monkeypatch.setenv("CKPTFS_EXIT_S", "0.1")
     manager = _manager(tmp_path, Plan([Fault("write", "*.distcp", 1, held)]))
     manager.save(1, _state(1.0))
-    assert held.reached.wait(30)
+    assert held.reached.wait(120)
     main = threading.main_thread().ident
     assert main is not None
     press = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
@@ -261,7 +261,7 @@ def test_a_save_under_way_does_not_keep_the_callers_tensors(tmp_path: Path, held
         state = _state(1.0)
         tensor = weakref.ref(state["weight"])
         manager.save(1, state)
-        assert held.reached.wait(30)
+        assert held.reached.wait(120)
         del state
         gc.collect()
         is_kept = tensor() is not None
@@ -317,7 +317,7 @@ def test_ranks_that_wait_differently_long_stay_in_step(tmp_path: Path, held: Hol
         ground = Ground(Where(str(tmp_path), Place()), control=control, storage=storage)
         with CheckpointManager(tmp_path, mode="async", if_slow="skip", ground=ground) as manager:
             manager.save(1, _state(1.0))
-            assert held.reached.wait(30)
+            assert held.reached.wait(120)
             with pytest.raises(ckptfs.DeadlineError):
                 manager.wait(0.0 if control.rank == 0 else 0.5)
             held.release.set()

@@ -126,7 +126,7 @@ def test_a_file_is_removed_once_what_replaces_it_is_committed(tmp_path: Path, pl
     files.save({"n": 1}, tmp_path / "a")
     files.save({"n": 2}, tmp_path / "b")
     files.remove(tmp_path / "a")
-    assert hold.reached.wait(30)
+    assert hold.reached.wait(120)
     assert (tmp_path / "a").exists()
     hold.release.set()
     files.close()

@@ -212,7 +212,7 @@ def test_asking_does_not_wait_for_the_others() -> None:
     def body(control: Control) -> list[bool]:
         rank = Rank(control, Rules(), watches=True)
         if control.rank == 1:
-            assert others_may.wait(20)
+            assert others_may.wait(120)
             rank.preempt()
         answers = [rank.schedule(1)]
         if control.rank == 0:
@@ -475,12 +475,12 @@ def test_a_rally_that_one_rank_misses_saves_nobody() -> None:
     def body(control: Control) -> str:
         rally = Rally(control)
         if control.rank == 2:
-            gave_up.wait(20)
+            gave_up.wait(120)
         try:
             rally.reach("save on failure", 0.05 if control.rank != 2 else 20)
         except CkptfsError as error:
             if control.rank != 2:
-                gave_up.wait(20)
+                gave_up.wait(120)
             return type(error).__name__
         return "saved"
 
@@ -503,19 +503,19 @@ def test_giving_up_is_final_until_the_others_have_come_to_that_one_too() -> None
             except DeadlineError:
                 said.append("late")
         late_may.set()
-        assert late_came.wait(20)
-        both.wait(20)
+        assert late_came.wait(120)
+        both.wait(120)
         rally.reach("x", 20)
         return [*said, "together"]
 
     def late(control: Control) -> list[str]:
         rally, said = Rally(control), []
-        assert late_may.wait(20)
+        assert late_may.wait(120)
         with pytest.raises(CollectiveError, match="did not wait"):
             rally.reach("x", 20)
         said.append("alone")
         late_came.set()
-        both.wait(20)
+        both.wait(120)
         rally.reach("x", 20)
         return [*said, "together"]
 

@@ -154,7 +154,7 @@ def test_stop_from_another_thread_and_a_signal_end_a_wait(tmp_path: Path) -> Non
         thread = threading.Thread(target=lambda: ends.append(watcher.wait()), daemon=True)
         thread.start()
         watcher.stop()
-        thread.join(30)
+        thread.join(120)
     assert ends == [None]
     with Watcher(tmp_path, pace=pace) as watcher:
         real = watcher._rest

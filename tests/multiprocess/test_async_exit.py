@@ -22,7 +22,7 @@ import ckptfs
 from tests.multiprocess.harness import Rank, launch, torchrun
 
 RANKS = 2
-END_S = 240.0  # a process that has not ended by then hangs
+END_S = 400.0  # a process that has not ended by then hangs
 NUMEL = 1 << 21  # 8 MiB: large enough for threads of its own
 
 

@@ -15,7 +15,7 @@ from ckptfs.topology.verdict import apart
 from tests.multiprocess.harness import Rank, launch
 
 SIZE_BYTES = 3 << 20  # several chunks
-END_S = 240.0
+END_S = 400.0
 
 
 class Bulky:

@@ -29,7 +29,7 @@ from tests.multiprocess.harness import Rank, launch
 from tests.multiprocess.test_async_exit import ended
 
 TIMEOUT_S = 3.0
-END_S = 240.0
+END_S = 400.0
 
 
 def wait_for_pipe(storage: Storage) -> None:

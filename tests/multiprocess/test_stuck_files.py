@@ -15,7 +15,7 @@ from ckptfs.topology.control import open_control
 from tests.multiprocess.harness import Rank, launch
 
 TIMEOUT_S = 3.0
-END_S = 240.0
+END_S = 400.0
 
 
 def writes_a_directory(rank: Rank) -> None:

@@ -116,8 +116,8 @@ def test_two_ranks_of_torchrun_and_2_gb(store: str, request: pytest.FixtureReque
 RETRY_S = 0.5
 # The request that fails, then what cleans up: parts under way (10 s at most), their upload (5 s), the
 # attempt (another request, 5 s and a last pause of 2 s); and what starting threads takes, which is 12 s where
-# ten times as many processes run as there are cores.
-DEADLINE_S = 3 * RETRY_S + 35
+# ten times as many processes run as there are cores; and as much again for the requests themselves.
+DEADLINE_S = 3 * RETRY_S + 75
 
 
 def save_to_the_dead(rank: Rank) -> Any:
@@ -152,7 +152,7 @@ def test_a_dead_server(radosgw: Server, dies: str) -> None:
             "options": through(radosgw, proxy.url, part_size_bytes=5 << 20, retry_s=RETRY_S),
         }
         with launch(save_to_the_dead, RANKS, args=args) as ranks:
-            values = ranks.values(timeout_s=DEADLINE_S + 15)
+            values = ranks.values()
         where = proxy.url
     assert values[0]["type"] == values[1]["type"]
     for value in values:

@@ -21,7 +21,7 @@ def most_bytes(uri: str, options: dict[str, Any], do: str, gib: float, dtype: st
     """What memory_client says of one save or load, in a process of its own."""
     asked = {"do": do, "uri": uri, "options": options, "gib": gib, "dtype": dtype}
     with launch(measured, 1, args=asked) as ranks:
-        (told,) = ranks.values(timeout_s=240)
+        (told,) = ranks.values()
     return int(told["bytes"])
 
 

@@ -106,7 +106,7 @@ def test_row4_an_error_in_the_middle_of_a_file(
         )
     for thread in threading.enumerate():
         if thread.name.startswith("ckptfs-dcp"):
-            thread.join(30)  # the writer cleans up beside the caller
+            thread.join(120)  # the writer cleans up beside the caller
     assert proxy.requests("PUT", "*/attempt.json"), "it began"
     completed = [e for e in proxy.requests("PUT", "*.distcp") if not e.query]
     completed += proxy.requests("POST", "*.distcp[?]uploadId=*")

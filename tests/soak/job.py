@@ -107,7 +107,7 @@ def train(rank: Rank) -> Any:
     manager.close()
     for thread in threading.enumerate():
         if thread.name.startswith("ckptfs"):
-            thread.join(10)  # told to end; what stays is a leak
+            thread.join(120)  # told to end; what stays is a leak
     tell("closed", **_used())
     return "done"
 

@@ -31,15 +31,15 @@ def child_ends(lock: AbstractContextManager[Any], use: Callable[[], object]) -> 
 
     holding = threading.Thread(target=hold)
     holding.start()
-    assert held.wait(20)
+    assert held.wait(120)
     child = multiprocessing.get_context("fork").Process(target=use)
     child.start()
-    child.join(20)
+    child.join(120)
     if child.exitcode is None:
         child.kill()
     release.set()
-    holding.join(20)
-    child.join(20)
+    holding.join(120)
+    child.join(120)
     return child.exitcode == 0
 
 
@@ -59,7 +59,7 @@ def test_a_lock_of_one_process() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert not inside
     with pytest.raises(KeyError), lock:
         raise KeyError

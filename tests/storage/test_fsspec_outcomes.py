@@ -183,7 +183,7 @@ def test_one_of_many_creators_wins(tmp_path: Path) -> None:
     ends: list[Any] = [None] * 8
 
     def close(number: int) -> None:
-        start.wait(20)
+        start.wait(120)
         try:
             files[number].close()
         except AlreadyExistsError as error:
@@ -193,7 +193,7 @@ def test_one_of_many_creators_wins(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     winners = [number for number, end in enumerate(ends) if end is None]
     assert len(winners) == 1
     assert Path(path).read_bytes() == b"%d" % winners[0] * 1000

@@ -367,7 +367,7 @@ def test_files_of_a_row_are_read_at_once_and_in_order() -> None:
 
     class Together(MemoryObjectClient):
         def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
-            gate.wait(20)  # passes only if three are under way at once
+            gate.wait(120)  # passes only if three are under way at once
             return super().get(key, limit_bytes)
 
     store = MemoryObjects(Plan([Fault("get", "*/5", 1, Fail(StorageError("odd")))]))
@@ -423,13 +423,13 @@ def test_a_row_that_close_cuts_short_is_an_error() -> None:
 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
-    assert hold.reached.wait(20)
+    assert hold.reached.wait(120)
     waiting = storage._pool()._waiting  # type: ignore[attr-defined]
     while len(waiting) < 2:
         pass
     storage.close()
     hold.release.set()
-    reading.join(20)
+    reading.join(120)
     assert [type(error) for error in told] == [StorageError]
     assert "closed" in str(told[0])
 
@@ -501,7 +501,7 @@ def test_options_survive_pickling() -> None:
 
 def _in_child(storage: ObjectStorage) -> str:
     pool = storage._pool()
-    return f"{pool.submit(os.getpid).result(20)} {os.getpid()} {len(storage._pools)}"
+    return f"{pool.submit(os.getpid).result(120)} {os.getpid()} {len(storage._pools)}"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -515,7 +515,7 @@ def test_a_fork_has_threads_of_its_own() -> None:
     child.start()
     assert reads.poll(30)
     worker, pid, pools = reads.recv().split()
-    child.join(30)
+    child.join(120)
     assert worker == pid != str(os.getpid())
     assert pools == "2"
     storage.close()

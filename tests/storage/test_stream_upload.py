@@ -85,14 +85,14 @@ def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> N
             del part
             if len(held) == 3:
                 all_there.set()
-                go.wait(20)
+                go.wait(120)
         return "etag"
 
     upload = StreamUpload(ASKED, 10, send)
     data = [bytearray(b"abc"), bytearray(b"d"), bytearray(b"efghij")]
     put = threading.Thread(target=upload.put_pieces, args=(0, data))
     put.start()
-    assert all_there.wait(20)
+    assert all_there.wait(120)
     lent = [np.frombuffer(piece, np.uint8) for piece in data]
     assert all(map(np.shares_memory, held, lent))
     assert [bytes(piece) for piece in held] == data
@@ -100,7 +100,7 @@ def test_a_part_in_pieces_is_the_callers_again_when_the_last_is_let_go_of() -> N
     put.join(0.1)
     assert put.is_alive()
     held.clear()
-    put.join(20)
+    put.join(120)
     assert not put.is_alive()
     go.set()
     assert upload.complete() == "etag"

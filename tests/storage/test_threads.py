@@ -27,19 +27,19 @@ def test_work_runs_in_order_and_no_more_at_once_than_told() -> None:
         with lock:
             now[0] += 1
             most.append(now[0])
-        gate.wait(20)
+        gate.wait(120)
         names.add(str(threading.get_ident()))
         with lock:
             now[0] -= 1
         return number
 
     futures = [pool.submit(work, n) for n in range(9)]
-    assert [f.result(20) for f in futures] == list(range(9))
+    assert [f.result(120) for f in futures] == list(range(9))
     assert max(most) == 3
     assert len(names) == 3
     with pytest.raises(ZeroDivisionError):
-        pool.submit(lambda: 1 / 0).result(20)
-    assert pool.submit(int).result(20) == 0  # and the thread lives on
+        pool.submit(lambda: 1 / 0).result(120)
+    assert pool.submit(int).result(120) == 0  # and the thread lives on
     pool.shutdown()
 
 
@@ -48,7 +48,7 @@ def test_a_single_thread_keeps_the_order() -> None:
     pool = Threads(1, "t")
     seen: list[int] = []
     for future in [pool.submit(seen.append, n) for n in range(100)]:
-        future.result(20)
+        future.result(120)
     assert seen == list(range(100))
     pool.shutdown()
 
@@ -61,19 +61,19 @@ def test_shutdown_takes_no_more_and_lets_the_rest_end() -> None:
 
         def work(held: threading.Event = held, hold: threading.Event = hold) -> bool:
             held.set()
-            return hold.wait(20)
+            return hold.wait(120)
 
         first, second = pool.submit(work), pool.submit(int)
-        assert held.wait(20)
+        assert held.wait(120)
         pool.shutdown(wait=False, cancel_futures=cancel)
         with pytest.raises(RuntimeError):
             pool.submit(int)
         assert second.cancelled() is cancel
         assert wait([second], 0).done == ({second} if cancel else set())  # who waits for it is told
         hold.set()
-        assert first.result(20)
+        assert first.result(120)
         if not cancel:
-            assert second.result(20) == 0
+            assert second.result(120) == 0
 
 
 def test_shutdown_waits_for_what_runs() -> None:
@@ -81,7 +81,7 @@ def test_shutdown_waits_for_what_runs() -> None:
     hold, seen = threading.Event(), list[bool]()
     threading.Timer(0.2, hold.set).start()
     with Threads(2, "t") as pool:
-        pool.submit(lambda: seen.append(hold.wait(20)))
+        pool.submit(lambda: seen.append(hold.wait(120)))
     assert seen == [True]
 
 
@@ -90,23 +90,23 @@ def test_idle_threads_end_and_come_again(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(threads, "_IDLE_S", 0.01)
     pool = Threads(2, "ends")
     for _ in range(3):
-        assert pool.submit(int).result(20) == 0
+        assert pool.submit(int).result(120) == 0
         for thread in threading.enumerate():
             if thread.name == "ends":
-                thread.join(20)
+                thread.join(120)
                 assert not thread.is_alive()
 
 
 def test_two_tasks_for_one_idle_thread_start_another() -> None:
     """Given both before it wakes up: they run at once, or two parts would go one after the other."""
     pool = Threads(2, "t")
-    pool.submit(int).result(20)
+    pool.submit(int).result(120)
     while not pool._idle:
         pass
     gate = threading.Barrier(2)
     with pool._changed:
         both = [pool.submit(gate.wait, 20) for _ in range(2)]
-    assert {future.result(20) for future in both} == {0, 1}
+    assert {future.result(120) for future in both} == {0, 1}
     pool.shutdown()
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_held_while_idle() -> None:
     pool = Threads(1, "t")
     lent = Lent()
     gone = weakref.ref(lent)
-    pool.submit(lent).result(20)
+    pool.submit(lent).result(120)
     del lent
     while not pool._idle:
         pass
@@ -164,7 +164,7 @@ def test_a_save_goes_on_when_the_main_thread_has_ended() -> None:
 def test_one_of_the_threads_does_not_wait_for_itself() -> None:
     """The last reference to a storage may go away on a thread of its own."""
     pool = Threads(1, "t")
-    pool.submit(pool.shutdown).result(20)
+    pool.submit(pool.shutdown).result(120)
 
 
 def test_a_child_of_a_fork_does_not_wait_for_the_threads_of_its_parent() -> None:

@@ -30,7 +30,7 @@ def test_a_call_that_does_not_return_is_told_with_its_path(tmp_path: Path) -> No
     assert waited.text == f"open of {tmp_path}/pipe"
     assert waited_for(mark()) is None
     os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
-    reader.join(20)
+    reader.join(120)
     assert waited_for(part) is None
 
 
@@ -63,8 +63,8 @@ def test_what_threads_are_given_belongs_to_the_part_that_gave_it() -> None:
 
     with Threads(1, "t") as pool:
         with part_of(mark()) as part:
-            assert pool.submit(own, part).result(20)
-        assert not pool.submit(own, part).result(20)
+            assert pool.submit(own, part).result(120)
+        assert not pool.submit(own, part).result(120)
 
 
 def test_only_one_and_the_same_thing_is_waited_for() -> None:
@@ -87,16 +87,16 @@ def call(path: str) -> Iterator[None]:
     def hang() -> None:
         with under_way("unlink", path):
             begun.set()
-            end.wait(20)
+            end.wait(120)
 
     thread = threading.Thread(target=hang)
     thread.start()
-    begun.wait(20)
+    begun.wait(120)
     try:
         yield
     finally:
         end.set()
-        thread.join(20)
+        thread.join(120)
 
 
 class Ear:
@@ -126,7 +126,7 @@ def test_a_part_hangs_at_its_own_calls_alone() -> None:
                 stuck = hanging.at(4.0)
             text = "fsync of /nfs/x has not returned for 8 s"
             assert stuck == {"chosen": (3, text)}
-            assert chosen.heard.wait(20)
+            assert chosen.heard.wait(120)
             assert (chosen.told, other.told) == ([text], [])
         assert hanging.at(4.0) == {}
 
@@ -148,7 +148,7 @@ def test_a_part_is_told_at_the_next_beat_where_no_thread_can_be_started(
         assert text.encode().startswith(b"open of /nfs/\\udcff has")
         assert not ear.told
         hanging.at(4.0)
-        assert ear.heard.wait(20)
+        assert ear.heard.wait(120)
 
 
 def test_a_part_that_has_returned_is_known_to_have() -> None:
@@ -164,6 +164,6 @@ def test_a_part_that_has_returned_is_known_to_have() -> None:
         with under_way("open", "x"):
             hanging.at(4.0)
             hanging.at(4.0)
-            assert ready.wait(20)
+            assert ready.wait(120)
         assert asked[0]()
     assert not asked[0]()

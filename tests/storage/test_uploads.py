@@ -281,7 +281,7 @@ class Sink(MemoryObjectClient):
         class Forgetting(Upload):
             def put_part(self, number: int, data: Buffer) -> None:
                 sink.under_way(1)
-                sink.reached.wait(20)
+                sink.reached.wait(120)
                 sink.under_way(-1)
 
             def complete(self) -> str | None:
@@ -386,7 +386,7 @@ def test_a_failed_part_stops_the_others() -> None:
 
             def put_part(number: int, data: Buffer) -> None:
                 if number == 0:
-                    assert retrying.wait(20)
+                    assert retrying.wait(120)
                     raise AccessError("denied")
                 retrying.set()
                 raise busy()
@@ -418,7 +418,7 @@ def test_one_upload_does_not_fill_the_queue() -> None:
     assert lending.is_alive()
     assert not waiting
     client.reached.set()
-    lending.join(20)
+    lending.join(120)
     writer.close()
     other.close()
     storage.close()
@@ -436,7 +436,7 @@ def ends(writer: DataWriter) -> list[StorageError]:
 
     closing = threading.Thread(target=close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(120)
     assert not closing.is_alive()
     return told
 
@@ -452,7 +452,7 @@ def test_a_storage_that_is_closed_ends_its_uploads() -> None:
     storage._pool()._size = 1  # type: ignore[attr-defined]
     writer = storage.open_write("f")
     writer.write(b"x" * (3 * PART))
-    assert hold.reached.wait(20)
+    assert hold.reached.wait(120)
     assert len(storage._pool()._waiting) == 1  # type: ignore[attr-defined]
     storage.close()
     hold.release.set()
@@ -497,12 +497,12 @@ def test_abort_waits_for_what_is_under_way() -> None:
     store, storage = bucket([Fault("put_part", "*", 1, hold)], part_size_bytes=PART)
     writer = storage.open_write("f")
     writer.write(b"x" * (2 * PART))
-    assert hold.reached.wait(20)
+    assert hold.reached.wait(120)
     aborting = threading.Thread(target=writer.abort)
     aborting.start()
     assert store.counts()["abort"] == 0
     hold.release.set()
-    aborting.join(20)
+    aborting.join(120)
     assert [o.op for o in store.requests()][-1] == "abort"
     assert not store.uploads
 
@@ -517,13 +517,13 @@ def test_an_aborted_file_sends_no_part_that_waited_for_a_thread() -> None:
     )
     other, writer = storage.open_write("other"), storage.open_write("f")
     other.write(b"x" * (2 * PART))
-    assert hold.reached.wait(20)
+    assert hold.reached.wait(120)
     writer.write(b"x" * (2 * PART))
     aborting = threading.Thread(target=writer.abort)
     aborting.start()
-    assert writer._room.stopped.wait(20)  # type: ignore[attr-defined]
+    assert writer._room.stopped.wait(120)  # type: ignore[attr-defined]
     hold.release.set()
-    aborting.join(20)
+    aborting.join(120)
     other.close()
     assert {o.key for o in store.requests("put_part")} == {"run/other"}
     assert set(store.objects) == {"run/other"}

@@ -341,7 +341,7 @@ def test_hold(store: _Server, at: At) -> None:
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.append(ask(proxy, "PUT", "/up", b"1")[0]))
         thread.start()
-        assert gate.reached.wait(10)
+        assert gate.reached.wait(120)
         assert ("/up" in store.kept) is (at is At.ACTED)
         assert ask(proxy, "GET", "/there")[1] == BODY, "others pass"
         assert found == []

@@ -94,7 +94,7 @@ def run_killed(words: Sequence[str], proxy: FaultProxy, past: Any) -> bool:
         if process.poll() is not None:
             return False
         process.send_signal(signal.SIGKILL)
-        return process.wait(30) == -signal.SIGKILL
+        return process.wait(120) == -signal.SIGKILL
     finally:
         process.kill()
         process.communicate()

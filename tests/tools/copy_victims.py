@@ -72,7 +72,7 @@ def victims() -> Iterator[Start]:
             yield start
     finally:
         warm.stdin.close()
-        warm.wait(30)
+        warm.wait(120)
         warm.stdout.close()
 
 

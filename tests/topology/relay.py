@@ -39,11 +39,11 @@ class Relay:
         tb: TracebackType | None,
     ) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads.pop(0).join(10)
+        self._threads.pop(0).join(120)
         self._listener.close()
         self.cut()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(120)
 
     def _accept(self) -> None:
         while True:

@@ -54,7 +54,7 @@ def wait_on_threads(store: Any, count: int) -> list[StoreClient]:
     other.call(lambda s: s.wait([f"here/{number}" for number in range(count)]), 10.0)
     other.call_short(lambda s: s.set("go", "1"), 10.0)
     for one in waiting:
-        one.result(10)
+        one.result(120)
     other.call_short(lambda s: s.delete_key("go"), 10.0)
     other.call_short(lambda s: [s.delete_key(f"here/{n}") for n in range(count)], 10.0)
     other.close()
@@ -96,7 +96,7 @@ def test_two_threads_at_once_make_one_set(relay: Relay) -> None:
     store = client_of(relay)
     clients = [StoreClient(store, f"first-{number}") for number in range(8)]
     for future in [client.submit_short(lambda s: s.set("a", "1")) for client in clients]:
-        future.result(10)
+        future.result(120)
     assert relay.accepted == 2 + WAITING
 
 
@@ -110,7 +110,7 @@ def test_a_short_operation_passes_by_all_that_wait(relay: Relay) -> None:
     assert not any(one.done() for one in lost)
     heart.call_short(lambda s: s.set("never", "1"), 10.0)
     for one in lost:
-        one.result(10)
+        one.result(120)
 
 
 def test_nothing_that_is_dropped_is_waited_for(relay: Relay) -> None:
@@ -185,7 +185,7 @@ def test_an_error_half_way_keeps_nothing(relay: Relay) -> None:
             client = StoreClient(store, "test")
             submit = client.submit if waits else client.submit_short
             with pytest.raises(type(error)):
-                submit(failing(error)).result(10)
+                submit(failing(error)).result(120)
     assert relay.accepted == made
     wait_on_threads(store, WAITING - 1)
     assert relay.accepted == made + 2
@@ -220,7 +220,7 @@ def test_after_an_odd_error_a_wait_holds_up_nobody(relay: Relay) -> None:
         heart.call_short(lambda s: s.set("beat", "3"), 10.0)
     assert not waiting.done()
     other.call_short(lambda s: s.set("never", "1"), 10.0)
-    waiting.result(10)
+    waiting.result(120)
 
 
 def test_a_client_that_slept_does_not_use_what_was_cut_meanwhile(relay: Relay) -> None:

@@ -96,7 +96,7 @@ def test_rank_that_neither_calls_nor_ends_is_silent() -> None:
 
     def body(control: Control) -> None:
         if control.rank == 1:
-            free.wait(10)
+            free.wait(120)
         else:
             try:
                 control.step("write", lambda: None)
