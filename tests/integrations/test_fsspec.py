@@ -690,7 +690,7 @@ def test_what_cannot_be_meant_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         fsspec.filesystem("ckptfs").ls("anything")
     fs = fsspec.filesystem("ckptfs+file")
     with pytest.raises(ckptfs.UnsupportedError, match="whole"):
-        fs.open(f"{tmp_path}/x", "r+b")
+        fs.open(f"{tmp_path}/x", "a+b")
     torchs = FileSystem()
     torchs.fs = fs
     alone = torchs.create_stream(f"{tmp_path}/step/__0.metadata.tmp", "wb")

@@ -62,7 +62,7 @@ def bare_class(protocol: str) -> type[AbstractFileSystem] | None:
 def bare_filesystem(protocol: str, options: Mapping[str, Any]) -> AbstractFileSystem:
     """A filesystem over the bare protocol. MissingDriverError."""
     if protocol in ("file", "local"):
-        return fsspec.filesystem("file", auto_mkdir=True)
+        return fsspec.filesystem("file", auto_mkdir=options.get("auto_mkdir", True))
     if protocol not in BUCKETS:
         return StorageView(protocol, options_for_storage(protocol, options))
     mine = {name: value for name, value in options.items() if name not in OURS}

@@ -19,7 +19,7 @@ import io
 import sys
 from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from ckptfs.errors import NotFoundError, StorageError
 from ckptfs.storage.base import DataWriter, Storage
@@ -144,6 +144,82 @@ class PublishedFile(io.BufferedIOBase):
     def __del__(self) -> None:
         # io's own would close, and publish half a file. What a transaction holds is closed already.
         self.discard()
+
+
+class EditedFile(PublishedFile):
+    """A file that is read and written anywhere in it ("r+b", "w+b"): ``close`` publishes ``draft`` whole."""
+
+    def __init__(
+        self, writer: DataWriter, name: str, draft: IO[bytes], *, mode: str, autocommit: bool
+    ) -> None:
+        super().__init__(writer, name, autocommit=autocommit)
+        self._draft, self.mode = draft, mode
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def read(self, size: int | None = -1) -> bytes:
+        """So many bytes, all that follow by default."""
+        return self._draft.read(-1 if size is None else size)
+
+    def read1(self, size: int = -1) -> bytes:
+        """As ``read``."""
+        return self._draft.read(size)
+
+    def write(self, data: object) -> int:
+        """Write here; the number of bytes."""
+        if self.closed or self._writer is None:
+            raise ValueError("I/O operation on closed file")
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]  # whatever has a buffer
+        try:
+            return self._draft.write(view)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a position in bytes; the new one."""
+        self._draft.seek(offset, whence)
+        return self._draft.tell()
+
+    def tell(self) -> int:
+        """The position in bytes."""
+        return self._draft.tell()
+
+    def truncate(self, size: int | None = None) -> int:
+        """Cut it off, or lengthen it by zeros; the new size in bytes."""
+        here = self._draft.tell()
+        size = here if size is None else size
+        end = self._draft.seek(0, io.SEEK_END) or self._draft.tell()
+        if size > end:  # what is held in memory does not grow by truncate
+            self._draft.write(bytes(size - end))
+        else:
+            self._draft.truncate(size)
+        self._draft.seek(here)
+        return size
+
+    def commit(self) -> None:
+        """Make it visible and durable."""
+        if self._writer is not None:
+            try:
+                self._draft.seek(0)
+                while chunk := self._draft.read(_PART_BYTES):
+                    self._writer.write(chunk)
+            except BaseException:
+                self.discard()
+                raise
+        super().commit()
+        self._draft.close()
+
+    def discard(self) -> None:
+        """Leave what was there as it was."""
+        super().discard()
+        self._draft.close()
 
 
 def _with_block_left_by_error(caller: FrameType | None) -> bool:

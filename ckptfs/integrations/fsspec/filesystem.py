@@ -157,7 +157,7 @@ class CheckpointFileSystem(WholeFileSystem):
         names = path if isinstance(path, list | tuple | set) else [path]
         for one in [found for name in names for found in self._matching(self._path(name))]:
             waits = arrives(self._uri(one))
-            if waits or self.info(one)["type"] != "directory":
+            if waits or self.islink(one) or self.info(one)["type"] != "directory":
                 self.rm_file(one)
                 # Object stores: "a" and "a/b" are two objects.
                 if waits or not (recursive and self._is_bucket and self.isdir(one)):
@@ -170,7 +170,7 @@ class CheckpointFileSystem(WholeFileSystem):
                 self._rm_dir(one)
 
     def _matching(self, path: str) -> list[str]:
-        return list(self.glob(path)) if _MAGIC.search(path) and not self.exists(path) else [path]
+        return list(self.glob(path)) if _MAGIC.search(path) and not self.lexists(path) else [path]
 
     def _rm_dir(self, path: str) -> None:
         uri = self._uri(path)
@@ -292,6 +292,7 @@ class FileCheckpoints(CheckpointFileSystem):
     """``ckptfs+file:///path``."""
 
     protocol, target, root_marker = "ckptfs+file", "file", "/"
+    local_file = True  # fsspec.open_local
 
 
 class S3Checkpoints(CheckpointFileSystem):

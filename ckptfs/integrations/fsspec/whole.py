@@ -20,6 +20,7 @@ import functools
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, ClassVar
 
@@ -42,6 +43,7 @@ from ckptfs.integrations.fsspec.files import (
     BareWriter,
     CompressedFile,
     DurableWriter,
+    EditedFile,
     HeldWriter,
     PublishedFile,
     TextFile,
@@ -56,6 +58,7 @@ __all__ = ["WholeFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
+_DRAFT_BYTES = 64 << 20  # of a file that is edited; more of it lies beside the file, without a name
 _AT_ONCE = 32  # calls from event loops; more wait
 
 
@@ -218,6 +221,10 @@ class WholeFileSystem(AsyncFileSystem):
     def _is_bucket(self) -> bool:
         return self._protocol in BUCKETS
 
+    @property
+    def _is_local(self) -> bool:
+        return self._protocol in ("file", "local")
+
     def _path(self, path: Any) -> str:
         found: str = self._strip_protocol(path) or self._fo
         if self._is_bucket and not _is_plain(found) and is_called_by_dcp():
@@ -273,7 +280,7 @@ class WholeFileSystem(AsyncFileSystem):
     def open(self, path: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         """As fsspec's. Writing is whole or not at all: an exception inside ``with`` leaves nothing."""
         compression = kwargs.get("compression")
-        if "r" not in mode and "b" not in mode:
+        if "b" not in mode and ("r" not in mode or "+" in mode):
             text = {name: kwargs.pop(name) for name in _TEXT if name in kwargs}
             return TextFile(self.open(path, f"{mode.replace('t', '')}b", *args, **kwargs), **text)
         if compression is None or "r" in mode:
@@ -290,13 +297,34 @@ class WholeFileSystem(AsyncFileSystem):
         if mode == "rb":
             with told("open", uri):
                 return self._bare.open(path, mode, **kwargs)
-        if mode not in ("wb", "xb", "ab"):
+        edits = self._is_local and mode in ("r+b", "w+b")
+        if mode not in ("wb", "xb", "ab") and not edits:
             raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
+        if not self._options.get("auto_mkdir", True) and not self.isdir(self._parent(path)):
+            raise NotFoundError("its directory is not there, auto_mkdir=False", uri=uri)
+        if edits:
+            return self._edited(path, mode, uri, autocommit=autocommit)
         writer = self._creating(path, uri) if mode == "xb" else self._writing(path, uri)
         file = PublishedFile(writer, path, autocommit=autocommit)
         if mode == "ab" and self.exists(path) and self.info(path)["type"] != "other":
             self._copy_into(path, file)
         return file
+
+    def _edited(self, path: str, mode: str, uri: Uri, *, autocommit: bool) -> EditedFile:
+        """A file that is read and written anywhere in it, and replaced when it is closed."""
+        draft = tempfile.SpooledTemporaryFile(_DRAFT_BYTES, dir=self._parent(path))  # noqa: SIM115
+        try:
+            if mode == "r+b":
+                autocommit = True  # fsspec's transactions commit no file that was opened to be read
+                with self._bare.open(path, "rb") as source:
+                    shutil.copyfileobj(source, draft, _CHUNK_BYTES)
+                draft.seek(0)
+            return EditedFile(
+                self._writing(path, uri), path, draft, mode=mode, autocommit=autocommit
+            )
+        except BaseException:
+            draft.close()
+            raise
 
     def _writing(self, path: str, uri: Uri) -> DataWriter:
         del uri
@@ -425,6 +453,26 @@ class WholeFileSystem(AsyncFileSystem):
         if not self._is_bucket or "/" not in path:
             with told("remove", self._uri(path)):
                 self._bare.rmdir(path)
+
+    def touch(self, path: Any, truncate: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
+        """An empty file. truncate=False: what is there stays, on a disk with the time of now."""
+        path = self._path(path)
+        if truncate or not self.exists(path):
+            with self.open(path, "wb", **kwargs):
+                return
+        if not self._is_local:
+            raise UnsupportedError("what is there cannot be touched", uri=self._uri(path))
+        self._bare.touch(path, truncate=False)
+
+    def lexists(self, path: Any, **kwargs: Any) -> bool:
+        """As ``exists``; on a disk a link that leads nowhere is there too."""
+        if not self._is_local:
+            return self.exists(path, **kwargs)
+        return os.path.lexists(self._path(path))
+
+    def islink(self, path: Any) -> bool:
+        """Whether it is a symbolic link on a disk."""
+        return self._is_local and os.path.islink(self._path(path))
 
     def exists(self, path: Any, **kwargs: Any) -> bool:
         """Whether it is there; errors other than its absence are raised."""
