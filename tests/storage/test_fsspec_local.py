@@ -142,3 +142,10 @@ def test_nothing_is_edited_elsewhere(tmp_path: Path) -> None:
     memory.pipe_file("edit/file", b"x")
     with pytest.raises(UnsupportedError):
         memory.open("edit/file", "r+b")
+
+
+def test_names_by_default(tmp_path: Path) -> None:
+    """``ls``, as of LocalFileSystem and s3fs; ``detail`` for more."""
+    (tmp_path / "file").write_bytes(b"x")
+    assert fs().ls(str(tmp_path)) == [f"{tmp_path}/file"]
+    assert fs().ls(str(tmp_path), detail=True)[0]["size"] == 1

@@ -214,8 +214,10 @@ class CheckpointFileSystem(WholeFileSystem):
 
     # -- what is there ----------------------------------------------------------------------
 
-    def ls(self, path: Any, detail: bool = True, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
-        """What lies directly there, without what is ckptfs's own or not committed yet."""
+    def ls(self, path: Any, detail: bool = False, **kwargs: Any) -> list[Any]:  # noqa: FBT001, FBT002
+        """What lies directly there, without what is ckptfs's own or not committed yet: names, or with
+        ``detail`` what ``info`` says of each.
+        """
         path = self._path(path)
         with told("list", self._uri(path)):
             infos = self._bare.ls(path, detail=True, **kwargs)
