@@ -457,6 +457,40 @@ def test_a_store_without_batch_deletes(module: str, server: Scripted) -> None:
     assert len(server.requests) > 1
 
 
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        error("MissingContentMD5"),
+        error("InvalidRequest", "Missing required header for this request: Content-MD5"),
+    ],
+    ids=["by code", "Swift's"],
+)
+def test_a_store_that_wants_an_md5_of_a_batch(
+    module: str, server: Scripted, refusal: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenStack Swift takes no batch without Content-MD5: keys go one by one, and it is said once."""
+    server.answer = lambda request: (
+        Answer(400, refusal) if request.kind == "POST ?delete" else usual(request)
+    )
+    client = open_s3(module, server)
+    assert client.delete(["run/a", "run/b"]) == []
+    assert client.delete(["run/c", "run/d"]) == []
+    gone = {request.path for request in server.requests if request.method == "DELETE"}
+    assert gone == {f"/{BUCKET}/run/{name}" for name in "abcd"}
+    if module == "obstore_s3":
+        assert server.kinds.count("POST ?delete") == 1
+        [line] = [one for one in caplog.messages if "one by one" in one]
+        assert server.endpoint in line
+
+
+def test_another_400_to_a_batch_is_told(module: str, server: Scripted) -> None:
+    """Only a missing MD5 means that the store has no batches."""
+    server.answer = lambda _: Answer(400, error("InvalidRequest", "something else"))
+    with pytest.raises(StorageError, match="something else"):
+        open_s3(module, server).delete(["run/a", "run/b"])
+    assert server.kinds == ["POST ?delete"]
+
+
 def everything(client: ObjectClient) -> None:
     """Every kind of request that changes or reads an object."""
     client.put("run/k", b"data", IF_ABSENT)

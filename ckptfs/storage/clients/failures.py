@@ -116,6 +116,8 @@ def reason_of(asked: Asked, said: Said) -> Reason:
         reason = Reason.SERVER if said.status >= _SERVER_ERRORS else Reason.INVALID
     if reason is Reason.FORBIDDEN and _speaks_of_a_lock(said.message):
         return Reason.LOCKED
+    if asked.action == "delete" and _wants_content_md5(said):
+        return Reason.UNSUPPORTED
     if reason is Reason.CONDITION and not asked.changes:
         return Reason.CHANGED
     if reason is Reason.NO_KEY and asked.conditional:
@@ -277,6 +279,12 @@ _SECRETS: Final = tuple(
 def _speaks_of_a_lock(message: str) -> bool:
     # S3 answers AccessDenied for a locked version as for a missing permission: only its text tells.
     return any(word in message.lower() for word in ("object lock", "worm", "legal hold"))
+
+
+def _wants_content_md5(said: Said) -> bool:
+    # OpenStack Swift takes no other checksum of a batch of deletes: InvalidRequest, "Missing required
+    # header for this request: Content-MD5".
+    return said.code == "MissingContentMD5" or "Content-MD5" in said.message
 
 
 # -- telling ---------------------------------------------------------------------------

@@ -15,6 +15,8 @@ with an error that says so. Processes that are spawned are fine.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -64,6 +66,7 @@ from ckptfs.uri import Uri
 __all__ = ["Flavour", "MakeStore", "ObstoreClient"]
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _PIECE_BYTES: Final = 1 << 20
 _AT_ONCE: Final = 16  # parts of one upload; a part that failed is noticed so many parts later
@@ -127,6 +130,7 @@ class ObstoreClient(ObjectClient):
         self._times = times
         self._lock = ProcessLock()
         self._stores: dict[tuple[int, bool, bool], Any] = {}
+        self._no_batches = False  # the server has shown that it has none
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lock": None, "_stores": {}}
@@ -234,6 +238,8 @@ class ObstoreClient(ObjectClient):
 
     def delete(self, keys: Sequence[str]) -> list[Refused]:
         asked = self._asked("delete", keys[0], changes=True)
+        if self._no_batches:
+            return self._delete_each(keys)
         try:
             self._say(asked, lambda: _obstore().delete(self._store(), list(keys)))
         except (AccessError, UnsupportedError, NotFoundError) as error:
@@ -242,6 +248,11 @@ class ObstoreClient(ObjectClient):
             ):
                 raise
             # Some of them, perhaps; obstore tells the first only. Or the store knows no batches.
+            if isinstance(error, UnsupportedError):
+                self._no_batches = True
+                _warn_once(
+                    self.endpoint, f"deletes no batches: keys go one by one ({error.message})"
+                )
             return self._delete_each(keys)
         return []
 
@@ -338,6 +349,12 @@ def _obstore() -> Any:
     import obstore
 
     return obstore
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(endpoint: str, what: str) -> None:
+    """A process has a client for each run, copy and reader, and one endpoint for all."""
+    log.warning("%s %s", endpoint, what)
 
 
 def _poured(found: Any, view: memoryview) -> int:
