@@ -130,7 +130,9 @@ class ObstoreClient(ObjectClient):
         self._times = times
         self._lock = ProcessLock()
         self._stores: dict[tuple[int, bool, bool], Any] = {}
-        self._no_batches = False  # the server has shown that it has none
+        # Set when the server has shown that it does not have them.
+        self._no_ranges = False
+        self._no_batches = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lock": None, "_stores": {}}
@@ -190,28 +192,52 @@ class ObstoreClient(ObjectClient):
         view = out.cast("B")
         if not view:
             return
+        filled = None if self._no_ranges else self._get_part(key, offset, view, etag, whole=False)
+        if filled is None:
+            # rclone serve s3 answers a range with 200, which obstore takes for the whole object.
+            self._no_ranges = True
+            _warn_once(
+                self.endpoint,
+                "answers a range with 200 instead of 206: each range is read from the beginning of its "
+                "object. fsspec+s3:// reads ranges there",
+            )
+            filled = self._get_part(key, offset, view, etag, whole=True)
+        if filled != len(view):
+            raise IntegrityError(
+                "get failed: the object ends before the bytes that were asked for",
+                uri=self._asked("get", key).uri,
+            )
+
+    def _get_part(
+        self, key: str, offset: int, view: memoryview, etag: str | None, *, whole: bool
+    ) -> int | None:
+        """Fill ``view`` from ``offset``. Returns: how much was filled; None: the server ignores ranges.
+
+        whole: no range is sent, and what lies before ``offset`` is received and dropped.
+        """
         asked = self._asked("get", key)
         end = offset + len(view)
-        wanted: dict[str, Any] = {"range": (offset, end)}
+        wanted: dict[str, Any] = {} if whole else {"range": (offset, end)}
         if etag is not None and self._flavour.pins_reads:
             wanted["if_match"] = etag
 
-        def request() -> int:
-            found = _obstore().get(self._store(len(view)), key, options=wanted)
+        def request() -> int | None:
+            store = self._store(end if whole else len(view))
+            try:
+                found = _obstore().get(store, key, options=wanted)
+            except Exception as error:
+                if whole or "NotPartial" not in str(error):
+                    raise
+                return None
             now = self._flavour.etag(found.meta)
             if etag is not None and (now or etag).strip('"') != etag.strip('"'):
                 raise StaleError("get failed: the object was replaced meanwhile", uri=asked.uri)
             first, last = found.range
-            if first != offset:
-                raise UnsupportedError(
-                    "get failed: the server does not answer ranges", uri=asked.uri
-                )
-            return _poured(found, view) if last >= end else 0
+            if first > offset or (first < offset and not whole):
+                return None
+            return _poured(found, view, offset - first) if last >= end else 0
 
-        if self._say(asked, request) < len(view):
-            raise IntegrityError(
-                "get failed: the object ends before the bytes that were asked for", uri=asked.uri
-            )
+        return self._say(asked, request)
 
     # -- names -------------------------------------------------------------------------
 
@@ -357,10 +383,14 @@ def _warn_once(endpoint: str, what: str) -> None:
     log.warning("%s %s", endpoint, what)
 
 
-def _poured(found: Any, view: memoryview) -> int:
+def _poured(found: Any, view: memoryview, skip_bytes: int = 0) -> int:
+    """Fill ``view`` with what the body has behind ``skip_bytes``. Returns: how much there was."""
     at = 0
     for chunk in found.stream(min_chunk_size=_PIECE_BYTES):
-        piece = memoryview(chunk)
+        piece = memoryview(chunk)[skip_bytes:]
+        skip_bytes = max(0, skip_bytes - len(chunk))
+        if at == len(view):
+            break
         room = min(len(piece), len(view) - at)
         view[at : at + room] = piece[:room]
         at += room
