@@ -7,7 +7,8 @@ world_plan.py  emit.py         the coordinator's decision over columns, and ``.m
 layout.py  engine.py           data files and their digests, written
 fetch.py                       data files, read and verified, into tensors
 metadata.py  decoding.py       ``.metadata``, byte for byte torch's, and read without trust
-metadata_pickle.py inventory.py its pickle, decoded and not run; what a load asks of it, by key
+metadata_pickle.py pickle_records.py its pickle, decoded and not run; its usual records, many at a time
+inventory.py what a load asks of it, by key
 pipeline.py                    plan, write, describe; plan, read: for ckptfs.save and ckptfs.load
 writer.py  reader.py           the same under torch's own dcp.save and dcp.load
 """

@@ -14,7 +14,8 @@ bounded by the length of the file:
 
 Most of a large file are three records that differ in numbers only: a chunk of a tensor, a tensor's header, and
 the place of an item. Each is recognised by one regular expression and made at once; the same bytes in another
-order are read opcode by opcode, with the same result.
+order are read opcode by opcode, with the same result. Of our own writer many have one length, and are read as
+columns (``ckptfs.dcp.pickle_records``).
 """
 
 from __future__ import annotations
@@ -22,11 +23,28 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
 from ckptfs import _torch
+from ckptfs.dcp.pickle_records import (
+    BINGET,
+    LONG_BINGET,
+    LONG_BINPUT,
+    MEMOIZE,
+    NEW,
+    PATTERNS,
+    SHORT_BINUNICODE,
+    STOP,
+    TENSOR_HEAD,
+    TUPLE1,
+    Alike,
+    Ints,
+    Numbers,
+    tuples_of,
+)
 
 __all__ = [
     "DCP",
@@ -61,8 +79,8 @@ class NotAllowedError(ValueError):
     """The pickle asks for something that no ``.metadata`` needs. The message says what."""
 
 
-def _no_record(*_: Any) -> bool:
-    return False
+def _no_record(*_: Any) -> int:
+    return 0
 
 
 class Kind:
@@ -73,7 +91,7 @@ class Kind:
     def __init__(self, name: str, record: str = "") -> None:
         self.name = name
         self.record = record
-        self.make: Callable[[_Machine, tuple[Any, ...], bool], bool] = _no_record
+        self.make: Callable[[_Machine, re.Pattern[bytes], int, bytes, bool], int] = _no_record
 
 
 METADATA: Final = Kind("Metadata")
@@ -232,89 +250,12 @@ def names() -> Mapping[tuple[str, str], Kind | _Function]:
 _SIZE: Final = _Function(_size)
 _CHUNK_NAMES = ("offsets", _SIZE, "sizes", _SIZE)
 _TENSOR_NAMES = ("properties", PROPERTIES, "size", _SIZE, "chunks")
+# The groups of their patterns that may be columns: of a chunk offsets and sizes, of an item key, number,
+# where it begins, path, offset and length.
+_CHUNK_COLUMNS = (3, 6)
+_ITEM_COLUMNS = (2, 4, 7, 10, 12, 14)
+_WORTH_A_TRY = 4  # records of one form behind each other, before the next are taken for columns
 _ITEM_NAMES = ("fqn", "index", INFO, "relative_path", "offset", "length", "offset", _SIZE)
-
-
-# -- records ---------------------------------------------------------------------------------------
-
-_GET = rb"(h.|j.{4})"
-_TEXT = rb"\x8c(?:%b)" % rb"|".join(
-    re.escape(bytes([size])) + rb".{%d}" % size for size in range(256)
-)
-_INT_ = rb"(?:K.|M..|J.{4}|\x8a(?:\x05.{5}|\x06.{6}|\x07.{7}|\x08.{8}))"
-_INT = rb"(" + _INT_ + rb")"
-
-
-def _record_patterns(memo: bytes) -> dict[str, re.Pattern[bytes]]:
-    """memo: what stands behind whatever a pickler keeps, MEMOIZE or nothing."""
-    i = _INT_
-    filled = rb"|".join(
-        [i + rb"\x85", i * 2 + rb"\x86", i * 3 + rb"\x87", rb"\((?:" + i + rb"){4,64}t"]
-    )
-    numbers = rb"(\)|(?:" + filled + rb")" + memo + rb")"
-    size = _GET + numbers + rb"\x85" + memo + rb"R" + memo
-    begin = rb"\)\x81" + memo + rb"\}" + memo + rb"\("
-    flag = rb"([\x88\x89])"
-    # The texts of several ranks are several texts, each kept anew.
-    text = rb"(h.|j.{4}|" + _TEXT + memo + rb")"
-    patterns = {
-        "chunk": begin + (_GET + size) * 2 + rb"ub",
-        "tensor": begin
-        + rb"".join([_GET, _GET, rb"\)\x81", memo])
-        # The state: five values, or in a fast pickle one that is kept.
-        + (
-            rb"".join([rb"\(", _GET, _GET, flag, _GET, flag, rb"t", memo])
-            if memo
-            else _GET + rb"()()()()"
-        )
-        + rb"".join([rb"b", _GET, size, _GET, rb"\]", memo]),
-        "item": begin
-        + rb"".join([_GET, text, _GET, rb"(N|", _INT_, rb")(?:", _GET, size, rb")?ub", _GET, begin])
-        + rb"".join([_GET, text, _GET, _INT, _GET, _INT, rb"ub"]),
-    }
-    return {name: re.compile(pattern, re.DOTALL) for name, pattern in patterns.items()}
-
-
-_BININT, _BININT1, _BININT2 = 0x4A, 0x4B, 0x4D
-_BINGET, _LONG_BINGET, _MEMOIZE = 0x68, 0x6A, 0x94
-_SHORT_BINUNICODE, _STOP = 0x8C, 0x2E
-_PATTERNS = {True: _record_patterns(rb"\x94"), False: _record_patterns(rb"")}
-_NUMBER = re.compile(_INT, re.DOTALL)
-_MOST_CACHED = 1 << 16
-
-
-def _int_of(raw: bytes) -> int:
-    """What BININT1, BININT2, BININT or LONG1 push."""
-    op = raw[0]
-    if op == _BININT1:
-        return raw[1]
-    if op == _BININT2:
-        return raw[1] | raw[2] << 8
-    return int.from_bytes(raw[1:] if op == _BININT else raw[2:], "little", signed=True)
-
-
-class _Numbers(dict[bytes, "tuple[int, ...]"]):
-    """Tuples of integers by their opcodes: most chunks have one of a few sizes."""
-
-    __slots__ = ()
-
-    def __missing__(self, raw: bytes) -> tuple[int, ...]:
-        made = tuple([_int_of(one) for one in _NUMBER.findall(raw, 1 if raw[:1] == b"(" else 0)])
-        if len(self) < _MOST_CACHED:
-            self[raw] = made
-        return made
-
-
-class _Ints(dict[bytes, "int | None"]):
-    """Integers by their opcodes, and None."""
-
-    __slots__ = ()
-
-    def __missing__(self, raw: bytes) -> int | None:
-        made = None if raw == b"N" else _int_of(raw)
-        if len(self) < _MOST_CACHED:
-            self[raw] = made
-        return made
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -332,11 +273,12 @@ class _Machine:
         # Numbers that PUT left out: MEMOIZE then means another one for each unpickler.
         self.has_holes = False
         self.names = names()
-        self.numbers = _Numbers()
-        self.ints = _Ints()
+        self.numbers = Numbers()
+        self.ints = Ints()
         # Opcodes of records whose names were looked up; a PUT over one of them forgets them.
         self.known: set[tuple[Any, ...]] = set()
         self.states: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
+        self.tensors: dict[bytes, tuple[Any, ...]] = {}
 
     # -- what every opcode needs
 
@@ -365,7 +307,7 @@ class _Machine:
 
     def got(self, raw: bytes) -> Any:
         """What BINGET or LONG_BINGET push."""
-        return self.get(raw[1] if raw[0] == _BINGET else int.from_bytes(raw[1:], "little"))
+        return self.get(raw[1] if raw[0] == BINGET else int.from_bytes(raw[1:], "little"))
 
     def put(self, number: int) -> None:
         """PUT: what is on top, under this number."""
@@ -378,8 +320,10 @@ class _Machine:
                 raise ValueError(f"a memo of {number} entries in {len(self.data)} bytes")
             memo.extend([_HIDDEN] * (number + 1 - len(memo)))
             self.has_holes = True
-        self.known.clear()
-        self.states.clear()
+        elif memo[number] is not _HIDDEN:  # nothing that is known refers to what was hidden
+            self.known.clear()
+            self.states.clear()
+            self.tensors.clear()
         memo[number] = self.stack[-1]
 
     def marked(self) -> list[Any]:
@@ -393,17 +337,14 @@ class _Machine:
 
     # -- opcodes
 
-    def record(self, kind: Kind, at: int) -> int:
-        """The record that begins behind the name of its class, made at once. Where it ends; 0: it is none
-        of the usual form.
+    def record(self, kind: Kind, at: int, got: bytes) -> int:
+        """The record that begins behind the opcode that got its class, and the ones of the same class right
+        behind it, made at once. got: that opcode. Where they end; 0: it is none of the usual form.
         """
         is_kept = self.data[at + 2 : at + 3] == b"\x94"
         if is_kept and self.has_holes:
             return 0
-        found = _PATTERNS[is_kept][kind.record].match(self.data, at)
-        if found is None:
-            return 0
-        return found.end() if kind.make(self, found.groups(), is_kept) else 0
+        return kind.make(self, PATTERNS[is_kept][kind.record], at, got, is_kept)
 
     def are(self, raws: tuple[Any, ...], values: Sequence[Any]) -> bool:
         """Whether these opcodes get these values; if so they are known."""
@@ -415,12 +356,41 @@ class _Machine:
         self.known.add(raws)
         return True
 
-    def chunk(self, groups: tuple[Any, ...], is_kept: bool) -> bool:  # noqa: FBT001
-        """A chunk with its offsets and sizes. False: it is none of the usual form."""
+    def chunks(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
+        """Chunks with their offsets and sizes."""
+        data, end, count = self.data, 0, 0
+        while found := pattern.match(data, at):
+            made = self.chunk(found.groups(), is_kept)
+            if made is None:
+                break
+            self.stack.append(made)
+            end = found.end()
+            if not data.startswith(got, end):
+                break
+            count += 1
+            if count == _WORTH_A_TRY and not is_kept:
+                end = self.many_chunks(Alike(data, at - len(got), found, _CHUNK_COLUMNS), end)
+                count = 0
+                if not data.startswith(got, end):
+                    break
+            at = end + len(got)
+        return end
+
+    def many_chunks(self, alike: Alike, at: int) -> int:
+        """What follows at ``at`` as long as it has the form of the chunk before. Where it ends."""
+        for block in alike.blocks(at):
+            count = len(block)
+            offsets, sizes = (tuples_of(alike.numbers(block, n), count) for n in (0, 1))
+            self.stack += map(_new, repeat(Chunk), zip(offsets, sizes, strict=True))
+            at += count * alike.length
+        return at
+
+    def chunk(self, groups: tuple[Any, ...], is_kept: bool) -> Chunk | None:  # noqa: FBT001
+        """A chunk; None: it is none of the usual form."""
         one, size, raw, two, size_too, raw_too = groups
         raws = (one, size, two, size_too)
         if raws not in self.known and not self.are(raws, _CHUNK_NAMES):
-            return False
+            return None
         offsets, sizes = self.numbers[raw], self.numbers[raw_too]
         made = _new(Chunk, (offsets, sizes))
         if is_kept:
@@ -431,69 +401,136 @@ class _Machine:
                 self.memo += (made, _HIDDEN)
                 self.keep_size(raw, offsets)
                 self.keep_size(raw_too, sizes)
-        self.stack.append(made)
-        return True
+        return made
 
     def keep_size(self, raw: bytes, numbers: tuple[int, ...]) -> None:
         """What a pickler keeps of a torch.Size: the numbers, the arguments, and the size."""
         self.memo += (_HIDDEN, numbers) if raw == b")" else (numbers, _HIDDEN, numbers)
 
-    def tensor(self, groups: tuple[Any, ...], is_kept: bool) -> bool:  # noqa: FBT001
-        """A tensor's properties and size, and the list that its chunks come into."""
-        one, kind, first, second, flag, fourth, flag_too, two, size_name, raw, three = groups
-        raws = (one, kind, two, size_name, three)
-        if raws not in self.known and not self.are(raws, _TENSOR_NAMES):
-            return False
-        got = self.got
-        if is_kept:
-            parts = (first, second, flag, fourth, flag_too)
-            state = self.states.get(parts)
-            if state is None:
-                flags = flag == b"\x88", flag_too == b"\x88"
-                state = (got(first), got(second), flags[0], got(fourth), flags[1])
-                self.states[parts] = state
-        else:
-            state = got(first)
-            if type(state) is not tuple:
-                return False
-        properties = Object(PROPERTIES, state)
-        size = self.numbers[raw]
-        fields, chunks = Dict(), list[Any]()
-        made = Object(TENSOR)
+    def tensor(self, pattern: re.Pattern[bytes], at: int, _: bytes, is_kept: bool) -> int:  # noqa: FBT001
+        """A tensor's properties and size, and the list that its chunks come into. Where there is one chunk,
+        which is the case of most, the whole tensor.
+        """
+        found = pattern.match(self.data, at)
+        if found is None:
+            return 0
+        end = found.end()
+        parts = None if is_kept else self.tensors.get(self.data[at:end])
+        if parts is None:
+            parts = self.tensor_parts(found, is_kept)
+            if parts is None:
+                return 0
+            if not is_kept:  # the same bytes again say the same
+                self.tensors[self.data[at:end]] = parts
+        state, size, raw, chunk = parts
+        properties, made, fields = Object(PROPERTIES, state), Object(TENSOR), Dict()
+        chunks: list[Any] = [] if chunk is None else [chunk]
         if is_kept:
             self.memo += (made, fields, properties, state)
             self.keep_size(raw, size)
             self.memo.append(chunks)
+            groups = found.groups()
+            if groups[13] and self.got(groups[13]) is CHUNK:
+                chunk = self.chunk(groups[14:20], is_kept)
+                if chunk is not None:
+                    chunks.append(chunk)
+        filled = ("properties", properties, "size", size, "chunks", chunks)
+        if chunk is not None:
+            fields += filled
+            made.state = fields
+            self.stack.append(made)
+            return end
         stack = self.stack
         stack += (made, fields)
         self.marks.append(len(stack))
-        stack += ("properties", properties, "size", size, "chunks", chunks)
-        return True
+        stack += filled
+        return found.end(TENSOR_HEAD)
 
-    def item(self, groups: tuple[Any, ...], is_kept: bool) -> bool:  # noqa: FBT001
-        """The index of an item, and its place."""
-        fqn, key, hint, number, begin_name, size, raw, kind, path_name, path = groups[:10]
-        offset_name, offset, length_name, length = groups[10:]
-        raws = (fqn, hint, kind, path_name, offset_name, length_name, begin_name, size)
-        if raws not in self.known and not self.are(raws, _ITEM_NAMES):
-            return False
-        begin = None if raw is None else self.numbers[raw]
-        ints = self.ints
-        is_new, is_new_path = key[0] == _SHORT_BINUNICODE, path[0] == _SHORT_BINUNICODE
-        end = -1 if is_kept else None
-        name = str(key[2:end], "utf-8", "surrogatepass") if is_new else self.got(key)
-        file = str(path[2:end], "utf-8", "surrogatepass") if is_new_path else self.got(path)
-        index = _new(Index, (name, begin, ints[number]))
-        place = _new(Place, (file, ints[offset], ints[length]))
+    def tensor_parts(self, found: re.Match[bytes], is_kept: bool) -> tuple[Any, ...] | None:  # noqa: FBT001
+        """The state of its properties, its size and the opcodes of that, and where nothing is kept its only
+        chunk. None: it is none of the usual form.
+        """
+        groups = found.groups()
+        one, kind, first, second, flag, fourth, flag_too, two, size_name, raw, three = groups[:11]
+        raws = (one, kind, two, size_name, three)
+        if raws not in self.known and not self.are(raws, _TENSOR_NAMES):
+            return None
+        size = self.numbers[raw]
         if is_kept:
-            self.memo += (index, _HIDDEN, name) if is_new else (index, _HIDDEN)
-            if begin:
-                self.memo += (begin, _HIDDEN, begin)
-            elif begin is not None:
-                self.keep_size(raw, begin)
-            self.memo += (place, _HIDDEN, file) if is_new_path else (place, _HIDDEN)
-        self.stack += (index, place)
-        return True
+            parts = (first, second, flag, fourth, flag_too)
+            state = self.states.get(parts)
+            if state is None:
+                got, flags = self.got, (flag == b"\x88", flag_too == b"\x88")
+                state = (got(first), got(second), flags[0], got(fourth), flags[1])
+                self.states[parts] = state
+            return state, size, raw, None
+        state = self.got(first)
+        if type(state) is not tuple:
+            return None
+        chunk = None
+        if groups[13] and self.got(groups[13]) is CHUNK:
+            chunk = self.chunk(groups[14:20], is_kept)
+        return state, size, raw, chunk
+
+    def items(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
+        """The indexes of items, and their places."""
+        data, stack, memo, known = self.data, self.stack, self.memo, self.known
+        numbers, ints = self.numbers, self.ints
+        last = -1 if is_kept else None
+        end = count = 0
+        while found := pattern.match(data, at):
+            groups = found.groups()
+            fqn, key, hint, number, begin_name, size, raw, kind, path_name, path = groups[:10]
+            offset_name, offset, length_name, length = groups[10:]
+            raws = (fqn, hint, kind, path_name, offset_name, length_name, begin_name, size)
+            if raws not in known and not self.are(raws, _ITEM_NAMES):
+                break
+            begin = None if raw is None else numbers[raw]
+            is_new, is_new_path = key[0] == SHORT_BINUNICODE, path[0] == SHORT_BINUNICODE
+            name = str(key[2:last], "utf-8", "surrogatepass") if is_new else self.got(key)
+            file = str(path[2:last], "utf-8", "surrogatepass") if is_new_path else self.got(path)
+            index = _new(Index, (name, begin, ints[number]))
+            place = _new(Place, (file, ints[offset], ints[length]))
+            if is_kept:
+                memo += (index, _HIDDEN, name) if is_new else (index, _HIDDEN)
+                if begin:
+                    memo += (begin, _HIDDEN, begin)
+                elif begin is not None:
+                    self.keep_size(raw, begin)
+                memo += (place, _HIDDEN, file) if is_new_path else (place, _HIDDEN)
+            stack += (index, place)
+            end = found.end()
+            if not data.startswith(got, end):
+                break
+            count += 1
+            if count == _WORTH_A_TRY and not is_kept and not (is_new or is_new_path):
+                alike = Alike(data, at - len(got), found, _ITEM_COLUMNS)
+                end = self.many_items(alike, end, has_begin=begin is not None)
+                count = 0
+                if not data.startswith(got, end):
+                    break
+            at = end + len(got)
+        return end
+
+    def many_items(self, alike: Alike, at: int, *, has_begin: bool) -> int:
+        """What follows at ``at`` as long as it has the form of the item before. Where it ends."""
+        for block in alike.blocks(at):
+            count = len(block)
+            keys, hints, begins, paths, offsets, lengths = (
+                alike.numbers(block, n) for n in range(len(_ITEM_COLUMNS))
+            )
+            names = map(self.get, *keys)
+            first = tuples_of(begins, count) if has_begin else repeat(None, count)
+            hint = hints[0] if hints else repeat(None, count)
+            indexes = map(_new, repeat(Index), zip(names, first, hint, strict=True))
+            places = map(
+                _new,
+                repeat(Place),
+                zip(map(self.get, *paths), *offsets, *lengths, strict=True),
+            )
+            self.stack += chain.from_iterable(zip(indexes, places, strict=True))
+            at += count * alike.length
+        return at
 
     def global_of(self, module: Any, name: Any) -> Any:
         """What the pickle may use under this name."""
@@ -546,48 +583,62 @@ class _Machine:
     def run(self) -> Any:
         """All opcodes up to STOP."""
         data, stack, memo = self.data, self.stack, self.memo
-        append = stack.append
+        append, opcodes = stack.append, _OPCODES
         at = self.at
         while True:
             op = data[at]
             at += 1
-            if op == _BINGET or op == _LONG_BINGET:  # noqa: PLR1714, SIM109 - a tuple is slower
-                if op == _BINGET:
+            if op == BINGET or op == LONG_BINGET:  # noqa: PLR1714, SIM109 - a tuple is slower
+                if op == BINGET:
+                    end = at + 1
                     value = memo[data[at]]
-                    at += 1
                 else:
-                    value = memo[int.from_bytes(data[at : at + 4], "little")]
-                    at += 4
+                    end = at + 4
+                    value = memo[int.from_bytes(data[at:end], "little")]
                 kind = type(value)
-                if kind is Kind and value.record and (end := self.record(value, at)):
-                    at = end
-                    continue
+                if kind is Kind:
+                    if value.record and (past := self.record(value, end, data[at - 1 : end])):
+                        at = past
+                        continue
+                    if data.startswith(NEW, end):
+                        at = end + len(NEW)
+                        append(Object(value))
+                        continue
                 if kind is _Hidden:
                     raise ValueError("it refers to what no pickler refers to")
                 append(value)
-            elif op == _SHORT_BINUNICODE:
+                at = end
+            elif op == SHORT_BINUNICODE:
                 end = at + 1 + data[at]
                 append(str(data[at + 1 : end], "utf-8", "surrogatepass"))
                 at = end
-            elif op == _MEMOIZE:
+            elif op == MEMOIZE:
                 if self.has_holes:
                     raise ValueError("MEMOIZE after a PUT that left numbers out")
                 memo.append(stack[-1])
-            elif op == _STOP:
-                break
+            elif op == TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif op == LONG_BINPUT:
+                self.put(int.from_bytes(data[at : at + 4], "little"))
+                at += 4
+            elif op == STOP:
+                return self.root()
             else:
-                handler = _OPCODES.get(op)
+                handler = opcodes.get(op)
                 if handler is None:
                     raise _unknown(op)
                 self.at = at
                 handler(self)
                 at = self.at
-        if len(stack) != 1 or self.marks:
+
+    def root(self) -> Any:
+        """What is left on the stack at STOP."""
+        if len(self.stack) != 1 or self.marks:
             raise ValueError("it ends with something on the stack")
-        return stack[0]
+        return self.stack[0]
 
 
-CHUNK.make, INDEX.make, TENSOR.make = _Machine.chunk, _Machine.item, _Machine.tensor
+CHUNK.make, INDEX.make, TENSOR.make = _Machine.chunks, _Machine.items, _Machine.tensor
 
 
 def _unknown(op: int) -> ValueError:
@@ -691,7 +742,6 @@ _OPCODES: Mapping[int, Callable[[_Machine], None]] = {
     0x42: lambda m: m.stack.append(m.sized(4)),
     0x8E: lambda m: m.stack.append(m.sized(8)),
     0x96: lambda m: m.stack.append(bytearray(m.sized(8))),
-    0x85: _tuple(1),
     0x86: _tuple(2),
     0x87: _tuple(3),
     0x74: lambda m: m.stack.append(tuple(m.marked())),
@@ -707,7 +757,6 @@ _OPCODES: Mapping[int, Callable[[_Machine], None]] = {
     0x90: lambda m: m.append(m.marked(), SetOf),
     0x91: lambda m: m.stack.append(SetOf(m.marked())),
     0x71: lambda m: m.put(m.take(1)[0]),
-    0x72: lambda m: m.put(int.from_bytes(m.take(4), "little")),
     0x63: _global_line,
     0x93: _stack_global,
     0x81: lambda m: m.new_object(),

@@ -472,6 +472,148 @@ def test_a_record_is_read_alike_whole_and_opcode_by_opcode(monkeypatch: pytest.M
     assert {i: i.index for i in at_once.storage_data} == {i: i.index for i in made.storage_data}
 
 
+# -- files as the bulk writer makes them -----------------------------------------------------------
+
+NUMBERS = st.sampled_from([0, 70_000, 80_000, 1, 4, 300, 1 << 31, (1 << 62) + 7, 1 << 40])
+
+
+def number(value: int) -> bytes:
+    """As the bulk writer has it: BININT, or LONG1 of eight bytes; small ones and middling ones as pickle has."""
+    if value in (1, 4):
+        return b"K" + bytes([value])
+    if value == 300:
+        return b"M" + value.to_bytes(2, "little")
+    if value == 1 << 40:
+        return b"\x8a\x06" + value.to_bytes(6, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    return b"\x8a\x08" + value.to_bytes(8, "little")
+
+
+class Bulk:
+    """Opcodes without MEMOIZE: names and keys come from the memo, by numbers."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[object, int] = {}
+        self.head = b"\x80\x04"
+
+    def kept(self, thing: object, opcodes: bytes) -> None:
+        """Put something into the memo."""
+        place = self.numbers[thing] = len(self.numbers)
+        self.head += opcodes + b"r" + place.to_bytes(4, "little") + b"0"
+
+    def get(self, thing: object) -> bytes:
+        """Get it from there."""
+        place = self.numbers[thing]
+        return b"h" + bytes([place]) if place < 18 else b"j" + place.to_bytes(4, "little")
+
+    def size(self, lengths: list[int]) -> bytes:
+        """A torch.Size."""
+        end = {0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}[len(lengths)]
+        return self.get("Size") + b"".join(map(number, lengths)) + end + b"\x85R"
+
+    def new(self, name: str) -> bytes:
+        """An object, to be built."""
+        return self.get(name) + b")\x81}("
+
+
+def bulk(chunks: list[list[int]], items: list[tuple[Any, ...]]) -> bytes:
+    """One tensor of these offsets in chunks of one; items: key, hint, offsets, path, and a range."""
+    out = Bulk()
+    for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"):
+        out.kept(name, named(DCP, name))
+    out.kept("MetadataIndex", named(DCP, "MetadataIndex"))
+    out.kept("_StorageInfo", named(metadata_pickle.FILESYSTEM, "_StorageInfo"))
+    out.kept("Size", named("torch", "Size"))
+    fields = ("state_dict_metadata", "storage_data", "properties", "size", "chunks", "offsets")
+    for name in (*fields, "sizes", "fqn", "index", "offset", "relative_path", "length"):
+        out.kept(name, text(name))
+    flags = named("torch", "float32") + named("torch.serialization", "_get_layout")
+    state = flags + text("torch.strided") + b"\x85R" + b"\x89" + named(DCP, "_MEM_FORMAT_ENCODING")
+    out.kept("state", b"(" + state + b"K\x00\x85R\x89t")
+    for name in ("a", "b", "f", "g"):
+        out.kept(name, text(name))
+    dims = len(chunks[0])
+    body = [out.new("Metadata"), out.get("state_dict_metadata"), b"}(", out.get("a")]
+    body += [out.new("TensorStorageMetadata"), out.get("properties"), out.get("TensorProperties")]
+    body += [b")\x81", out.get("state"), b"b", out.get("size"), out.size([9] * dims)]
+    body += [out.get("chunks"), b"]("]
+    for offsets in chunks:
+        body += [out.new("ChunkStorageMetadata"), out.get("offsets"), out.size(offsets)]
+        body += [out.get("sizes"), out.size([1] * dims), b"ub"]
+    body += [b"eubu", out.get("storage_data"), b"}("]
+    for key, hint, offsets, path, begin, length in items:
+        body += [out.new("MetadataIndex"), out.get("fqn"), out.get(key), out.get("index")]
+        body += [b"N" if hint is None else number(hint)]
+        body += [] if offsets is None else [out.get("offset"), out.size(offsets)]
+        body += [b"ub", out.new("_StorageInfo"), out.get("relative_path"), out.get(path)]
+        body += [out.get("offset"), number(begin), out.get("length"), number(length), b"ub"]
+    return out.head + b"".join([*body, b"uub."])
+
+
+def runs(of: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    """Two elements in any order, and then another two: many have the form of the one before."""
+    turns = st.lists(st.booleans(), min_size=1, max_size=40)
+    several = st.lists(st.tuples(of, of, turns), min_size=1, max_size=4)
+    return several.map(lambda found: [(a, b)[turn] for a, b, turns in found for turn in turns])
+
+
+SIZES = st.integers(0, 3).flatmap(
+    lambda dims: runs(st.lists(NUMBERS, min_size=dims, max_size=dims))
+)
+PLACED = st.tuples(
+    st.sampled_from("ab"),
+    st.none() | NUMBERS,
+    st.none() | st.lists(NUMBERS, max_size=3),
+    st.sampled_from("fg"),
+    NUMBERS,
+    NUMBERS,
+)
+
+
+def test_a_key_that_nobody_kept_is_refused_among_many() -> None:
+    """A number that PUT left out stands for nothing, in columns too."""
+    raw = bulk(
+        [[0]] * 40, [("a", 0, [number], "f", number, 7) for number in range(0, 4_000_000, 100_000)]
+    )
+    last = raw.rindex(b"j\x14\0\0\0")
+    assert read_or_refused(raw) is not None
+    hole = raw.replace(b"r\x15\0\0\0", b"r\x25\0\0\0")  # of "b", which nothing gets
+    assert read_or_refused(hole) is not None
+    hidden = hole[:last] + b"j\x15\0\0\0" + hole[last + 5 :]
+    with pytest.raises(ManifestError, match="refers to"):
+        decode_metadata(hidden, "here")
+
+
+def read_or_refused(raw: bytes) -> Any:
+    """The metadata, with the hints of its places; None where it is refused."""
+    try:
+        found = decode_metadata(raw, "here")
+    except ManifestError:
+        return None
+    return found, [(place, place.index, info) for place, info in found.storage_data.items()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(SIZES, runs(PLACED), st.binary(max_size=6), st.none() | st.integers(0))
+def test_columns_are_read_as_their_opcodes_are(
+    chunks: list[list[int]], items: list[tuple[Any, ...]], noise: bytes, at: int | None
+) -> None:
+    """Many records of one length are read at once: what comes out is what each opcode says, or an error
+    where these are one, damaged bytes included.
+    """
+    raw = bulk(chunks, items)
+    if at is None:
+        assert read_or_refused(raw) is not None
+    else:
+        at %= len(raw)
+        raw = raw[:at] + noise + raw[at + len(noise) :]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata_pickle._Machine, "record", lambda *_: 0)
+        expected = read_or_refused(raw)
+    assert read_or_refused(raw) == expected
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=60), st.integers(0, 4000))
 def test_damaged_bytes_are_a_typed_error(noise: bytes, at: int) -> None:
