@@ -16,11 +16,14 @@ import functools
 import io
 import logging
 import pickletools
+import re
 import struct
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Final
+
+import numpy as np
 
 __all__ = ["advise_on_torch", "check_archive", "check_collisions", "check_hashing"]
 
@@ -33,6 +36,12 @@ _MOST_PARTS = 300  # of a key, however they are nested
 _COLLISIONS = 64  # keys with one hash: of honest ones there are none
 _MODULUS = sys.hash_info.modulus
 _SHARED_LEAST, _SHARED_TIMES = 1_000_000, 100
+# What most of a pickle of torch.save's are; it has protocol 2.
+_BININT, _BININT1, _BINUNICODE, _MARK_, _STOP = b"JKX(."
+_BINPUT, _LONG_BINPUT, _BINGET = b"qrh"
+_OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
+_BININTS = re.compile(rb"(?:J.{4})+", re.DOTALL)
+_BININT_RECORD = np.dtype([("opcode", "u1"), ("value", "<i4")])
 
 
 class _Opaque:
@@ -60,6 +69,7 @@ class _Large(_Cell):
     __slots__ = ()
 
 
+_WITH_PARTS = frozenset({_Cell, _Large, tuple})
 _OPAQUE: Final = _Opaque()
 _MARK: Final = object()
 _ATOMS = (str, int, float, bool, bytes, type(None))
@@ -156,7 +166,7 @@ def _check_zip(stream: Any, size: int) -> None:
                 raise ValueError("its records are compressed, as torch.save never does")
         for record in records:
             if record.filename.endswith(".pkl"):
-                _check_pickle(io.BytesIO(_bytes_of(stream, record)), size)
+                _Followed(size).run_all(_bytes_of(stream, record))
 
 
 def _bytes_of(stream: Any, record: zipfile.ZipInfo) -> bytes:
@@ -175,12 +185,7 @@ def _check_legacy(stream: Any, size: int) -> None:
     for _ in range(_LEGACY_PICKLES):
         if stream.tell() >= size:
             return
-        _check_pickle(stream, size)
-
-
-def _check_pickle(stream: Any, size: int) -> None:
-    """Follow one pickle."""
-    _Followed(size).run(stream)
+        _Followed(size).run(stream)
 
 
 class _Followed:
@@ -190,6 +195,7 @@ class _Followed:
         self.size = size
         self.most = max(_SHARED_LEAST, _SHARED_TIMES * size)
         self.stack: list[Any] = []
+        self.marks: list[int] = []  # where on the stack; some may have been popped since
         self.memo: dict[int, Any] = {}
         self.alike: dict[int, set[str]] = {}
 
@@ -198,6 +204,65 @@ class _Followed:
         for opcode, argument, _ in pickletools.genops(stream):
             self.step(opcode.name, argument)
 
+    def run_all(self, data: bytes) -> None:
+        """The same of a pickle that is in memory: the opcodes that most of it are take no look at a table."""
+        stack, memo, stream = self.stack, self.memo, io.BytesIO(data)
+        at = 0
+        while True:
+            op = data[at]
+            at += 1
+            if op == _BININT:
+                run = _BININTS.match(data, at - 1)
+                if run is None:
+                    raise ValueError("it ends in the middle")
+                numbers = np.frombuffer(
+                    data, _BININT_RECORD, (run.end() - run.start()) // 5, at - 1
+                )
+                stack += numbers["value"].tolist()
+                at = run.end()
+            elif op == _BINUNICODE:
+                end = at + 4 + int.from_bytes(data[at : at + 4], "little")
+                if end > len(data):
+                    raise ValueError("it ends in the middle")
+                stack.append(str(data[at + 4 : end], "utf-8", "surrogatepass"))
+                at = end
+            elif op in (_BINPUT, _LONG_BINPUT):
+                end = at + (1 if op == _BINPUT else 4)
+                self.keep(int.from_bytes(data[at:end], "little"))
+                at = end
+            elif op == _BINGET:
+                stack.append(memo[data[at]])
+                at += 1
+            elif op == _BININT1:
+                stack.append(data[at])
+                at += 1
+            elif op == _MARK_:
+                self.mark()
+            else:
+                opcode = _OPCODES.get(op)
+                if opcode is None:
+                    raise ValueError(f"opcode {op:#x}, which no pickle has")
+                argument = None
+                if opcode.arg is not None:
+                    stream.seek(at)
+                    argument = opcode.arg.reader(stream)
+                    at = stream.tell()
+                self.step(opcode.name, argument)
+                if op == _STOP:
+                    return
+
+    def keep(self, number: int) -> None:
+        """PUT. ValueError where there is nothing but a mark."""
+        value = self.stack[-1]
+        if value is _MARK:
+            raise ValueError("a mark is no value")
+        self.memo[number] = value
+
+    def mark(self) -> None:
+        """MARK."""
+        self.marks.append(len(self.stack))
+        self.stack.append(_MARK)
+
     def step(self, name: str, argument: Any) -> None:  # noqa: PLR0915 - one line for each opcode
         """One opcode."""
         stack = self.stack
@@ -205,11 +270,11 @@ class _Followed:
             case "PROTO" | "FRAME" | "STOP":
                 pass
             case "MARK":
-                stack.append(_MARK)
+                self.mark()
             case "MEMOIZE":
-                self.memo[len(self.memo)] = stack[-1]
+                self.keep(len(self.memo))
             case "PUT" | "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = stack[-1]
+                self.keep(argument)
             case "GET" | "BINGET" | "LONG_BINGET":
                 stack.append(self.memo[argument])
             case "NONE" | "NEWTRUE" | "NEWFALSE":
@@ -269,7 +334,10 @@ class _Followed:
             case "POP_MARK":
                 self.marked()
             case "DUP":
-                stack.append(stack[-1])
+                if stack[-1] is _MARK:
+                    self.mark()
+                else:
+                    stack.append(stack[-1])
             case _:
                 stack.append(argument if isinstance(argument, _ATOMS) else _OPAQUE)
 
@@ -283,15 +351,17 @@ class _Followed:
 
     def marked(self) -> list[Any]:
         """What was pushed since the last mark."""
-        found: list[Any] = []
-        while (value := self.stack.pop()) is not _MARK:
-            found.append(value)
-        return found[::-1]
+        at = self.marks.pop()
+        while at >= len(self.stack) or self.stack[at] is not _MARK:
+            at = self.marks.pop()
+        found = self.stack[at + 1 :]
+        del self.stack[at:]
+        return found
 
     def tuple_of(self, items: list[Any]) -> None:
         """A tuple of these."""
         made = tuple(items)
-        parts = 1 + sum(map(_parts_of, items))
+        parts = 1 + _parts_in(items)
         self.bounded(parts)
         self.stack.append(made if parts <= _MOST_PARTS else _Large(parts))
 
@@ -303,7 +373,7 @@ class _Followed:
     def fill(self, target: Any, items: list[Any]) -> None:
         """These come into a container."""
         if isinstance(target, _Cell):
-            target.parts += sum(map(_parts_of, items))
+            target.parts += _parts_in(items)
             self.bounded(target.parts)
         self.stack.append(target)
 
@@ -314,6 +384,8 @@ class _Followed:
 
     def keys(self, keys: list[Any]) -> None:
         """ValueError where hashing one of them takes long, or finding it among the others."""
+        if set(map(type, keys)) <= {str}:
+            return
         for key in keys:
             if type(key) is str or (type(key) is int and -_MODULUS < key < _MODULUS):
                 continue  # the hash of such a number is the number: no two of them collide
@@ -341,8 +413,15 @@ class _Followed:
         self.stack.append(arguments if isinstance(arguments, (_Large, tuple)) else _OPAQUE)
 
 
+def _parts_in(values: Collection[Any]) -> int:
+    """How many values these hold, themselves included."""
+    if _WITH_PARTS.isdisjoint(map(type, values)):
+        return len(values)
+    return sum(map(_parts_of, values))
+
+
 def _parts_of(value: Any) -> int:
     """How many values it holds, itself included."""
     if isinstance(value, _Cell):
         return value.parts
-    return 1 + sum(map(_parts_of, value)) if type(value) is tuple else 1
+    return 1 + _parts_in(value) if type(value) is tuple else 1

@@ -164,3 +164,42 @@ def test_honest_integer_keys_cost_no_memory() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 2_000_000
+
+
+def followed(data: bytes, *, in_memory: bool) -> Any:
+    """What is on the stack at the end; None where it is refused."""
+    state = pickle_scan._Followed(len(data))
+    try:
+        if in_memory:
+            state.run_all(data)
+        else:
+            state.run(io.BytesIO(data))
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError):
+        return None
+    return repr([*map(_shown, state.stack)])
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_shown, value))
+    return getattr(value, "parts", value)
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 40), 1 << 40) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(PLAIN, st.binary(max_size=4), st.none() | st.integers(0), st.integers(2, 5))
+def test_the_quick_way_refuses_what_the_slow_one_refuses(
+    value: Any, noise: bytes, at: int | None, protocol: int
+) -> None:
+    """A pickle in memory is followed with a look ahead, one in a stream opcode by opcode."""
+    data = pickle.dumps(value, protocol)
+    if at is not None:
+        at %= len(data)
+        data = data[:at] + noise + data[at + len(noise) :]
+    assert followed(data, in_memory=True) == followed(data, in_memory=False)
