@@ -41,6 +41,7 @@ RAY = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "RAY_worker_niceness": "0",  # else everything else on the machine comes first
 }
+LIMIT_S = 1800.0  # of one test, on a machine that is busy too
 LANE: tuple[tuple[Kind, Mode], ...] = (("file", "sync"), ("s3", "async"))
 
 Cell = Callable[..., AbstractContextManager[None]]
@@ -63,8 +64,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """What frameworks warn of is theirs; elsewhere in this suite a warning is an error."""
+    """What frameworks warn of is theirs; elsewhere in this suite a warning is an error. And they are slow:
+    a story is three runs, each of which imports them in all ranks, and the first compiles.
+    """
     item.add_marker(pytest.mark.filterwarnings("default"), append=False)
+    if item.get_closest_marker("timeout") is None:
+        item.add_marker(pytest.mark.timeout(LIMIT_S))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

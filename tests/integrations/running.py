@@ -40,7 +40,7 @@ from tests.multiprocess.harness import Rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "docs" / "integrations"
-TIMEOUT_S = float(os.environ.get("CKPTFS_STORY_TIMEOUT_S", "600"))
+TIMEOUT_S = float(os.environ.get("CKPTFS_STORY_TIMEOUT_S", "900"))
 _MARK = "CKPTFS_STORY_RUN"
 EXTENSIONS = "TORCH_EXTENSIONS_DIR"  # where torch compiles extensions
 _ABORTED = "terminate called without an active exception"
