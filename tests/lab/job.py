@@ -213,7 +213,7 @@ class Job:
             if agent.poll() is None:
                 agent.kill()
                 machine.clear()  # an agent that was killed ends no rank
-            agent.wait(30)
+            agent.wait(120)
 
     def _log(self, machine: Machine) -> Path:
         return self.home / f"{machine.name}.log"

@@ -40,7 +40,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
-_BOOT_S = 90.0  # of a machine that takes 5 s on an idle host
+_BOOT_S = 300.0  # of a machine that takes 5 s on an idle host
 _IMPORT_S = 300.0  # of a start that takes 25 s there
 _CALL_S = 600.0  # then whoever calls has lost it
 _WARM = (

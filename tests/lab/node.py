@@ -24,7 +24,7 @@ from tests.lab.process import Crew, LabError, run
 
 NETWORK = "10.78.0"
 _INIT = Path(__file__).with_name("node_init.py")
-START_S = 30.0  # of what takes a tenth of a second on an idle machine
+START_S = 240.0  # of what takes a tenth of a second on an idle machine
 
 
 @dataclass(frozen=True)

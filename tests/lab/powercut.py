@@ -45,7 +45,7 @@ from typing import Final, Literal, Self
 from tests.lab.cutdisk import NOW, Request
 from tests.lab.process import Crew, LabError, UnavailableError, need, run
 
-_BUSY_S = 10.0  # how long a filesystem that is to go may be in use
+_BUSY_S = 120.0  # how long a filesystem that is to go may be in use
 
 Filesystem = Literal["ext4", "xfs", "btrfs"]
 
@@ -59,7 +59,7 @@ _MKFS: Final[Mapping[str, Sequence[str]]] = {
 # A copy has the UUID of the original, which is mounted: xfs refuses it unless told, btrfs gives it
 # another one for the time of the mount.
 _COPY: Final[Mapping[str, Sequence[str]]] = {"xfs": ("nouuid",)}
-_ANSWER_S = 60.0
+_ANSWER_S = 240.0
 _NAME = "powercut"
 _PREFIX = f"ckptfs-lab-{_NAME}-"
 

@@ -32,7 +32,7 @@ from typing import Self
 HOST = "127.0.0.1"
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOME = REPOSITORY / ".lab"  # what make lab-install put there
-START_TIMEOUT_S = 90.0  # of a server that takes 10 s on an idle machine
+START_TIMEOUT_S = 300.0  # of a server that takes 10 s on an idle machine
 STOP_GRACE_S = 5.0
 LOG_LINES = 15
 KEEPER = Path(__file__).with_name("keeper.py")
@@ -177,7 +177,7 @@ class Crew:
             with open(f"/proc/{keeper.pid}/task/{keeper.pid}/children") as listing:
                 for pid in listing.read().split():
                     os.kill(int(pid), signal.SIGKILL)
-            keeper.wait(timeout=3 * STOP_GRACE_S)  # it ends what the program left behind
+            keeper.wait(timeout=START_TIMEOUT_S)  # it ends what the program left behind
             self._running.remove(entry)
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from tests.lab.process import LabError
 from tests.lab.server import Server
 
-REQUEST_TIMEOUT_S = 30.0
+REQUEST_TIMEOUT_S = 120.0
 _PRECONDITION_FAILED: Final = HTTPStatus.PRECONDITION_FAILED
 
 

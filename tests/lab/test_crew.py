@@ -130,4 +130,4 @@ def _watched(pid: int, *, within_s: float = 20.0) -> Iterator[Callable[[], bool]
 def _wait_until_absent(path: str) -> None:
     """Return when a directory is gone; its keeper removes it right after the process."""
     with Crew("watch") as crew:
-        crew.wait_for(lambda: not os.path.exists(path), f"{path} is gone", timeout_s=20)
+        crew.wait_for(lambda: not os.path.exists(path), f"{path} is gone", timeout_s=240)

@@ -15,7 +15,7 @@ from ckptfs.testing.proxy import FaultProxy
 from ckptfs.uri import Uri
 from tests.lab.server import Server
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 class RawHdfs:

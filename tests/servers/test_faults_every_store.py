@@ -93,7 +93,7 @@ def test_a_save_and_a_load_come_through(
     uri = server.fresh("faults")
     plan = [each for name in faults for each in FAULTS[name]]
     with FaultProxy(server.endpoint, plan) as proxy:
-        options = through(server, proxy.url, retry_s=20)
+        options = through(server, proxy.url, retry_s=120)
         ckptfs.save(state(1), f"{uri}/step_1", storage_options=options)
         ckptfs.save(state(2), f"{uri}/step_1", if_exists="replace", storage_options=options)
         into = empty()

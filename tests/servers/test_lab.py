@@ -142,7 +142,7 @@ def test_the_sink_says_what_is_missing_and_goes_on(sink: Server) -> None:
     """HEAD and GET of nothing are 404s in one connection, the first without a body."""
     host, _, port = sink.endpoint.rpartition("/")[2].partition(":")
     key = f"/{sink.bucket}/lab/absent"
-    with socket.create_connection((host, int(port)), timeout=10) as line:
+    with socket.create_connection((host, int(port)), timeout=120) as line:
         line.sendall(f"HEAD {key} HTTP/1.1\r\n\r\nGET {key} HTTP/1.1\r\n\r\n".encode())
         said = b""
         while not said.endswith(b"</Error>"):
@@ -204,7 +204,7 @@ def test_the_command_line_serves_until_interrupted(name: str) -> None:
         serving.send_signal(signal.SIGINT)
         assert serving.wait(timeout=120) == 0
     with pytest.raises(ConnectionRefusedError):
-        http.client.HTTPConnection(address, timeout=5).connect()
+        http.client.HTTPConnection(address, timeout=60).connect()
 
 
 def _runs(pid: int) -> bool:
