@@ -40,6 +40,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.storage.webhdfs import WebHdfsStorage, open_webhdfs
 from ckptfs.uri import Uri
 from tests.lab.process import REPOSITORY
+from tests.measures import own_threads
 
 RUN = "webhdfs://namenode:9870/runs/a"
 WAIT_S = 30.0
@@ -414,6 +415,13 @@ def test_a_datanode_that_closed_less_than_it_took(hdfs: WebHdfs) -> None:
     assert not hdfs.of("RENAME")
 
 
+def assert_no_thread_stays() -> None:
+    """The one that sent a body ends by itself, a moment after it gave its answer."""
+    for thread in own_threads("ckptfs-webhdfs"):
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+
+
 def test_what_was_written_may_be_overwritten(hdfs: WebHdfs) -> None:
     """write() returns when the bytes are on their way: its buffer is the caller's again."""
     hdfs.answers["GETFILESTATUS"] = status_of(9 << 20)
@@ -425,7 +433,7 @@ def test_what_was_written_may_be_overwritten(hdfs: WebHdfs) -> None:
     [put] = hdfs.of("create")
     assert put.body == b"".join(bytes([value]) * (3 << 20) for value in range(3))
     assert [one.query["destination"] for one in hdfs.of("RENAME")] == ["/run/f"]
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-webhdfs")]
+    assert_no_thread_stays()
 
 
 def test_an_aborted_file_is_ended_in_order_and_deleted(hdfs: WebHdfs) -> None:
@@ -441,7 +449,7 @@ def test_an_aborted_file_is_ended_in_order_and_deleted(hdfs: WebHdfs) -> None:
     assert delete.path == put.path
     assert hdfs.ops()[-2:] == ["create", "DELETE"]
     assert not hdfs.of("RENAME")
-    assert not [t for t in threading.enumerate() if t.name.startswith("ckptfs-webhdfs")]
+    assert_no_thread_stays()
 
 
 def test_a_datanode_that_refuses_in_the_middle_is_heard(hdfs: WebHdfs) -> None:
