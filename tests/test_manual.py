@@ -25,6 +25,10 @@ import pytest
 
 import ckptfs
 
+pytestmark = pytest.mark.timeout(
+    1800
+)  # the first test builds the manual, five minutes on a busy machine
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 BUILT = ROOT / "build" / "docs"

@@ -125,7 +125,7 @@ class Held:
         """SIGKILL, and wait until the kernel has buried it."""
         handle = os.pidfd_open(self.ranks.pid(0))
         self.ranks.kill(0)
-        assert select.select([handle], [], [], 20)[0]
+        assert select.select([handle], [], [], 120)[0]
         os.close(handle)
 
     def catalog(self) -> dict[str, str]:

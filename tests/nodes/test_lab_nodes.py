@@ -102,7 +102,7 @@ def test_no_node_outlives_its_caller(make_nodes: MakeNodes, number: signal.Signa
             inside.stdout.readline()
             caller.send_signal(number)
             caller.wait(20)
-            assert select.select([inside.stdout], [], [], 20)[0], "a process of a node runs on"
+            assert select.select([inside.stdout], [], [], 240)[0], "a process of a node runs on"
             inside.wait(20)
     with Crew("watch") as crew:
         gone = Path(home).parents[1]
