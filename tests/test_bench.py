@@ -27,7 +27,7 @@ def test_the_benchmark_runs_from_end_to_end(
     out, checkpoints = tmp_path / "result.json", tmp_path / "checkpoints"
     checkpoints.mkdir()
     told = ["--ranks", "1", "--commit-ranks", "1", "--mib", "1", "--rounds", "1", "--commits", "2"]
-    told += ["--timeout-s", "120", "--dir", str(checkpoints), "--out", str(out)]
+    told += ["--timeout-s", "600", "--dir", str(checkpoints), "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", *told])
     assert save_load.main() == 0
     result = read_result(out)
