@@ -38,7 +38,7 @@ from tests.lab.server import Server
 
 CLIENTS = ("s3", "obstore_s3")
 PART_BYTES = 5 << 20
-TIMES = Times(5, 20)
+TIMES = Times(60, 120)
 
 
 def open_s3(module: str, server: Server, **more: Any) -> ObjectClient:
