@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 
 from ckptfs._version import __version__
@@ -47,7 +45,7 @@ from ckptfs.commit.saving import (
 )
 from ckptfs.commit.seat import Seat
 from ckptfs.commit.sending import Sender
-from ckptfs.commit.spec import IfExists, fresh_ids, now_text
+from ckptfs.commit.spec import IfExists, fresh_ids, fresh_save_id, now_text
 from ckptfs.commit.turns import take_turns
 from ckptfs.errors import (
     CkptfsError,
@@ -175,8 +173,7 @@ class Desk:
         # Taken now: a ticket that is committed late must not take the run back behind later saves.
         seq = next_seq(generation, {self._home.id: state}, fenced=True)
         self._seq = seat.known.seq = max(seq, seat.known.seq + 1)
-        fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
-        self.save_id = self.save_id or fresh
+        self.save_id = self.save_id or fresh_save_id()
         drive(begin(self._keys, generation), seat.storage)
         return self.save_id, word_of(self._home.id, self._host, state)
 

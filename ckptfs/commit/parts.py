@@ -17,10 +17,8 @@ is older and not among the committed was given up or deleted.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
@@ -37,7 +35,7 @@ from ckptfs.commit.saves import Saves
 from ckptfs.commit.saving import begin
 from ckptfs.commit.sealing import seal_everywhere
 from ckptfs.commit.seat import Seat, View
-from ckptfs.commit.spec import SaveSpec, fresh_ids, now_text
+from ckptfs.commit.spec import SaveSpec, fresh_ids, fresh_save_id, now_text
 from ckptfs.errors import CommitConflictError, FencedError
 from ckptfs.storage.base import Capabilities
 from ckptfs.topology.world import World
@@ -247,7 +245,7 @@ class PartAttempt(Attempt):
             whole = state.save(self._whose.of)
             if whole.seal is not None or whole.deleted or whole.aborted:
                 raise _too_late(self._whose, where, committed=whole.seal is not None)
-        fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+        fresh = fresh_save_id()
         domains = tuple(d.id for d in self.seat.placement.domains)
         return SavePlan(fresh, self._whose.word.generation, 0, domains)
 

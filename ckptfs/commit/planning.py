@@ -9,10 +9,8 @@ Pure but for the clock and the random id.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from ckptfs._version import __version__
 from ckptfs.commit.entries import Generation, Kind, Seal
@@ -26,7 +24,7 @@ from ckptfs.commit.manifest import (
 )
 from ckptfs.commit.protocol import Standing, catalog, name_taken, next_seq, occupant, standing
 from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, now_text
+from ckptfs.commit.spec import IfExists, SaveSpec, SmallFile, fresh_save_id, now_text
 from ckptfs.errors import CommitConflictError, FencedError
 from ckptfs.uri import Uri
 
@@ -76,8 +74,7 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     seq = next_seq(base, views, fenced=spec.run is not None)
     if spec.run is not None:
         seq = max(seq, seat.known.seq + 1)  # a ticket that is not committed yet began before this
-    fresh = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
-    save_id = fresh if spec.save_id is None else spec.save_id
+    save_id = fresh_save_id() if spec.save_id is None else spec.save_id
     domains = tuple(d.id for d in seat.placement.domains)
     replaces = taken is not None
     return SavePlan(save_id, base, seq, domains, _previous(spec, views), replaces)

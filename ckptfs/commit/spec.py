@@ -20,7 +20,9 @@ __all__ = [
     "SmallFile",
     "WrittenPart",
     "fresh_ids",
+    "fresh_save_id",
     "now_text",
+    "save_id_at",
 ]
 
 # A small file beside the manifest: the same in every domain, or one for each domain id.
@@ -118,6 +120,20 @@ class Committed:
             warnings=(*warned, *self.warnings),
             replaced_bytes=self.replaced_bytes,
         )
+
+
+def fresh_save_id() -> str:
+    """The unique id of a save that begins now."""
+    return save_id_at(datetime.now(UTC))
+
+
+def save_id_at(began: datetime) -> str:
+    """A save's id: the second in which it began (UTC), and 12 hex digits. The first four of these are the
+    fraction of the second, in 1/65536, so that the ids of saves one after the other sort in their order; the
+    other eight are random.
+    """
+    fraction = (began.microsecond << 16) // 1_000_000
+    return f"{began:%Y%m%dT%H%M%S}-{fraction:04x}{secrets.token_hex(4)}"
 
 
 def fresh_ids() -> Iterator[str]:

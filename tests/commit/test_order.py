@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from pathlib import Path
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,7 +15,9 @@ from hypothesis import strategies as st
 from ckptfs.commit.entries import Body, Decided, Outcome, Seal
 from ckptfs.commit.fold import LogState
 from ckptfs.commit.protocol import commits, latest
+from ckptfs.commit.spec import save_id_at
 from tests.commit.logs import G0, folded, seal
+from tests.crash import rig
 
 DOMAINS = ("A", "B", "C")
 Logs = Mapping[str, LogState]
@@ -65,6 +71,32 @@ def test_saves_one_after_the_other_are_in_that_order_for_everybody(lists: Lists)
         assert seen(logs, views) == visible
         newest = latest({domain: logs[domain] for domain in views})
         assert (None if newest is None else newest.seal) == (visible[-1] if visible else None)
+
+
+moments = st.datetimes(datetime(2026, 1, 1), datetime(2026, 1, 1, 0, 0, 3))  # noqa: DTZ001
+
+
+@given(moments, moments)
+def test_ids_of_saves_within_a_second_sort_in_the_order_of_their_beginning(
+    one: datetime, other: datetime
+) -> None:
+    """Where no log that is reached orders them, the ids do. They have the form that all versions read."""
+    first, second = sorted((one, other))
+    ids = [save_id_at(moment) for moment in (first, second)]
+    assert all(re.fullmatch(r"\d{8}T\d{6}-[0-9a-f]{12}", name) for name in ids)
+    assert ids[0] != ids[1]
+    if second - first >= timedelta(microseconds=16):  # one tick of 1/65536 s
+        assert ids[0] < ids[1]
+
+
+def test_plain_saves_one_after_the_other_have_ids_in_that_order(tmp_path: Path) -> None:
+    """Five of them take less than a second, mostly."""
+    made: list[str] = []
+    for name in ("best", "mine", "also", "then", "last"):
+        body = partial(rig.save, name=name, label=name)
+        made += rig.values(rig.seats(rig.SOLO, str(tmp_path), body, job="j"))
+    assert made == sorted(made)
+    assert len(set(made)) == len(made)
 
 
 @given(listed, st.data())

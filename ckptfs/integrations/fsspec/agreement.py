@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import threading
-from datetime import UTC, datetime
 from typing import Any
 
 from ckptfs import _torch
+from ckptfs.commit.spec import fresh_save_id
 from ckptfs.topology.client import StoreClient
 from ckptfs.topology.control import default_timeout_s
 
@@ -45,7 +44,7 @@ def renew_id(topic: str, spent: str) -> str:
 
 def fresh_id() -> str:
     """An id that nobody else has."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(6)}"
+    return fresh_save_id()
 
 
 class _Process:
