@@ -164,8 +164,34 @@ def _leave_the_manifest(step: Path) -> None:
                     file.unlink()
 
 
+def _leave_a_data_file(step: Path) -> None:
+    for path in [*step.rglob("*")]:
+        if path.is_file() and path.suffix != ".distcp":
+            path.unlink()
+
+
+def _leave_what_stock_reads(step: Path) -> None:
+    _leave_metadata(step)
+    (step / "ckptfs.json").unlink()
+
+
+def _leave_the_list(step: Path) -> None:
+    _leave_metadata(step)
+    (step / ".metadata").unlink()
+
+
 @pytest.mark.parametrize(
-    "harm", [_leave_data, _leave_metadata, _put_a_link, _leave_the_manifest, lambda _: None]
+    "harm",
+    [
+        _leave_data,
+        _leave_a_data_file,
+        _leave_metadata,
+        _leave_what_stock_reads,
+        _leave_the_list,
+        _put_a_link,
+        _leave_the_manifest,
+        lambda _: None,
+    ],
 )
 def test_what_is_not_removed_whole_keeps_its_name(
     tmp_path: Path, harm: Callable[[Path], None]
