@@ -81,6 +81,16 @@ def test_what_stock_saved_later_is_named(run: Path, reader: str) -> None:
     assert sorted(str(path) for path in run.rglob("*")) == before
 
 
+def test_a_save_that_is_sealed_while_a_reader_looks_is_known_before_it_speaks(run: Path) -> None:
+    """What stock saved is older than that one: the log is folded once more before it is called newer."""
+    stock(run / "step_3", 3.0, later_s=0.0)
+    with looking_at(run, None) as look:
+        shape = look.storage.capabilities.shape
+        assert drive(newer_unlogged(look.views, shape), look.storage) == ("step_3",)
+        ckptfs.save({"w": torch.full((4,), 4.0)}, run / "step_4")
+        assert drive(newer_unlogged(look.views, shape), look.storage) == ()
+
+
 def test_there_are_ways_out(run: Path) -> None:
     """By its name it is loaded; "ignore" takes our newest; moved away, it disturbs nobody."""
     stock(run / "step_3", 3.0)
