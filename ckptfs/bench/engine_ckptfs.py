@@ -9,8 +9,6 @@ from ckptfs.bench.choosing import OBJECT_STORES
 from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, version_text
 from ckptfs.bench.results import Engine
 from ckptfs.bench.states import State
-from ckptfs.storage.clients.choose import PROTOCOLS
-from ckptfs.storage.object_store import ObjectStorage
 
 __all__ = ["Ckptfs"]
 
@@ -45,11 +43,5 @@ class Ckptfs(Driver):
         ckptfs.load(dict(target), at.checkpoint(), storage_options=self.options)
 
     def _library(self) -> str | None:
-        storage = self.home.storage
-        if not isinstance(storage, ObjectStorage):
-            return None
-        module = type(storage.client).__module__
-        if self._client is not None:
-            return self._client
-        fast = module.rpartition(".")[2].startswith("obstore")
-        return "obstore" if fast else PROTOCOLS[self.home.place.protocol].usual
+        path: str = getattr(self.home.storage, "data_path", "")  # "obstore, because ..."
+        return (self._client or path.partition(",")[0]) if path else None

@@ -1,4 +1,4 @@
-"""Both clients of Azure on one Azurite: opened as a storage opens them, and logins of other kinds."""
+"""The client of Azure on one Azurite: opened as a storage opens them, and logins of other kinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptfs.uri import Uri
 from tests.lab.azurite import ACCOUNT, ACCOUNT_KEY
 from tests.lab.server import Server
 
-CLIENTS = ("adlfs", "obstore")
+CLIENTS = ("obstore",)
 
 
 @contextlib.contextmanager

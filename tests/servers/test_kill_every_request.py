@@ -37,6 +37,8 @@ def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int) ->
         ("moto", "s3fs"),
         ("gcs", "obstore"),
         ("gcs", "gcsfs"),
+        ("azurite", "obstore"),
+        ("azurite", "adlfs"),
     ],
 )
 @pytest.mark.parametrize("scenario", ["fresh", "replace"])

@@ -55,7 +55,7 @@ def taken(text: str, client: str = "auto", **rest: Any) -> Any:
 
 def fast_of(module: str) -> str:
     """The module of obstore's client beside that of the other library."""
-    return {"gcsfs": "gcs"}.get(module, f"obstore_{module}")
+    return {"gcsfs": "gcs", "adlfs": "obstore_azure"}.get(module, f"obstore_{module}")
 
 
 URIS = [
@@ -63,9 +63,9 @@ URIS = [
     ("s3a://b/k", "s3fs", "s3"),
     ("gs://b/k", "gcsfs", "gcsfs"),
     ("gcs://b/k", "gcsfs", "gcsfs"),
-    ("az://b/k", "adlfs", "azure"),
-    ("abfs://b@a.x/k", "adlfs", "azure"),
-    ("abfss://b@a.x/k", "adlfs", "azure"),
+    ("az://b/k", "adlfs", "adlfs"),
+    ("abfs://b@a.x/k", "adlfs", "adlfs"),
+    ("abfss://b@a.x/k", "adlfs", "adlfs"),
 ]
 
 
@@ -73,11 +73,10 @@ URIS = [
 def test_auto_takes_obstore_where_it_can(
     text: str, library: str, module: str, installed: Callable[[str], None]
 ) -> None:
-    """Both are there: obstore, but for Azure, where it sends no checksums; one of the two: that one."""
+    """Both are there: obstore; one of the two: that one."""
     installed(f"obstore {library}")
     fast = fast_of(module)
-    both = module if module == "azure" else fast
-    assert taken(text, key="k") == (both, {"key": "k"}, Times(1.0, 2.0))
+    assert taken(text, key="k") == (fast, {"key": "k"}, Times(1.0, 2.0))
     installed("obstore")
     assert taken(text)[0] == fast
     installed(library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from importlib.util import find_spec
 from typing import Any, Final
@@ -10,7 +11,7 @@ from ckptfs.errors import MissingDriverError
 from ckptfs.storage.clients.azure_login import Default, Login, Principal, Token
 from ckptfs.uri import Uri
 
-__all__ = ["SCOPE", "identity_of", "need_identity"]
+__all__ = ["SCOPE", "AsyncToken", "identity_of", "need_identity"]
 
 SCOPE: Final = "https://storage.azure.com/.default"
 
@@ -40,6 +41,21 @@ def need_identity(uri: Uri) -> None:
             uri=uri,
             hint="pip install 'ckptfs[azure]', or give account_key, sas_token or connection_string",
         )
+
+
+class AsyncToken:
+    """A credential object as adlfs takes it: asynchronous, whichever kind it is."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+
+    async def get_token(self, *scopes: str, **arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(self._credential.get_token):
+            return await self._credential.get_token(*scopes, **arguments)
+        return await asyncio.to_thread(self._credential.get_token, *scopes, **arguments)
+
+    async def close(self) -> None:
+        """Nothing: the object is the caller's."""
 
 
 class _Waiting:

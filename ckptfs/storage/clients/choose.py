@@ -43,15 +43,12 @@ class _Libraries:
     extra: str
     module: str | None
     fast_module: str
-    prefers_usual: bool = False
 
 
 _CLIENTS = "ckptfs.storage.clients"
 _S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", f"{_CLIENTS}.obstore_s3")
 _GCS = _Libraries("gcsfs", "gcs", None, f"{_CLIENTS}.gcs")
-_AZURE = _Libraries(
-    "adlfs", "azure", f"{_CLIENTS}.azure", f"{_CLIENTS}.obstore_azure", prefers_usual=True
-)
+_AZURE = _Libraries("adlfs", "azure", None, f"{_CLIENTS}.obstore_azure")
 
 PROTOCOLS: Mapping[str, _Libraries] = {
     **dict.fromkeys(("s3", "s3a"), _S3),
@@ -139,11 +136,8 @@ def _why_not(libraries: _Libraries, rest: Mapping[str, Any]) -> str | None:
     if find_spec(FAST) is None:
         return "it is not installed"
     why: str | None = import_module(libraries.fast_module).cannot(rest)
-    if why is None and find_spec(libraries.usual) is not None:
-        if libraries.prefers_usual:
-            return "it sends no checksums here"
-        if is_forked():
-            return "this process was forked from one that used it"
+    if why is None and find_spec(libraries.usual) is not None and is_forked():
+        return "this process was forked from one that used it"
     return why
 
 

@@ -8,8 +8,8 @@
 
     content settings, tier, metadata      attributes of every put and upload        tags      tags
 
-``cannot`` names what it lacks: encryption scopes, customer-provided keys and a checksum of its own.
-Deletes are batches of the service, which tell one refusal and not what became of the other keys: they
+``cannot`` names what it lacks: encryption scopes and a checksum of its own. That goes through adlfs:
+``AdlfsLibrary`` makes the requests for ``FsspecStorage``. Deletes are batches of the service, which tell one refusal and not what became of the other keys: they
 are asked for one by one then.
 """
 
@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import secrets
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from http import HTTPStatus
 from typing import Any, Final, TypeVar
 
 from ckptfs.errors import (
@@ -30,6 +32,7 @@ from ckptfs.errors import (
     NotFoundError,
     StorageError,
     TransientError,
+    UriError,
 )
 from ckptfs.storage.clients.azure_failures import (
     AZURE,
@@ -39,7 +42,7 @@ from ckptfs.storage.clients.azure_failures import (
     no_container,
     refused,
 )
-from ckptfs.storage.clients.azure_identity import need_identity
+from ckptfs.storage.clients.azure_identity import AsyncToken, need_identity
 from ckptfs.storage.clients.azure_login import (
     Anonymous,
     Default,
@@ -47,22 +50,21 @@ from ckptfs.storage.clients.azure_login import (
     Principal,
     Sas,
     SharedKey,
+    Token,
 )
 from ckptfs.storage.clients.azure_options import Account, resolve
-from ckptfs.storage.clients.base import Refused
+from ckptfs.storage.clients.base import BucketLibrary, Condition, IfAbsent, IfMatch, Refused
 from ckptfs.storage.clients.failures import Asked, Reason, failed
 from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
+from ckptfs.storage.clients.obstore_errors import answer_in
 from ckptfs.storage.options import Times
+from ckptfs.storage.threads import Threads
 from ckptfs.uri import Uri
 
-__all__ = ["cannot", "open_client"]
+__all__ = ["AdlfsLibrary", "cannot", "open_client", "open_library"]
 
 T = TypeVar("T")
 
-_LACKS: Final = {
-    "cpk": "it has no customer-provided keys (cpk)",
-    "encryption_scope": "it has no encryption_scope",
-}
 _CONTENT: Final = {
     "content_type": "Content-Type",
     "content_encoding": "Content-Encoding",
@@ -78,6 +80,9 @@ _CODES: Final = {
     "legal hold": "BlobImmutableDueToPolicy",
     "container does not exist": "ContainerNotFound",
 }
+# What of the settings goes with a block, too.
+_OF_BLOCKS: Final = ("encryption_scope", "validate_content", "connection_timeout", "read_timeout")
+_EXISTS: Final = ("BlobAlreadyExists", "ConditionNotMet", "UnauthorizedBlobOverwrite")
 _DELETES: Final = 8  # under way at once
 _BUNDLES: Final = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 _LOOK_AGAIN: Final = timedelta(seconds=30)
@@ -85,9 +90,8 @@ _LOOK_AGAIN: Final = timedelta(seconds=30)
 
 def cannot(options: Mapping[str, Any]) -> str | None:
     """Why obstore cannot do what these options ask for; None where it can."""
-    for name, why in _LACKS.items():
-        if options.get(name) is not None:
-            return why
+    if options.get("encryption_scope") is not None:
+        return "it has no encryption_scope"
     if str(options.get("validate_content", "")).lower() in ("true", "1"):
         return "it sends no checksum (validate_content)"
     bundle = _bundle()
@@ -114,6 +118,186 @@ def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObstoreCl
     return _AzureObstore(uri, account, flavour)
 
 
+def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
+    """adlfs, for what ``cannot`` names. UriError: an option that is unknown or clashes, or cpk, with
+    which adlfs cannot read.
+    """
+    account = resolve(uri, options, times)
+    if account.encryption_key is not None:
+        raise UriError(
+            "cpk goes through obstore alone: adlfs cannot read with it",
+            uri=uri,
+            hint="leave out what keeps obstore away; the log and `ckptfs doctor` name it",
+        )
+    return AdlfsLibrary(account)
+
+
+@dataclass(frozen=True)
+class AdlfsLibrary(BucketLibrary):
+    """Requests through adlfs and the Azure SDK below it, which retries. Holds credentials: never shown.
+
+    Each blob is made by a request of our own, because adlfs has no keyword for some settings.
+    """
+
+    account: Account = field(repr=False)
+    name = "adlfs"
+
+    @property
+    def endpoint(self) -> str:
+        return self.account.endpoint
+
+    def filesystem(self) -> Any:
+        from adlfs import AzureBlobFileSystem  # type: ignore[import-untyped]
+
+        return AzureBlobFileSystem(
+            **self._login(),
+            connection_timeout=self.account.times.connect_s,
+            read_timeout=self.account.times.request_s,
+            skip_instance_cache=True,
+            use_listings_cache=False,
+        )
+
+    def put(self, fs: Any, path: str, data: bytes, condition: Condition) -> None:
+        from azure.core import MatchConditions
+
+        wanted = self._settings() | {"overwrite": not isinstance(condition, IfAbsent)}
+        if isinstance(condition, IfMatch):
+            wanted |= {"etag": condition.etag, "match_condition": MatchConditions.IfNotModified}
+        self.ask(fs, path, lambda blob: blob.upload_blob(data, length=len(data), **wanted))
+
+    def open_write(self, fs: Any, path: str, block_bytes: int) -> Any:
+        return _BlockStream(self, fs, path, block_bytes)
+
+    def etag(self, info: Mapping[str, Any]) -> str | None:
+        found = info.get("etag")
+        return None if found is None else str(found)
+
+    def stage(self, fs: Any, path: str, block: str, data: bytes) -> None:
+        """Send one block, which nobody sees before the commit."""
+        wanted = {n: v for n, v in self._settings().items() if n in _OF_BLOCKS}
+        self.ask(fs, path, lambda blob: blob.stage_block(block, data, len(data), **wanted))
+
+    def commit(self, fs: Any, path: str, blocks: Sequence[str]) -> None:
+        """Make the blob of these blocks, in order."""
+        from azure.storage.blob import BlobBlock
+
+        named = [BlobBlock(block) for block in blocks]
+        self.ask(fs, path, lambda blob: blob.commit_block_list(named, **self._settings()))
+
+    def ask(self, fs: Any, path: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> None:
+        """One request on a blob. Errors become those that fsspec's filesystems raise."""
+        from azure.core.exceptions import HttpResponseError
+        from fsspec.asyn import sync
+
+        container, name, _ = fs.split_path(path)
+
+        async def asked() -> None:
+            async with fs.service_client.get_blob_client(container=container, blob=name) as blob:
+                await request(blob)
+
+        try:
+            sync(fs.loop, asked)
+        except HttpResponseError as error:
+            told = getattr(error, "error_code", None)
+            code = str(getattr(told, "value", told))
+            status = error.status_code
+            if code in _EXISTS:
+                raise FileExistsError(path) from error
+            if status == HTTPStatus.NOT_FOUND:
+                raise FileNotFoundError(path) from error
+            if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                raise PermissionError(f"{path}: {code}") from error
+            raise
+
+    def _settings(self) -> dict[str, Any]:
+        from azure.storage.blob import ContentSettings, StandardBlobTier
+
+        account = self.account
+        tier = account.stored.get("x-ms-access-tier")
+        found: dict[str, Any] = {
+            "encryption_scope": account.stored.get("x-ms-encryption-scope"),
+            "standard_blob_tier": StandardBlobTier(tier) if tier else None,
+            "tags": dict(account.tags),
+            "metadata": dict(account.metadata),
+            "validate_content": account.md5,
+        }
+        if account.content:
+            content: dict[str, Any] = dict(account.content)
+            found["content_settings"] = ContentSettings(**content)
+        times = {
+            "connection_timeout": account.times.connect_s,
+            "read_timeout": account.times.request_s,
+        }
+        return {name: value for name, value in found.items() if value} | times
+
+    def _login(self) -> dict[str, Any]:
+        """Account and login, as adlfs takes them. A string for all that need no token: adlfs then
+        speaks to any endpoint, and looks for nothing in the environment.
+        """
+        account = self.account
+        text = f"BlobEndpoint={account.endpoint};AccountName={account.name}"
+        match account.login:
+            case SharedKey(name, key):
+                return {"connection_string": f"{text};AccountName={name};AccountKey={key}"}
+            case Sas():
+                return {"connection_string": f"{text};SharedAccessSignature={account.login.text}"}
+        host = account.endpoint.partition("://")[2]
+        found: dict[str, Any] = {"account_name": account.name, "account_host": host}
+        match account.login:
+            case Anonymous():
+                return found | {"anon": True}
+            case Token(credential):
+                return found | {"credential": AsyncToken(credential)}
+            case Principal(tenant, client, secret):
+                return found | {"tenant_id": tenant, "client_id": client, "client_secret": secret}
+            case Default(arguments):
+                return found | dict(arguments)
+        raise AssertionError(account.login)
+
+
+class _BlockStream:
+    """A blob on its way, block by block, as ``BucketLibrary.open_write`` has it. The names of the blocks
+    are its own, so that two uploads of one blob do not mix: the second to commit fails.
+    """
+
+    def __init__(self, library: AdlfsLibrary, fs: Any, path: str, block_bytes: int) -> None:
+        self._stage = partial(library.stage, fs, path)
+        self._commit = partial(library.commit, fs, path)
+        self._block_bytes = block_bytes
+        self._upload = secrets.token_hex(8)
+        self._blocks: list[str] = []
+        self._rest = bytearray()
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        """Take all of it; send it where a block is full."""
+        self._rest += data
+        while len(self._rest) >= self._block_bytes:
+            self._send(bytes(self._rest[: self._block_bytes]))
+            del self._rest[: self._block_bytes]
+        return len(data)
+
+    def close(self) -> None:
+        """Send what is left."""
+        if self._rest:
+            self._send(bytes(self._rest))
+        self._rest.clear()
+        self.closed = True
+
+    def commit(self) -> None:
+        """Make the blob."""
+        self._commit(self._blocks)
+
+    def discard(self) -> None:
+        """Nothing to do: the service drops blocks that nobody committed after a week."""
+        self._rest.clear()
+
+    def _send(self, data: bytes) -> None:
+        block = f"{self._upload}-{len(self._blocks):06}"  # all of one length, as the service wants
+        self._stage(block, data)
+        self._blocks.append(block)
+
+
 class _AzureObstore(ObstoreClient):
     """One container; refusals are told as the adlfs client tells them."""
 
@@ -132,8 +316,13 @@ class _AzureObstore(ObstoreClient):
         return []
 
     def _delete_each(self, keys: Sequence[str]) -> list[Refused]:
-        with ThreadPoolExecutor(min(_DELETES, len(keys)), "ckptfs-delete") as pool:
-            return [found for found in pool.map(self._refusal, keys) if found is not None]
+        # Not concurrent.futures' own pool: after the main thread has returned it takes no more work.
+        pool = Threads(min(_DELETES, len(keys)), "ckptfs-delete")
+        try:
+            found = [pool.submit(self._refusal, key) for key in keys]
+            return [refused for one in found if (refused := one.result()) is not None]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _refusal(self, key: str) -> Refused | None:
         try:
@@ -151,17 +340,23 @@ class _AzureObstore(ObstoreClient):
         self._say(asked, lambda: obstore.delete(self._store(), list(keys)))
 
     def _plain(self, asked: Asked, text: str) -> CkptfsError | None:
-        """What obstore says of Azure alone: a part of a batch, a range behind the end."""
+        """What Azure alone says, and what obstore says of it: a part of a batch, a range behind the end."""
         if "StartTooLarge" in text:
             return failed(asked, Reason.SHORT)
         found = _DELETE_FAILED.search(text)
         if found is None:
-            return None
+            said = answer_in(text)
+            if said is None or not said.code:
+                return None
+            refusal = Refusal(
+                said.status, said.code, said.message, None, None, self._account.container
+            )
+            return refused(asked, refusal)
         # The answer to a part of a batch comes without its code.
-        said, status = found[1], int(found[2])
-        code = next((code for word, code in _CODES.items() if word in said.lower()), "")
+        text, status = found[1], int(found[2])
+        code = next((code for word, code in _CODES.items() if word in text.lower()), "")
         container = self._account.container
-        return refused(asked, Refusal(status, code, said, None, None, container))
+        return refused(asked, Refusal(status, code, text, None, None, container))
 
     def _say(self, asked: Asked, request: Callable[[], T]) -> T:
         def plainer() -> T:
@@ -211,6 +406,7 @@ class _Make:
                 "use_emulator": False,
                 "use_fabric_endpoint": False,
                 "skip_signature": anonymous,
+                **({"encryption_key": key} if (key := account.encryption_key) else {}),
             },
             client_options=configured,
             retry_config=retry_config,  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from ckptfs.errors import CkptfsError, MissingDriverError, TransientError
 from ckptfs.storage.clients.failures import Asked, Said, answered, clean, failed
 from ckptfs.storage.clients.reasons import Reason
 
-__all__ = ["told"]
+__all__ = ["answer_in", "told"]
 
 _STATUS: Final = re.compile(r"status code: (\d{3})|\bstatus: (\d{3}),")
 _XML: Final = re.compile(r"<Code>\s*([\w.]+)\s*</Code>")
@@ -81,15 +81,21 @@ def told(asked: Asked, error: BaseException) -> CkptfsError:
         return failed(asked, Reason.UNSUPPORTED)
     if deleted := _DELETED.search(text):
         return answered(asked, Said(0, deleted[1]))
-    found = _STATUS.search(text)
-    if found is not None:
-        return answered(asked, _said(int(found[1] or found[2]), text))
+    said = answer_in(text)
+    if said is not None:
+        return answered(asked, said)
     kind = _KIND.search(text)
     if kind is not None:
         return failed(asked, _silence(kind[1], text), "" if kind[1] == "Timeout" else kind[1])
     if name in _CLASSES:
         return answered(asked, Said(_CLASSES[name]))
     return failed(asked, Reason.BROKEN, name)
+
+
+def answer_in(text: str) -> Said | None:
+    """The server's answer in the text of an exception of obstore; None: it tells of none."""
+    found = _STATUS.search(text)
+    return None if found is None else _said(int(found[1] or found[2]), text)
 
 
 def _said(status: int, text: str) -> Said:
