@@ -30,9 +30,9 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import Limits
-from ckptfs.storage.clients.failures import Asked, Dialect, Reason, Said, answered, clean, failed
+from ckptfs.storage.clients.failures import Asked, Dialect, Reason, Said, answered, failed
 
-__all__ = ["AZURE", "LIMITS", "Refusal", "expired", "no_container", "no_token", "refused"]
+__all__ = ["AZURE", "LIMITS", "Refusal", "expired", "no_container", "refused"]
 
 _ROLE = "or the role Storage Blob Data Contributor on the container"
 AZURE: Final = Dialect(
@@ -176,16 +176,6 @@ def expired(asked: Asked, sas: str, now_s: float | None = None) -> CkptfsError |
     end = parse_qs(sas).get("se")
     now_s = time.time() if now_s is None else now_s
     return failed(asked, Reason.EXPIRED) if end and _seconds(end[0]) <= now_s else None
-
-
-def no_token(asked: Asked, error: Exception) -> CredentialsError:
-    """The error where no identity gave a token: azure.identity tells which it tried, and why not."""
-    told = clean(str(error).partition("\n")[0])
-    return CredentialsError(
-        f"{asked.action} failed: no token for {asked.endpoint}: {told}",
-        uri=asked.uri,
-        hint=AZURE.hints[Reason.NO_CREDENTIALS],
-    )
 
 
 def _of_credentials(asked: Asked, refusal: Refusal) -> CkptfsError | None:
