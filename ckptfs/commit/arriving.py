@@ -1,7 +1,7 @@
 """Files that arrive one by one from several processes, and become one commit.
 
 Nobody begins such a save together: each process writes the files it has, and one of them says when
-all are there. What they share is the run's storage and a save_id (``integrations.fsspec.agreement``).
+all are there. What they share is the run's storage and a save_id (``integrations.fsspec.arrivals``).
 
     every process   join      the attempt's record, by an exclusive create: base and save_id
                     write     files below the attempt, each whole or not at all

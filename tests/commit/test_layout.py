@@ -14,7 +14,7 @@ from ckptfs.commit.ops import drive
 from ckptfs.commit.resuming import next_id
 from ckptfs.commit.spec import fresh_ids
 from ckptfs.dcp.copy_source import stock_manifest
-from ckptfs.integrations.fsspec.agreement import agreed_id
+from ckptfs.integrations.fsspec.arrivals import agreed_id
 from ckptfs.manager.copy_plan import fresh_id
 from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage

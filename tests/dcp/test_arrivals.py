@@ -43,7 +43,7 @@ from ckptfs.integrations.fsspec import (
     CheckpointFileSystem,
     FileCheckpoints,
     MemoryCheckpoints,
-    agreement,
+    arrivals,
 )
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
@@ -59,7 +59,7 @@ LENGTH = 16
 def process() -> Iterator[None]:
     """Each test is a process of its own, as far as ids are agreed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_HERE", agreement._Process())
+        patch.setattr(arrivals, "_HERE", arrivals._Process())
         yield
 
 
@@ -155,7 +155,7 @@ def test_whatever_arrives_is_never_mixed(actions: list[str]) -> None:
                 mine, fenced = {}, False
                 fail(fs, step)
             case "restart":
-                agreement._HERE._alone.clear()
+                arrivals._HERE._alone.clear()
                 fs, mine, fenced = MemoryCheckpoints(skip_instance_cache=True), {}, False
             case "fence":
                 ckptfs.prepare_run(f"memory://{run}").release()

@@ -24,7 +24,7 @@ from ckptfs.integrations.fsspec import (
     CheckpointFileSystem,
     FileCheckpoints,
     MemoryCheckpoints,
-    agreement,
+    arrivals,
 )
 
 
@@ -32,7 +32,7 @@ from ckptfs.integrations.fsspec import (
 def process() -> Iterator[None]:
     """Each test is a process of its own, as far as ids are agreed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_HERE", agreement._Process())
+        patch.setattr(arrivals, "_HERE", arrivals._Process())
         yield
 
 

@@ -1,12 +1,12 @@
 """fsspec filesystems ``ckptfs+file://`` ``ckptfs+s3://`` ...: whoever speaks fsspec gets our commit.
 
-    filesystem   whole      the filesystem that users see, and its plain half
-    files                   the file objects that it opens for writing
-    bare   view             what reads below it: fsspec's own filesystem, or a view of a ``Storage``
-    arrivals   arriving     files of torch's writers that wait for one commit of all ranks
-    copied                  stock checkpoints that a program copies in, file by file
-    agreement               the id that the ranks of one save agree on without a collective
-    listings                what fsspec remembers of a directory
+    filesystem    the filesystem that users see: plain files, and checkpoints committed as a whole
+    plain         its plain half: names, files, event loops
+    files         the file objects that it opens for writing
+    underlying    what reads below it: fsspec's own filesystem, or a view of a ``Storage``
+    arrivals      files that come one by one and are committed together, of torch's writers and of copies
+    stock_save    the commit of a stock save that has arrived; imports torch
+    listings      what fsspec remembers of a directory
 
 Entry points name the classes below.
 """

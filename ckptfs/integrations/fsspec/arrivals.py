@@ -1,26 +1,46 @@
-"""What a DCP writer of this process has on its way: files under final names that only wait.
+"""Files that torch's writers, and programs that copy, bring one by one, until they are one commit.
 
-    is_called_by_dcp()         torch's writers wait; what another program copies in is ``copied``'s
+``Arrivals``: what a DCP writer of this process has written under final names, which only waits.
+
+    is_called_by_dcp()         torch's writers wait; what another program copies in is not held up
     open_write(step, name)     a file of the attempt that the process group agreed on
     commit(step, ".metadata.tmp")    all of them have arrived: seal, project
     put_metadata(step, data)   .metadata written in place: the commit comes with the last file
     replace(step)              ".metadata" was removed: the next commit replaces what is there
 
-The id of an attempt is agreed without a collective (``agreement``), so that data have their
+The id of an attempt is agreed without a collective (``agreed_id``), so that data have their
 final keys on object stores too. It is used up by its commit, and by any file of it that was given up:
 whatever comes after belongs to another save, and nothing of two saves is ever mixed.
+
+``CopiedFiles``: stock checkpoints that a program copies in, file by file.
+
+    each file            lies under its own name as soon as it is closed, in whatever order they come
+    the last of a whole  .metadata of DCP and every *.distcp that it refers to, written by this process:
+    stock save           linked (object stores: copied) into an attempt and committed by the log
+    anything else        stays as it is: shards in subfolders, other names, a .metadata whose pickle
+                         names classes of its own, half a copy
+
+Nothing that was copied in ever waits in an attempt, because what an attempt holds is removed by the
+next owner of the run. The plain files go when the commit is durable, and only if they are the same.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+from ckptfs import _torch
 from ckptfs.commit.arriving import Joined, give_up, join_attempt
-from ckptfs.commit.layout import is_save_id
+from ckptfs.commit.layout import METADATA, is_save_id
+from ckptfs.commit.spec import fresh_save_id
 from ckptfs.errors import (
     AlreadyExistsError,
     CkptfsError,
@@ -29,11 +49,12 @@ from ckptfs.errors import (
     NotFoundError,
     UnsupportedError,
 )
-from ckptfs.integrations.fsspec.agreement import agreed_id, is_first, renew_id
-from ckptfs.storage.base import DataWriter, Shape, Storage
+from ckptfs.storage.base import DataWriter, Shape, Stat, Storage
+from ckptfs.topology.client import StoreClient
+from ckptfs.topology.control import default_timeout_s
 from ckptfs.uri import Uri
 
-__all__ = ["Arrivals", "arrives", "refuse_alone"]
+__all__ = ["Arrivals", "CopiedFiles", "agreed_id", "arrives", "refuse_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +120,7 @@ class Arrivals:
         """``.metadata`` written in place by a DCP writer: committed when all that it refers to has
         arrived. False: it is nothing that waits, write it as it is.
         """
-        from ckptfs.integrations.fsspec.arriving import ARRIVED, needed
+        from ckptfs.integrations.fsspec.stock_save import ARRIVED, needed
 
         files = needed(data, step)
         if files is None or any("/" in file for file in files):
@@ -114,7 +135,7 @@ class Arrivals:
 
     def commit_if_whole(self, step: Uri, joined: Joined) -> None:
         """Commit if ``.metadata`` was put and nothing is missing; one process of all does it."""
-        from ckptfs.integrations.fsspec.arriving import ARRIVED, missing
+        from ckptfs.integrations.fsspec.stock_save import ARRIVED, missing
 
         try:
             short = missing(joined, ARRIVED)
@@ -135,7 +156,7 @@ class Arrivals:
         self._commit(step, joined, metadata)
 
     def _commit(self, step: Uri, joined: Joined, metadata: str) -> None:
-        from ckptfs.integrations.fsspec.arriving import commit_arrived
+        from ckptfs.integrations.fsspec.stock_save import commit_arrived
 
         try:
             commit_arrived(joined, metadata, replace=step in self._replacing)
@@ -218,3 +239,190 @@ class _Arriving(DataWriter):
                 logger.warning(
                     "the ranks' store did not hear that %s failed: %s", self._step, error
                 )
+
+
+_ASIDE = ".metadata.tmp"  # where .metadata lies for the moment of the commit, as torch has it
+_REMEMBERED = 64  # directories that are being copied into
+
+
+@dataclass(slots=True)
+class _Copy:
+    """What of one directory this process wrote, and how long each file has to be by its metadata."""
+
+    names: set[str] = field(default_factory=set)
+    needs: Mapping[str, int] | None = None
+    data: bytes = b""
+
+
+class CopiedFiles:
+    """Plain files that this process wrote, by directory. Thread-safe; of no use after a fork.
+
+    storage_at: opens a storage rooted at a URI. copy: copies a file within the place, where links are
+    unknown.
+    """
+
+    def __init__(
+        self, storage_at: Callable[[Uri], Storage], copy: Callable[[Uri, Uri], None]
+    ) -> None:
+        self._storage_at, self._copy = storage_at, copy
+        self._lock = threading.Lock()
+        self._copies: dict[Uri, _Copy] = {}
+
+    def wrote(self, step: Uri, name: str, data: bytes) -> None:
+        """A file of ``step`` was closed; data: the bytes of ``.metadata``. If it makes a stock save
+        whole, that is committed; where this fails the files stay, and a warning says why.
+        """
+        from ckptfs.integrations.fsspec.stock_save import needed
+
+        if name != METADATA and not _SHARD.fullmatch(name):
+            return  # what refers to it, or to a subfolder, is never whole
+        needs = needed(data, step) if data else None
+        with self._lock:
+            copy = self._copies.setdefault(step, _Copy())
+            if name in copy.names:
+                copy = self._copies[step] = _Copy()  # the same file again: of another copy
+            copy.names.add(name)
+            if name == METADATA:
+                copy.needs, copy.data = needs, data
+            if not copy.needs or not copy.needs.keys() <= copy.names:
+                while len(self._copies) > _REMEMBERED:
+                    self._copies.pop(next(iter(self._copies)))
+                return
+            del self._copies[step]
+        self._commit(step, copy.needs, copy.data)
+
+    def failed(self, step: Uri) -> None:
+        """A file of ``step`` was given up: what comes next belongs to another copy."""
+        with self._lock:
+            self._copies.pop(step, None)
+
+    def _commit(self, step: Uri, needs: Mapping[str, int], data: bytes) -> None:
+        from ckptfs.integrations.fsspec.stock_save import ARRIVED, commit_arrived
+
+        storage, home = self._storage_at(step.parent), step.name
+        try:
+            found = {file: storage.stat(f"{home}/{file}") for file in needs}
+            if any(found[file].size_bytes < least for file, least in needs.items()):
+                return
+            joined = self._taken(step, tuple(needs), data)
+            with _aside(storage, home, data):
+                commit_arrived(joined, ARRIVED, replace=False)
+            self._remove(storage, home, found)
+        except (CkptfsError, OSError, NotImplementedError) as error:
+            logger.warning("%s was copied in and is not committed; its files stay: %s", step, error)
+
+    def _taken(self, step: Uri, files: tuple[str, ...], data: bytes) -> Joined:
+        """A fresh attempt that holds all of it beside the plain files."""
+        from ckptfs.integrations.fsspec.stock_save import ARRIVED
+
+        joined = join_attempt(self._storage_at(step.parent), step.name, fresh_save_id())
+        storage = joined.seat.storage
+        try:
+            for file in files:
+                try:
+                    storage.link(f"{step.name}/{file}", joined.key(file))
+                except UnsupportedError:
+                    self._copy(step / file, storage.uri(joined.key(file)))
+            with joined.open_write(ARRIVED) as writer:
+                writer.write(data)
+        except BaseException:
+            with contextlib.suppress(CkptfsError, OSError):  # then the next owner removes it
+                give_up(joined)
+            raise
+        return joined
+
+    def _remove(self, storage: Storage, home: str, found: Mapping[str, Stat]) -> None:
+        """The plain files of what is committed; one that somebody wrote anew meanwhile stays."""
+        same = [
+            file for file, before in found.items() if _is_same(storage, f"{home}/{file}", before)
+        ]
+        storage.remove_many([f"{home}/{file}" for file in same])
+
+
+@contextlib.contextmanager
+def _aside(storage: Storage, home: str, data: bytes) -> Iterator[None]:
+    """``.metadata`` makes room for the projection, and comes back where the commit fails. A crash
+    leaves it beside its shards as ``.metadata.tmp``.
+    """
+    storage.replace(f"{home}/{_ASIDE}", data)
+    storage.remove(f"{home}/{METADATA}")
+    try:
+        yield
+    except BaseException:
+        storage.replace(f"{home}/{METADATA}", data)
+        storage.remove(f"{home}/{_ASIDE}")
+        raise
+    storage.remove(f"{home}/{_ASIDE}")
+
+
+def _is_same(storage: Storage, key: str, before: Stat) -> bool:
+    now = storage.stat(key)
+    return (now.size_bytes, now.etag, now.modified_s) == (
+        before.size_bytes,
+        before.etag,
+        before.modified_s,
+    )
+
+
+# -- one id for the processes of a group -------------------------------------------------------------
+
+_ANSWER_S = 60.0  # one small request to a process that lives
+
+
+def agreed_id(topic: str) -> str:
+    """The id of ``topic``, alike in all processes of the default group. ControlPlaneLostError."""
+    return _HERE.ask(fresh_save_id(), topic, "")
+
+
+def is_first(topic: str) -> bool:
+    """Whether nobody asked for this topic before, in any process of the default group."""
+    mine = fresh_save_id()
+    return _HERE.ask(mine, topic, "") == mine
+
+
+def renew_id(topic: str, spent: str) -> str:
+    """The id of ``topic`` after ``spent``; a fresh one unless somebody renewed it before."""
+    return _HERE.ask(fresh_save_id(), topic, spent)
+
+
+class _Process:
+    """What one process agreed on: with its group where there is one, else with itself.
+
+    The one thing here that outlives a call: all threads of a process are one writer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a file that is collected may ask while its thread asks
+        self._pid = os.getpid()
+        self._alone: dict[str, str] = {}
+        self._client: tuple[Any, StoreClient] | None = None
+
+    def ask(self, mine: str, topic: str, spent: str) -> str:
+        """Replace ``spent`` ("": nothing yet) by ``mine``, if it still stands; what stands then."""
+        key = f"ckptfs/agreed/{hashlib.sha256(topic.encode()).hexdigest()[:32]}"
+        client = self._connected()
+        if client is None:
+            with self._lock:
+                if self._alone.get(key, "") == spent:
+                    self._alone[key] = mine
+                return self._alone[key]
+        wait_s = min(default_timeout_s(), _ANSWER_S)
+        told: bytes = client.call_short(lambda store: store.compare_set(key, spent, mine), wait_s)
+        return bytes(told).decode()
+
+    def _connected(self) -> StoreClient | None:
+        with self._lock:
+            if self._pid != os.getpid():
+                # In the child of a fork neither the thread nor what the parent is writing is ours.
+                self._pid, self._alone, self._client = os.getpid(), {}, None
+            if not _torch.has_default_group():
+                return None
+            store = _torch.group_store(None)
+            if self._client is None or self._client[0] is not store:
+                if self._client is not None:
+                    self._client[1].close()
+                self._client = store, StoreClient(store, "ckptfs-agreement")
+            return self._client[1]
+
+
+_HERE = _Process()

@@ -262,7 +262,7 @@ class DurableWriter(DataWriter):
         self._writer.abort()
 
 
-class BareWriter(DataWriter):
+class UnderlyingWriter(DataWriter):
     """An object under a key that ckptfs's storage would spell in another way, such as ``a//b``: by fsspec's
     own file of the bare filesystem, visible when closed.
     """
@@ -356,7 +356,7 @@ class CompressedFile(io.BufferedIOBase):
         self.close()
 
     def __del__(self) -> None:
-        _drop(self)
+        _discard_collected(self)
 
 
 class TextFile(io.TextIOWrapper):
@@ -377,10 +377,10 @@ class TextFile(io.TextIOWrapper):
         self.close()
 
     def __del__(self) -> None:
-        _drop(self)
+        _discard_collected(self)
 
 
-def _drop(file: CompressedFile | TextFile) -> None:
+def _discard_collected(file: CompressedFile | TextFile) -> None:
     """End what was collected without ``close()``. io's own finalizer would publish half a file."""
     if not file.closed:
         with contextlib.suppress(Exception):  # nobody hears a finalizer

@@ -8,7 +8,7 @@
     rm .metadata                 of a committed step: put off until that commit, which replaces it
     rm step_100, recursive       deletes the checkpoint: entry first, bytes later
     any other file               plain, whole or not at all when it is closed; a stock checkpoint that
-                                 this process has copied in whole is committed (``copied``)
+                                 this process has copied in whole is committed (``arrivals.CopiedFiles``)
     .ckptfs/, attempts           never listed
 
 Entry points register the names, so a spawned process knows them too. Second choice, for programs that
@@ -27,11 +27,10 @@ from ckptfs.commit.deleting import delete_checkpoint, holds
 from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
 from ckptfs.commit.looking import unprojected
 from ckptfs.errors import CommitConflictError, NotFoundError, UnsupportedError
-from ckptfs.integrations.fsspec.arrivals import Arrivals, arrives, refuse_alone
-from ckptfs.integrations.fsspec.bare import options_for_storage, told
-from ckptfs.integrations.fsspec.copied import CopiedFiles
+from ckptfs.integrations.fsspec.arrivals import Arrivals, CopiedFiles, arrives, refuse_alone
 from ckptfs.integrations.fsspec.files import DurableWriter, HeldWriter
-from ckptfs.integrations.fsspec.whole import WholeFileSystem
+from ckptfs.integrations.fsspec.plain import PlainFileSystem
+from ckptfs.integrations.fsspec.underlying import options_for_storage, typed_errors
 from ckptfs.storage.base import DataWriter
 from ckptfs.uri import Uri
 
@@ -43,13 +42,13 @@ except ImportError:  # fsspec < 2025.5 knows chains by their names
 _MAGIC = re.compile(r"[*?\[]")
 
 
-class CheckpointFileSystem(WholeFileSystem):
+class CheckpointFileSystem(PlainFileSystem):
     """One kind of place through ckptfs; a subclass for each protocol stands below."""
 
-    def _forked(self) -> None:
-        super()._forked()
+    def _begin_process(self) -> None:
+        super()._begin_process()
         self._arrivals_here = Arrivals(self._storage)
-        self._copied_here = CopiedFiles(self._storage, self._copy_bare)
+        self._copied_here = CopiedFiles(self._storage, self._copy_within)
 
     @property
     def _arrivals(self) -> Arrivals:
@@ -75,8 +74,10 @@ class CheckpointFileSystem(WholeFileSystem):
         self._check_fork()
         return self._copied_here
 
-    def _copy_bare(self, source: Uri, target: Uri) -> None:
-        self._bare.cp_file(self._strip_protocol(source.full), self._strip_protocol(target.full))
+    def _copy_within(self, source: Uri, target: Uri) -> None:
+        self._underlying.cp_file(
+            self._strip_protocol(source.full), self._strip_protocol(target.full)
+        )
 
     def _refuse_committed(self, uri: Uri) -> None:
         """Shards and ``.metadata`` of another save have no place beside those of a committed one."""
@@ -93,7 +94,7 @@ class CheckpointFileSystem(WholeFileSystem):
         except FileNotFoundError:
             if mode != "rb":
                 raise
-            return super()._open(self._elsewhere(path), mode, **kwargs)
+            return super()._open(self._path_in_attempt(path), mode, **kwargs)
 
     def cat_file(
         self, path: Any, start: int | None = None, end: int | None = None, **kwargs: Any
@@ -102,16 +103,16 @@ class CheckpointFileSystem(WholeFileSystem):
         try:
             return super().cat_file(path, start, end, **kwargs)
         except FileNotFoundError:
-            return super().cat_file(self._elsewhere(self._path(path)), start, end, **kwargs)
+            return super().cat_file(self._path_in_attempt(self._path(path)), start, end, **kwargs)
 
     def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
         """Download one file; of a directory, make it."""
         try:
             super().get_file(rpath, lpath, **kwargs)
         except FileNotFoundError:
-            super().get_file(self._elsewhere(self._path(rpath)), lpath, **kwargs)
+            super().get_file(self._path_in_attempt(self._path(rpath)), lpath, **kwargs)
 
-    def _elsewhere(self, path: str) -> str:
+    def _path_in_attempt(self, path: str) -> str:
         """Where a file of a committed checkpoint lies that was not projected: its committer died. Then
         it is in the attempt, as for ckptfs's own readers. NotFoundError: it is nowhere.
         """
@@ -129,7 +130,7 @@ class CheckpointFileSystem(WholeFileSystem):
 
     def _is_run(self, uri: Uri) -> bool:
         run: str = self._strip_protocol(uri.full)
-        return bool(self._bare.exists(f"{run.rstrip('/')}/{CONTROL}"))
+        return bool(self._underlying.exists(f"{run.rstrip('/')}/{CONTROL}"))
 
     def _put_metadata(self, path: str, uri: Uri, data: bytes) -> None:
         if not self._arrivals.put_metadata(uri.parent, data):
@@ -147,10 +148,10 @@ class CheckpointFileSystem(WholeFileSystem):
         uri = self._uri(path)
         if uri.name == METADATA and self.exists(path):
             self._arrivals.replace(uri.parent)
-        elif arrives(uri) and not self._bare.exists(path):
+        elif arrives(uri) and not self._underlying.exists(path):
             self._arrivals.remove(uri.parent, uri.name)
         else:
-            self._bare.rm_file(path)
+            self._underlying.rm_file(path)
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:  # noqa: FBT001, FBT002
         """Remove files; recursive: directories too. A committed checkpoint is deleted as a whole."""
@@ -182,9 +183,9 @@ class CheckpointFileSystem(WholeFileSystem):
             if self._is_committed(step, save_id):
                 with contextlib.closing(self._storage(step.parent)) as storage:
                     delete_checkpoint(storage, step.name)
-        self._bare.invalidate_cache()
+        self._underlying.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
-            self._bare.rm(path, recursive=True)
+            self._underlying.rm(path, recursive=True)
 
     def _is_committed(self, step: Uri, save_id: str | None = None) -> bool:
         """Whether the log of a run holds this name, as that save. Read-only."""
@@ -196,11 +197,11 @@ class CheckpointFileSystem(WholeFileSystem):
         """Rename. Onto ``.metadata`` it is the commit of all files that arrived beside it."""
         source, target = self._path(path1), self._path(path2)
         uri = self._uri(source)
-        if arrives(uri) and not self._bare.exists(source):
+        if arrives(uri) and not self._underlying.exists(source):
             if self._uri(target) != uri.parent / METADATA:
                 raise UnsupportedError("it waits for a commit and cannot be moved", uri=uri)
             self._arrivals.commit(uri.parent, uri.name)
-            self._bare.invalidate_cache()
+            self._underlying.invalidate_cache()
         elif self._is_committed(uri):
             raise UnsupportedError(
                 "a committed checkpoint keeps its name", uri=uri, hint="save it under the other one"
@@ -208,7 +209,7 @@ class CheckpointFileSystem(WholeFileSystem):
         else:
             if self._uri(target).name == METADATA:
                 self._refuse_committed(self._uri(target))
-            self._bare.mv(
+            self._underlying.mv(
                 source, target, **({"recursive": True, **kwargs} if self._is_bucket else {})
             )
 
@@ -219,8 +220,8 @@ class CheckpointFileSystem(WholeFileSystem):
         ``detail`` what ``info`` says of each.
         """
         path = self._path(path)
-        with told("list", self._uri(path)):
-            infos = self._bare.ls(path, detail=True, **kwargs)
+        with typed_errors("list", self._uri(path)):
+            infos = self._underlying.ls(path, detail=True, **kwargs)
         named = [(info["name"].rstrip("/").rpartition("/")[2], info) for info in infos]
         seen = [
             (name, info)
@@ -249,11 +250,14 @@ class CheckpointFileSystem(WholeFileSystem):
     def info(self, path: Any, **kwargs: Any) -> dict[str, Any]:
         """Of a file or directory that is there: committed, or plain."""
         path = self._path(path)
-        with told("stat", self._uri(path)):
+        with typed_errors("stat", self._uri(path)):
             try:
-                found: dict[str, Any] = self._bare.info(path, **kwargs)
+                found: dict[str, Any] = self._underlying.info(path, **kwargs)
             except FileNotFoundError:
-                found = {**self._bare.info(self._elsewhere(path), **kwargs), "name": path}
+                found = {
+                    **self._underlying.info(self._path_in_attempt(path), **kwargs),
+                    "name": path,
+                }
         if self._is_bucket and found["type"] == "directory" and "/" in path:
             self.ls(path)  # NotFoundError where only an attempt is there
         return found

@@ -1,7 +1,7 @@
 """An fsspec filesystem that writes files whole or not at all, over any place that ckptfs knows.
 
-    reads, lists     fsspec's own filesystem of the bare protocol (``bare``)
-    writes           ckptfs's storage: visible when closed, nothing after an exception (``stream``)
+    reads, lists     fsspec's own filesystem of the bare protocol (``underlying``)
+    writes           ckptfs's storage: visible when closed, nothing after an exception (``files``)
     names            ckptfs+s3://bucket/key, or with the chain's prefix ckptfs::s3://bucket/key
 
 Users of stock's FsspecWriter pass raw URLs to every method, so each takes them.
@@ -30,23 +30,23 @@ from fsspec.utils import isfilelike, stringify_path
 
 from ckptfs._torch import is_called_by_dcp
 from ckptfs.errors import AlreadyExistsError, NotFoundError, UnsupportedError, UriError
-from ckptfs.integrations.fsspec.bare import (
-    BUCKETS,
-    bare_class,
-    bare_filesystem,
-    options_for_storage,
-    told,
-    without_secrets,
-)
 from ckptfs.integrations.fsspec.files import (
     AsyncFile,
-    BareWriter,
     CompressedFile,
     DurableWriter,
     EditedFile,
     HeldWriter,
     PublishedFile,
     TextFile,
+    UnderlyingWriter,
+)
+from ckptfs.integrations.fsspec.underlying import (
+    OBJECT_STORES,
+    fsspec_class,
+    open_underlying,
+    options_for_storage,
+    typed_errors,
+    without_secrets,
 )
 from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.clients.forks import ProcessLock
@@ -54,7 +54,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Threads
 from ckptfs.uri import Uri, check_key
 
-__all__ = ["WholeFileSystem"]
+__all__ = ["PlainFileSystem"]
 
 _CHUNK_BYTES = 4 << 20
 _TEXT = ("encoding", "errors", "newline")
@@ -75,14 +75,14 @@ def _tidied(path: str) -> str:
 def _on_a_thread(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     """The coroutine that belongs to the method ``name``."""
 
-    async def call(self: WholeFileSystem, *args: Any, **kwargs: Any) -> Any:
+    async def call(self: PlainFileSystem, *args: Any, **kwargs: Any) -> Any:
         return await self.run_on_a_thread(getattr(self, name), *args, **kwargs)
 
     call.__name__ = f"_{name}"
     return call
 
 
-class WholeFileSystem(AsyncFileSystem):
+class PlainFileSystem(AsyncFileSystem):
     """The plain half of ``ckptfs+X://``. A subclass has ``protocol`` and ``target``, the X; one without
     a target stands before another URL in a chain.
 
@@ -117,9 +117,9 @@ class WholeFileSystem(AsyncFileSystem):
         for name in nested & options.keys():
             mine |= options[name]
         self._options = {**(target_options or {}), **mine}
-        self._forked()
+        self._begin_process()
 
-    def _forked(self) -> None:
+    def _begin_process(self) -> None:
         # Clients and attempts are this process's own.
         self._pid, self._lock = os.getpid(), ProcessLock()
         self._threads = Threads(_AT_ONCE, "ckptfs-fsspec")
@@ -128,7 +128,7 @@ class WholeFileSystem(AsyncFileSystem):
 
     def _check_fork(self) -> None:
         if self._pid != os.getpid():
-            self._forked()
+            self._begin_process()
 
     # -- inside an event loop ---------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class WholeFileSystem(AsyncFileSystem):
             if chained:
                 raise UriError(f"no scheme behind ckptfs::{text}", hint="write ckptfs+file:///path")
             protocol, rest = cls.target or "", text
-        bare = bare_class(protocol)
+        bare = fsspec_class(protocol)
         if bare is None:
             return rest.rstrip("/") or cls.root_marker
         return bare._strip_protocol(f"{protocol}://{rest}")  # noqa: SLF001 - fsspec's own hook
@@ -202,7 +202,7 @@ class WholeFileSystem(AsyncFileSystem):
     @classmethod
     def _get_kwargs_from_urls(cls, path: str) -> dict[str, Any]:
         url = path.removeprefix("ckptfs+")
-        bare = bare_class(url.partition("://")[0])
+        bare = fsspec_class(url.partition("://")[0])
         return {} if bare is None else dict(bare._get_kwargs_from_urls(url))  # noqa: SLF001
 
     def unstrip_protocol(self, name: str) -> str:
@@ -219,7 +219,7 @@ class WholeFileSystem(AsyncFileSystem):
 
     @property
     def _is_bucket(self) -> bool:
-        return self._protocol in BUCKETS
+        return self._protocol in OBJECT_STORES
 
     @property
     def _is_local(self) -> bool:
@@ -254,10 +254,10 @@ class WholeFileSystem(AsyncFileSystem):
     # -- what is below -----------------------------------------------------------------------
 
     @property
-    def _bare(self) -> AbstractFileSystem:
+    def _underlying(self) -> AbstractFileSystem:
         self._check_fork()
         if self._inner is None:
-            self._inner = bare_filesystem(self._protocol, self._options)
+            self._inner = open_underlying(self._protocol, self._options)
         return self._inner
 
     def _storage(self, uri: Uri) -> Storage:
@@ -295,8 +295,8 @@ class WholeFileSystem(AsyncFileSystem):
     def _open(self, path: str, mode: str = "rb", *, autocommit: bool = True, **kwargs: Any) -> Any:
         uri = self._uri(path)
         if mode == "rb":
-            with told("open", uri):
-                return self._bare.open(path, mode, **kwargs)
+            with typed_errors("open", uri):
+                return self._underlying.open(path, mode, **kwargs)
         edits = self._is_local and mode in ("r+b", "w+b")
         if mode not in ("wb", "xb", "ab") and not edits:
             raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
@@ -316,7 +316,7 @@ class WholeFileSystem(AsyncFileSystem):
         try:
             if mode == "r+b":
                 autocommit = True  # fsspec's transactions commit no file that was opened to be read
-                with self._bare.open(path, "rb") as source:
+                with self._underlying.open(path, "rb") as source:
                     shutil.copyfileobj(source, draft, _CHUNK_BYTES)
                 draft.seek(0)
             return EditedFile(
@@ -329,7 +329,7 @@ class WholeFileSystem(AsyncFileSystem):
     def _writing(self, path: str, uri: Uri) -> DataWriter:
         del uri
         if self._is_bucket and not _is_plain(path):
-            return BareWriter(self._bare, path)
+            return UnderlyingWriter(self._underlying, path)
         return DurableWriter(*self._place(path))
 
     def _creating(self, path: str, uri: Uri) -> DataWriter:
@@ -364,7 +364,7 @@ class WholeFileSystem(AsyncFileSystem):
             shutil.copyfileobj(source, file, _CHUNK_BYTES)
 
     def _copy_into(self, path: str, file: PublishedFile) -> None:
-        with self._bare.open(path, "rb") as source:
+        with self._underlying.open(path, "rb") as source:
             while chunk := source.read(_CHUNK_BYTES):
                 file.write(chunk)
 
@@ -381,8 +381,8 @@ class WholeFileSystem(AsyncFileSystem):
     ) -> bytes:
         """Bytes of a file, or a part of them."""
         path = self._path(path)
-        with told("read", self._uri(path)):
-            found: bytes = self._bare.cat_file(path, start=start, end=end, **kwargs)
+        with typed_errors("read", self._uri(path)):
+            found: bytes = self._underlying.cat_file(path, start=start, end=end, **kwargs)
         return found
 
     def get_file(self, rpath: Any, lpath: Any, **kwargs: Any) -> None:
@@ -394,12 +394,12 @@ class WholeFileSystem(AsyncFileSystem):
         if not isfilelike(lpath):
             # The library would fail with FileNotFoundError, as if the object were not there.
             os.makedirs(os.path.dirname(os.path.abspath(lpath)), exist_ok=True)
-        with told("read", self._uri(path)):
+        with typed_errors("read", self._uri(path)):
             if isfilelike(lpath):
-                with self._bare.open(path, "rb") as source:
+                with self._underlying.open(path, "rb") as source:
                     shutil.copyfileobj(source, lpath, _CHUNK_BYTES)
             else:
-                self._bare.get_file(path, lpath, **kwargs)
+                self._underlying.get_file(path, lpath, **kwargs)
 
     def find(
         self,
@@ -429,8 +429,8 @@ class WholeFileSystem(AsyncFileSystem):
         path = self._path(path)
         if self._is_bucket:
             if "/" not in path:
-                with told("make the bucket", self._uri(path)):
-                    self._bare.mkdir(path, create_parents=create_parents, **kwargs)
+                with typed_errors("make the bucket", self._uri(path)):
+                    self._underlying.mkdir(path, create_parents=create_parents, **kwargs)
             return
         if not create_parents and not self.isdir(self._parent(path)):
             raise NotFoundError("its parent is not there", uri=self._uri(path))
@@ -440,7 +440,7 @@ class WholeFileSystem(AsyncFileSystem):
         """As ``mkdir``, with its parents."""
         path = self._path(path)
         if self._is_bucket:
-            if "/" not in path and not (exist_ok and self._bare.exists(path)):
+            if "/" not in path and not (exist_ok and self._underlying.exists(path)):
                 self.mkdir(path)
             return
         if not exist_ok and self.isdir(path):
@@ -451,8 +451,8 @@ class WholeFileSystem(AsyncFileSystem):
         """Remove an empty directory or bucket; nothing where there is a key of an object store."""
         path = self._path(path)
         if not self._is_bucket or "/" not in path:
-            with told("remove", self._uri(path)):
-                self._bare.rmdir(path)
+            with typed_errors("remove", self._uri(path)):
+                self._underlying.rmdir(path)
 
     def touch(self, path: Any, truncate: bool = True, **kwargs: Any) -> None:  # noqa: FBT001, FBT002
         """An empty file. truncate=False: what is there stays, on a disk with the time of now."""
@@ -462,7 +462,7 @@ class WholeFileSystem(AsyncFileSystem):
                 return
         if not self._is_local:
             raise UnsupportedError("what is there cannot be touched", uri=self._uri(path))
-        self._bare.touch(path, truncate=False)
+        self._underlying.touch(path, truncate=False)
 
     def lexists(self, path: Any, **kwargs: Any) -> bool:
         """As ``exists``; on a disk a link that leads nowhere is there too."""
@@ -484,12 +484,12 @@ class WholeFileSystem(AsyncFileSystem):
 
     def created(self, path: Any) -> Any:
         """When it was made, where the place tells."""
-        return self._bare.created(self._path(path))
+        return self._underlying.created(self._path(path))
 
     def modified(self, path: Any) -> Any:
         """When it was last written."""
-        return self._bare.modified(self._path(path))
+        return self._underlying.modified(self._path(path))
 
     def invalidate_cache(self, path: Any = None) -> None:
         """Forget listings."""
-        self._bare.invalidate_cache(None if path is None else self._path(path))
+        self._underlying.invalidate_cache(None if path is None else self._path(path))
