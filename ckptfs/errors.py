@@ -50,7 +50,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal, Never
+from typing import Any, ClassVar, Literal, Never
 
 __all__ = [
     "AccessError",
@@ -173,12 +173,23 @@ class AmbiguousCheckpointError(StateError):
 
 
 class ArgumentChoice(Enum):
-    """An argument that takes one of a few words. Any other one is a StateError that lists them."""
+    """An argument that takes one of a few words. Any other one is a StateError that names the argument and
+    lists the words.
+    """
+
+    parameter: ClassVar[str]
+
+    def __init_subclass__(cls, *, parameter: str) -> None:
+        """parameter: its name where it is public, ``if_exists``."""
+        super().__init_subclass__()
+        cls.parameter = parameter
 
     @classmethod
     def _missing_(cls, value: object) -> Never:
         words = [f'"{one.value}"' for one in cls]
-        raise StateError(f"{value!r} is no choice here: {', '.join(words[:-1])} or {words[-1]}")
+        raise StateError(
+            f"{cls.parameter}={value!r:.100} is no choice: {', '.join(words[:-1])} or {words[-1]}"
+        )
 
 
 class StorageError(CkptfsError, OSError):

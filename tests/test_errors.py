@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import errno
+import importlib
 import pickle
 import re
 from collections.abc import Callable
@@ -279,3 +280,26 @@ def test_a_word_that_is_no_choice_is_told_with_those_that_are(
         call(tmp_path / "run")
     assert words in str(caught.value)
     assert "valid" not in str(caught.value)
+
+
+def test_a_word_that_is_no_choice_is_refused_by_its_parameter() -> None:
+    """The error says which argument it was, and what it takes; of a value as long as one likes a part."""
+    for module in (
+        "manager.options",
+        "manager.candidates",
+        "dcp.reuse",
+        "dcp.writer",
+        "dcp.load_planner",
+    ):
+        importlib.import_module(f"ckptfs.{module}")
+    choices: list[Any] = errors.ArgumentChoice.__subclasses__()
+    assert {"if_exists", "mode", "fallback", "objects"} <= {one.parameter for one in choices}
+    for choice in choices:
+        with pytest.raises(
+            StateError, match=f"^{choice.parameter}='nosuch' is no choice: "
+        ) as caught:
+            choice("nosuch")
+        assert all(f'"{one.value}"' in caught.value.message for one in choice)
+        with pytest.raises(StateError) as caught:
+            choice("x" * 1_000_000)
+        assert len(str(caught.value)) < 1000

@@ -74,7 +74,7 @@ LONGEST_LOOK_S = 2.0
 TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
 
 
-class Mode(ArgumentChoice):
+class Mode(ArgumentChoice, parameter="mode"):
     """What to do about the checkpoints that are there."""
 
     RESUME = "resume"
@@ -82,7 +82,7 @@ class Mode(ArgumentChoice):
     FAIL = "fail"  # CommitConflictError when there are any
 
 
-class Takeover(ArgumentChoice):
+class Takeover(ArgumentChoice, parameter="takeover"):
     """What to do about an owner that did not release the run."""
 
     AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still

@@ -29,7 +29,7 @@ __all__ = [
 SmallFile = bytes | Mapping[str, bytes]
 
 
-class IfExists(ArgumentChoice):
+class IfExists(ArgumentChoice, parameter="if_exists"):
     """What to do when the name is committed already."""
 
     ERROR = "error"

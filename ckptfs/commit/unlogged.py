@@ -43,7 +43,7 @@ __all__ = [
 _READ_BYTES = 1 << 20  # up to this a file is read: that costs as much as any other request
 
 
-class Unlogged(ArgumentChoice):
+class Unlogged(ArgumentChoice, parameter="unlogged"):
     """What to do about them."""
 
     ERROR = "error"

@@ -52,7 +52,7 @@ __all__ = [
 _LARGEST_GAP_BYTES = 1 << 20  # no cutting throws away more between two wants
 
 
-class Verify(ArgumentChoice):
+class Verify(ArgumentChoice, parameter="verify"):
     """Whether the bytes that are read are compared with their digests."""
 
     READ = "read"

@@ -41,7 +41,7 @@ _FRAME_BYTES = 4 << 10  # torch.save's own bytes around a tensor: 1.5 KiB, and s
 _DIMENSION_BYTES = 64  # and for each dimension
 
 
-class WriteEngineName(ArgumentChoice):
+class WriteEngineName(ArgumentChoice, parameter="engine"):
     """auto: what the storage is fast with. direct: past the page cache wherever it is possible.
     buffered: through it. The last two mean files; other stores are always written in a stream.
     """

@@ -177,7 +177,7 @@ def serialise_leaf(leaf: object) -> io.BytesIO:
     return buffer
 
 
-class Objects(ArgumentChoice):
+class Objects(ArgumentChoice, parameter="objects"):
     """What becomes of objects in a checkpoint: ``objects=`` of loads."""
 
     LOAD = "load"  # the types of Python, numpy and torch that are data, and what the user allowed torch

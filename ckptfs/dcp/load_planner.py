@@ -57,7 +57,7 @@ OPTIMIZER_HINT = (
 )
 
 
-class Allowed(ArgumentChoice):
+class Allowed(ArgumentChoice, parameter="allow"):
     """What of a state dict may differ from the checkpoint."""
 
     EXTRA = "extra"  # keys of the checkpoint that nobody asks for

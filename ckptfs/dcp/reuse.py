@@ -58,7 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
-class Unchanged(ArgumentChoice):
+class Unchanged(ArgumentChoice, parameter="unchanged"):
     """What to do with items that are what the last committed save of the run holds."""
 
     WRITE = "write"

@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 
-class Fallback(ArgumentChoice):
+class Fallback(ArgumentChoice, parameter="fallback"):
     """What to do where the newest checkpoint is damaged, lost in part, or in doubt."""
 
     ERROR = "error"
     OLDER = "older"  # take the next older one that is whole, and say what that costs
 
 
-class PerRankPolicy(ArgumentChoice):
+class PerRankPolicy(ArgumentChoice, parameter="per_rank"):
     """What to do with what ranks of another world size kept for themselves."""
 
     ERROR = "error"

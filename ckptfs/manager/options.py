@@ -23,14 +23,14 @@ from ckptfs.manager.retention import Keep
 __all__ = ["IfSlow", "Names", "SaveMode", "Settings", "metrics_of"]
 
 
-class SaveMode(ArgumentChoice):
+class SaveMode(ArgumentChoice, parameter="mode"):
     """Whether ``save`` returns when the checkpoint is committed, or when the state is staged."""
 
     SYNC = "sync"
     ASYNC = "async"
 
 
-class IfSlow(ArgumentChoice):
+class IfSlow(ArgumentChoice, parameter="if_slow"):
     """What an asynchronous save does while as many as allowed are on their way."""
 
     DELAY = "delay"  # wait for the oldest
