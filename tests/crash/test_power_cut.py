@@ -71,8 +71,8 @@ def test_campaign_every_power_cut(scenario: str, layout: Layout, luck: int) -> N
 # Sites whose omission shows nothing here, and why they stay.
 STAY = {
     "make_dir>_probe_once>probe_posix>sync_dir": "asks whether directories can be synced",
-    "replace>_in_directory>_replace>write_whole": "the lease; tests/storage proves replace()",
-    "replace>_sync_names>sync_dir": "the lease; tests/storage proves replace()",
+    "replace>_write_in_directory>_replace>write_whole": "the lease; tests/storage proves replace()",
+    "replace>_sync_directory>sync_dir": "the lease; tests/storage proves replace()",
     "sync>sync_dir /deep/run/.ckptfs/log #1": "test_a_newcomer_makes_durable_what_it_folded",
     # After the rename of an attempt: the next begin syncs the same directory when it makes its own.
     "sync>sync_dir /deep/run/.ckptfs/attempts #1": "doubled by make_dir",

@@ -233,7 +233,7 @@ def test_fsyncs_are_named_by_what_led_to_them(tmp_path: Path) -> None:
     create(storage)
     assert [call.site for call in posix.fsyncs] == [
         "create>write_whole",
-        "create>_sync_names>sync_dir",
+        "create>_sync_directory>sync_dir",
     ]
     assert [call.is_dir for call in posix.fsyncs] == [False, True]
 
