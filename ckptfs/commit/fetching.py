@@ -35,7 +35,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import Listing, Storage
-from ckptfs.storage.inflight import WatchedFile, under_way
+from ckptfs.storage.inflight import WatchedFile, in_flight
 from ckptfs.storage.threads import Threads
 from ckptfs.topology.control import Control
 
@@ -215,7 +215,7 @@ class _Into(NodeScratch):
 
     def make(self) -> str:
         """As in NodeScratch. AlreadyExistsError: there are files already."""
-        with under_way("listing", self._into):
+        with in_flight("listing", self._into):
             taken = os.path.isdir(self._into) and bool(os.listdir(self._into))
         if taken:
             raise AlreadyExistsError(
@@ -226,7 +226,7 @@ class _Into(NodeScratch):
     def publish(self, items: Sequence[Item]) -> None:
         """On the lead: the whole directory appears under its name."""
         try:
-            with under_way("rename", self._into):
+            with in_flight("rename", self._into):
                 os.rename(self.target, self._into)
         except OSError as error:
             # Another node, which shares this disk, was first: with the same files, if it was.
@@ -246,7 +246,7 @@ class _Into(NodeScratch):
 def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
     """Local. This rank's files; several small ones at once, a large one by itself."""
     for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
-        with under_way("mkdir", folder):
+        with in_flight("mkdir", folder):
             os.makedirs(folder, exist_ok=True)
     small = [i for i in share if i.size_bytes is not None and i.size_bytes <= BATCHED_BYTES]
     large = [i for i in share if i not in small]

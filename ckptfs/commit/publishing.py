@@ -26,7 +26,7 @@ from ckptfs.commit.sending import Sender, files_below
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
-from ckptfs.storage.inflight import WatchedFile, under_way, walk
+from ckptfs.storage.inflight import WatchedFile, in_flight, walk
 
 __all__ = [
     "Listed",
@@ -86,7 +86,7 @@ def list_files(top: str) -> tuple[Listed, ...]:
             continue  # of the checkpoint that this was a copy of; the commit writes another
         if "\\" in path or "://" in path or "\0" in path:
             raise StateError(f"{path!r} is no name on other storage", uri=top, hint="rename it")
-        with under_way("stat", os.path.join(top, path)):
+        with in_flight("stat", os.path.join(top, path)):
             stat = os.stat(os.path.join(top, path))
         found.append(Listed(path, stat.st_size, stat.st_mtime_ns))
     return tuple(found)

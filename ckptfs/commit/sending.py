@@ -27,7 +27,7 @@ from ckptfs.commit.seat import Known, Seat
 from ckptfs.commit.spec import WrittenPart
 from ckptfs.events import Counters
 from ckptfs.storage.base import Shape, Storage
-from ckptfs.storage.inflight import WatchedFile, under_way, walk
+from ckptfs.storage.inflight import WatchedFile, in_flight, walk
 from ckptfs.storage.threads import Threads
 
 __all__ = ["BATCHED_BYTES", "PlainNames", "Sender", "files_below"]
@@ -185,7 +185,7 @@ class Sender:
 
     def _size_bytes(self, name: str) -> int:
         path = os.path.join(self._path, name)
-        with under_way("stat", path):
+        with in_flight("stat", path):
             return os.path.getsize(path)
 
     def _key(self, name: str) -> str:

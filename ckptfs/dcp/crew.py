@@ -16,7 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from ckptfs.errors import CkptfsError
-from ckptfs.storage.inflight import carried
+from ckptfs.storage.inflight import with_task
 from ckptfs.storage.threads import uninterrupted
 
 __all__ = ["Cancelled", "run_all"]
@@ -77,7 +77,7 @@ def run_all(jobs: Sequence[Callable[[], T]], cancelled: Cancelled, at_once: int)
 
     threads = [
         threading.Thread(
-            target=carried(partial(work_until, end)), name=f"ckptfs-write-{n}", daemon=True
+            target=with_task(partial(work_until, end)), name=f"ckptfs-write-{n}", daemon=True
         )
         for n, end in enumerate(ends)
     ]

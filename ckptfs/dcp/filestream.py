@@ -17,7 +17,7 @@ from typing import Self
 
 from ckptfs.commit.digests import BlockDigester, ItemDigests
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.inflight import carried
+from ckptfs.storage.inflight import with_task
 from ckptfs.storage.threads import uninterrupted
 
 __all__ = ["FileStream", "Pump"]
@@ -65,7 +65,7 @@ class Pump:
             self._pieces.put(done)
 
     def _start(self) -> bool:
-        thread = threading.Thread(target=carried(self._run), name="ckptfs-pump", daemon=True)
+        thread = threading.Thread(target=with_task(self._run), name="ckptfs-pump", daemon=True)
         try:
             thread.start()
         except RuntimeError:

@@ -23,7 +23,7 @@ from ckptfs.dcp.safetensors_format import Entry, encode_header
 from ckptfs.dcp.safetensors_plan import PlannedFile
 from ckptfs.errors import StateError
 from ckptfs.storage.base import Shape
-from ckptfs.storage.inflight import carried
+from ckptfs.storage.inflight import with_task
 from ckptfs.storage.threads import uninterrupted
 
 __all__ = ["FileWriter", "PlannedExport"]
@@ -69,7 +69,7 @@ class FileWriter:
         self._mine = [n for n, file in enumerate(planned.files) if file.owner == rank]
         self._ended = threading.Event()
         self._thread = threading.Thread(
-            target=carried(self._run), name="ckptfs-export", daemon=True
+            target=with_task(self._run), name="ckptfs-export", daemon=True
         )
 
     def __enter__(self) -> Self:

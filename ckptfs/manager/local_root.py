@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptfs.commit.layout import CONTROL
 from ckptfs.errors import CommitConflictError, StateError
-from ckptfs.storage.inflight import WatchedFile, remove_tree, under_way
+from ckptfs.storage.inflight import WatchedFile, in_flight, remove_tree
 from ckptfs.topology.control import Control
 
 __all__ = ["LocalRoot", "is_lead"]
@@ -82,7 +82,7 @@ class LocalRoot:
         removed, and what was not made here is moved aside.
         """
         folder = self.folder(name)
-        with under_way("stat", folder):
+        with in_flight("stat", folder):
             there = os.path.lexists(folder)
         if there:
             if os.path.exists(self._mark(name)):
@@ -98,15 +98,15 @@ class LocalRoot:
                     )
                 logger.warning("%s was not made here: it is now %s", folder, aside)
                 # That node was first.
-                with contextlib.suppress(FileNotFoundError), under_way("rename", aside):
+                with contextlib.suppress(FileNotFoundError), in_flight("rename", aside):
                     os.rename(folder, aside)
-        with under_way("mkdir", self._marks):
+        with in_flight("mkdir", self._marks):
             os.makedirs(self._marks, exist_ok=True)
             Path(self._mark(name)).touch()
 
     def _place(self, name: str) -> None:
         try:
-            with under_way("rename", self.folder(name)):
+            with in_flight("rename", self.folder(name)):
                 os.rename(self._fetched, self.folder(name))
         except FileNotFoundError:
             # Another node, which shares the disk, was first.
@@ -124,7 +124,7 @@ class LocalRoot:
             with WatchedFile(part, "wb") as file:
                 file.write(name.encode())
                 file.sync()
-            with under_way("rename", target):
+            with in_flight("rename", target):
                 os.replace(part, target)
         finally:
             Path(part).unlink(missing_ok=True)

@@ -1,20 +1,20 @@
-"""Storage: bytes under a URI. It has never heard of a rank, a tensor or a checkpoint.
+"""The storage interface: bytes under a URI. It knows nothing of ranks, tensors or checkpoints.
 
 A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX paths such as
-``"step_100/.metadata"``; ``""`` is the root itself. Two shapes exist, told by ``capabilities``:
+``"step_100/.metadata"``; ``""`` is the root itself. ``capabilities`` says which of two shapes it has:
 
     filesystem   directories are real; ``rename`` of a directory is one step
-    object       a key is all there is; ``make_dir`` is nothing, ``rename`` is refused
+    object       there are only keys; ``make_dir`` does nothing, ``rename`` is refused
 
-    small, whole       read_small  read_ahead  create  replace  stat  list    (log entries, manifests)
-    large, streamed    open_write -> DataWriter, open_read -> DataReader
-    large, at once     open_parallel -> ParallelWriter, where the place takes windows in any order
+    small files        read_small  read_ahead  create  replace  stat  list    (log entries, manifests)
+    large, in order    open_write -> DataWriter, open_read -> DataReader
+    large, in windows  open_parallel -> ParallelWriter, where windows may be written in any order
     names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
-    certainty          sync (durable names)  refresh (drop what a client cached)  touch
+    durability         sync (durable names)  refresh (drop what a client cached)  touch
 
-Each method's docstring answers: what is visible after a crash, is it durable on return, is a retry
-safe, who may call it at once, which errors when. A backend is done when it subclasses
-``ckptfs.testing.conformance.StorageConformance`` and passes.
+Each method's docstring says what is visible after a crash, whether the change is durable on return, whether
+a retry is safe, who may call it concurrently, and which errors it raises. A backend is complete when a
+subclass of ``ckptfs.testing.conformance.StorageConformance`` passes for it.
 """
 
 from __future__ import annotations
@@ -50,79 +50,74 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# What a small file may have that is nothing in particular.
+# The default limit for small files.
 SMALL_BYTES = 64 << 20
 
 
 class Shape(Enum):
-    """What a name is: a place in a tree, or the whole of an address."""
+    """Whether directories are real."""
 
-    FILESYSTEM = "filesystem"
-    OBJECT = "object"
+    FILESYSTEM = "filesystem"  # a tree of directories
+    OBJECT = "object"  # keys only
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What this place was seen to do; found by a probe of the place, never by its scheme.
+    """What this storage really does: found by a probe of the storage, never derived from its scheme."""
 
-    shape: filesystem (directories can be renamed in one step) or object.
-    exclusive_create: ``create`` lets one of many win, and the name appears with its bytes.
-    atomic_replace: ``replace`` shows the old or the new bytes, never a mix or nothing.
-    conditional_replace: ``replace(if_match=)`` is honoured.
-    durable: what returned survives a power cut.
-    """
-
-    shape: Shape
-    exclusive_create: bool
-    atomic_replace: bool
-    conditional_replace: bool
-    durable: bool
+    shape: Shape  # FILESYSTEM if a directory can be renamed in one step
+    exclusive_create: (
+        bool  # of several ``create`` calls one wins, and the name appears with its bytes
+    )
+    atomic_replace: (
+        bool  # during ``replace`` a reader sees the old or the new bytes, never a mix or nothing
+    )
+    conditional_replace: bool  # ``replace(if_match=)`` is honoured
+    durable: bool  # a change survives a power cut once the call has returned
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """size_bytes of a file (0 for a directory); etag identifies the bytes where the store has one.
+    """What ``Storage.stat`` returns."""
 
-    modified_s: when it was written, on the server's clock (Unix time), where that is told. For people
-    and for what is old by days; no decision of the protocol reads it.
-    """
-
-    size_bytes: int
+    size_bytes: int  # 0 for a directory
     is_dir: bool
-    etag: str | None = None
+    etag: str | None = None  # identifies the bytes, where the store has etags
+    # When it was written, on the server's clock (Unix time), if known. It is for people and for clean-ups
+    # of what is days old; the commit protocol never decides by it.
     modified_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """An upload that nobody completed yet: the key it is for, and its age on the server's clock."""
+    """An upload that is not complete."""
 
-    key: str
-    age_s: float
+    key: str  # the object that it would become
+    age_s: float  # on the server's clock
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name directly under a directory. is_dir: it is one, or a link that leads to one."""
+    """One name directly under a directory."""
 
     name: str
-    is_dir: bool
+    is_dir: bool  # true for a directory and for a link to one
     is_link: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Free bytes and free inodes for this user; None where the place does not tell."""
+    """Free bytes and free inodes for this user; None where unknown."""
 
     free_bytes: int | None
     free_inodes: int | None
 
 
 class Storage(ABC):
-    """Bytes under one root URI. Safe from several threads; picklable; clients open lazily.
+    """Bytes under one root URI. Safe from several threads; picklable; clients are opened lazily.
 
-    Errors are those of ``ckptfs.errors.StorageError`` with the full URI in them. No method retries
-    for longer than its client library does by itself: policy belongs to the callers.
+    All errors are subclasses of ``ckptfs.errors.StorageError`` and name the full URI. No method retries for
+    longer than its client library does by itself, because how long to wait is the caller's decision.
     """
 
     root: Uri
@@ -130,32 +125,49 @@ class Storage(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """What this place does. Local knowledge: asking costs no write (see ``probe``)."""
+        """What is known of this storage. Reading it writes nothing; see ``probe``."""
 
     def probe(self, key: str) -> Capabilities:
-        """What this place does, tried where it can only be found by writing: on names of our own
-        directly below ``key``, removed again. For writers, before they decide by it; once per
-        process is enough, repeating it costs nothing. StorageError: it cannot be tried.
+        """Find out what this storage does, by writing where there is no other way.
+
+        The probe uses names of its own directly below ``key`` and removes them. A writer calls it before it
+        decides by the capabilities. It runs once per process; repeating the call costs nothing.
+
+        Raises:
+            StorageError: The probe failed without an answer.
         """
         self.uri(key)
         return self.capabilities
 
     def uri(self, key: str) -> Uri:
-        """The full URI of a key."""
+        """Return the full URI of a key."""
         return self.root / key if key else self.root
 
-    # -- small, whole ------------------------------------------------------------------
+    # -- small files -------------------------------------------------------------------
 
     @abstractmethod
     def read(self, key: str) -> bytes:
-        """All bytes of a small file. NotFoundError; StaleError where an NFS server answers so."""
+        """Read all bytes of a small file.
+
+        Raises:
+            NotFoundError: The file does not exist.
+            StaleError: An NFS server calls the file stale.
+        """
 
     def read_small(self, key: str, limit_bytes: int) -> bytes:
-        """As ``read``, of a file that has at most ``limit_bytes``: StorageError (EFBIG) of a larger one,
-        before its bytes are read where the place tells their number. Anything but a regular file is a
-        StorageError at once: a FIFO or a device holds nobody up.
+        """As ``read``, of a file that has at most ``limit_bytes``.
 
-        Whatever a stranger may have written is read so: it may be there to fill the memory.
+        Use it for every file that somebody else may have written, because such a file may be there to fill the
+        memory.
+
+        Args:
+            key: The file.
+            limit_bytes: The largest size that is accepted.
+
+        Raises:
+            StorageError: The file is larger (EFBIG), which is found before its bytes are read where the
+                storage reports sizes. Or it is no regular file: a FIFO or a device is refused at once.
+            NotFoundError: The file does not exist.
         """
         data = self.read(key)
         if len(data) > limit_bytes:
@@ -165,10 +177,19 @@ class Storage(ABC):
     def read_ahead(
         self, keys: Sequence[str], *, limit_bytes: int = SMALL_BYTES
     ) -> tuple[bytes, ...]:
-        """The bytes of small files that were written one after another, up to the first that is
-        missing. Any other error of one before that is raised: a file that cannot be read is not absent.
+        """Read small files that were written one after another, up to the first that is missing.
 
-        limit_bytes: of each, as for ``read_small``. Stores where a request takes long read several at once.
+        Storages with slow requests read several files at once.
+
+        Args:
+            keys: The files, in the order in which they were written.
+            limit_bytes: The largest size of each that is accepted, as for ``read_small``.
+
+        Returns:
+            The bytes of the files before the first missing one.
+
+        Raises:
+            StorageError: A file before the first missing one could not be read. It may exist.
         """
         found: list[bytes] = []
         for key in keys:
@@ -182,77 +203,119 @@ class Storage(ABC):
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """Create ``key`` with ``data``, only if it does not exist: one caller of many wins.
 
-        Durable on return, name and bytes together; after a crash the key is whole or absent.
-        ``staging`` is a key of the caller's own, in an existing directory, that filesystems use on
-        the way (written, fsynced, linked, removed when the outcome is known) and object stores
-        ignore. AlreadyExistsError: somebody's bytes are there, perhaps our own from a lost answer:
-        read them. AnswerLostError: it may have happened. NotFoundError: the directory is missing.
-        Repeating the same call is safe.
+        Name and bytes are durable on return. After a crash the key is complete or absent. Repeating the same
+        call is safe, and several callers may race.
+
+        Args:
+            key: What to create.
+            data: All of its bytes.
+            staging: A key of the caller's own, in an existing directory. Filesystems use it on the way
+                (written, fsynced, linked, removed when the outcome is known); object stores ignore it.
+
+        Raises:
+            AlreadyExistsError: The key exists. The bytes may be our own, after a lost answer: read them.
+            AnswerLostError: The create may have happened.
+            NotFoundError: The directory is missing.
+            UnsupportedError: The storage cannot create exclusively.
         """
 
     @abstractmethod
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
-        """Write ``key`` whole, over what is there; durable on return (name too).
+        """Write all of ``key``, over what exists. Name and bytes are durable on return.
 
-        Readers see the old or the new bytes. With ``if_match`` (an etag of ``stat``, or ``""`` for
-        "absent") it happens only if that still holds, else AlreadyExistsError; UnsupportedError
-        where the capability is missing. Makes no directory: NotFoundError if the parent is absent.
+        Readers see the old or the new bytes. The parent directory is not made.
+
+        Args:
+            key: What to write.
+            data: All of its bytes.
+            if_match: Write only if the key still has this etag (of ``stat``), or, for ``""``, is absent.
+
+        Raises:
+            AlreadyExistsError: ``if_match`` does not hold.
+            UnsupportedError: ``if_match`` is given, and the storage has no conditional replace.
+            NotFoundError: The parent directory is absent.
+            AnswerLostError: The replacement may have happened.
         """
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
-        """Size, kind and etag. NotFoundError."""
+        """Return size, kind and etag.
+
+        Raises:
+            NotFoundError: Nothing exists at ``key``.
+        """
 
     @abstractmethod
     def list(self, key: str) -> list[Entry]:
-        """Names directly under a directory (or prefix), sorted; a hint, never a synchronisation. A name
-        that no key can have is passed by, with a warning.
+        """List the names directly under a directory or prefix, sorted.
 
-        NotFoundError where directories are real and it is absent; empty on object stores.
+        A listing is a hint: another process may change the directory meanwhile, and a client may have cached
+        it. A name that cannot be a key is skipped with a warning.
+
+        Raises:
+            NotFoundError: The directory is absent. On an object store the listing is empty instead.
         """
 
     def refusing_links(self, top: str) -> Storage:
-        """This place, for reading what lies below ``top``: a symbolic link there that leads out of it is a
-        SymlinkError. ``top`` itself may be reached through some. For who carries what is read elsewhere.
-        Nothing to close by itself.
+        """Return a view of this storage that does not follow symbolic links out of ``top``.
+
+        Reading through a link below ``top`` that leads out of ``top`` is a SymlinkError. ``top`` itself may be
+        reached through links. Use it when the bytes are copied elsewhere. Close this storage, not the view.
         """
         self.uri(top)
         return self
 
     def refuse_link(self, key: str) -> None:
-        """SymlinkError where a symbolic link stands at ``key``; absent is fine. Object stores have none.
+        """Raise SymlinkError if a symbolic link exists at ``key``. Absent is fine; object stores have no links.
 
-        A look, for an error before anything is done: what writes, moves or deletes goes through no
-        link below the root in any case.
+        This check only gives an early error: operations that write, move or delete never follow a link below
+        the root.
         """
         self.uri(key)
 
-    # -- large, streamed ---------------------------------------------------------------
+    # -- large files -------------------------------------------------------------------
 
     @abstractmethod
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
-        """Begin one file. The parent must exist (filesystems). Other writers of the key: last wins."""
+        """Begin a new file, written in order. It replaces an existing file when it is closed.
+
+        If several processes write the same key, the last to close wins.
+
+        Args:
+            key: The file. On a filesystem its parent directory must exist.
+            size_hint_bytes: About how large it will be, if known: object stores choose the part size by it.
+
+        Raises:
+            NotFoundError: The parent directory is absent.
+        """
 
     def open_over(self, key: str) -> DataWriter:
-        """As ``open_write``, for a name that a person chose, where anything may stand. On filesystems what
-        plain ``open`` would write to is written to: through a link, a device in place; the mode of a
-        file that is replaced stays. AlreadyExistsError: a directory stands there.
+        """As ``open_write``, for a path that a person chose, where anything may exist.
+
+        On a filesystem this writes to what plain ``open`` would write to: to the target of a link, and to a
+        device in place. A file that is replaced keeps its mode.
+
+        Raises:
+            AlreadyExistsError: It is a directory.
         """
         return self.open_write(key)
 
     def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
-        """As ``open_write``, but what is on its way outlives an abort, and this process: the next
-        ``open_kept`` of the key goes on with it. The bytes are the same each time, by the caller's
-        word. AlreadyExistsError: another living process is at it, where that can be told.
+        """As ``open_write``, but the unfinished file outlives an abort and this process.
 
-        Filesystems keep a partial file, S3 the parts of an upload (through s3fs); elsewhere nothing.
+        The next ``open_kept`` of the key continues it. The caller guarantees that the bytes are the same each
+        time. Filesystems keep a partial file, S3 the parts of an upload (through s3fs); other storages keep
+        nothing.
+
+        Raises:
+            AlreadyExistsError: Another living process is writing it, where that can be detected.
         """
         return self.open_write(key, size_hint_bytes=size_bytes)
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
-        """How many files below ``key`` one process should write so many bytes into, at the same time.
+        """How many files below ``key`` one process should write ``size_bytes`` into, at the same time.
 
-        1 where one file takes them as fast as the place does. A hint: any other number is right too.
+        1 where a single file is as fast as the storage. A hint: any other number is correct, too.
         """
         del size_bytes
         self.uri(key)
@@ -261,9 +324,15 @@ class Storage(ABC):
     def open_parallel(
         self, key: str, *, size_bytes: int, engine: Engine | None = None
     ) -> ParallelWriter | None:
-        """As ``open_write``, for a file of exactly that size that several threads write at once. None:
-        not here, use ``open_write``. engine: DIRECT or BUFFERED where the caller insists; by default
-        what the place is seen to be fast with.
+        """As ``open_write``, for a file of known size that several threads write at once.
+
+        Args:
+            key: The file.
+            size_bytes: Its exact size.
+            engine: DIRECT or BUFFERED if the caller insists. By default what is fast on this storage.
+
+        Returns:
+            The writer, or None where that is not possible: use ``open_write`` then.
         """
         del size_bytes, engine
         self.uri(key)
@@ -271,44 +340,60 @@ class Storage(ABC):
 
     @abstractmethod
     def open_read(self, key: str) -> DataReader:
-        """Open one file for ranged reads. NotFoundError."""
+        """Open one file for ranged reads.
+
+        Raises:
+            NotFoundError: The file does not exist.
+        """
 
     # -- names -------------------------------------------------------------------------
 
     @abstractmethod
     def make_dir(self, key: str) -> None:
-        """Make a directory and its missing ancestors, each durable; existing is success.
+        """Make a directory and its missing ancestors, each durable. An existing directory is success.
 
-        Modes are 0o777 & ~umask, setgid and default ACLs inherited. Safe from many at once.
-        Nothing at all on object stores.
+        The mode is 0o777 & ~umask; setgid and default ACLs are inherited. Several processes may call it at
+        once. On an object store it does nothing.
         """
 
     @abstractmethod
     def rename(self, source: str, target: str) -> None:
-        """Move a file (over an existing file, atomically) or a directory, in one step.
+        """Move a file or a directory in one step.
 
-        A directory may replace an empty one; a non-empty target is AlreadyExistsError and both
-        stay. NotFoundError: the source or the target's parent is gone. Durable after ``sync`` of
-        both parents. UnsupportedError on object stores.
+        A file replaces an existing file atomically; a directory may replace an empty one. The move is durable
+        after ``sync`` of both parents.
+
+        Raises:
+            AlreadyExistsError: The target is a non-empty directory. Source and target stay.
+            NotFoundError: The source or the target's parent does not exist.
+            UnsupportedError: This is an object store.
+            AnswerLostError: The move may have happened.
         """
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name: both are the same bytes, and either name may go first.
+        """Give a file a second name (a hard link). Either name may be removed first.
 
-        Durable after ``sync`` of the target's directory. NotFoundError: the source or the target's
-        parent is gone. AlreadyExistsError: something stands at the target, and stays.
-        UnsupportedError: no hard links here, or not between these two; object stores have none.
+        The new name is durable after ``sync`` of its directory.
+
+        Raises:
+            NotFoundError: The source or the target's parent does not exist.
+            AlreadyExistsError: The target exists, and stays.
+            UnsupportedError: There are no hard links here, or not between these two.
         """
         self.uri(source)
         raise UnsupportedError("no hard links here", uri=self.uri(target))
 
     @abstractmethod
     def remove(self, key: str) -> None:
-        """Unlink one file or delete one object. Absent is success."""
+        """Unlink one file or delete one object. An absent key is success."""
 
     def remove_many(self, keys: Sequence[str]) -> None:
-        """Unlink files whose names are known, in as few requests as the store takes; nothing is
-        listed. Absent is success. All are tried; then the first failure is raised, with their number.
+        """Remove the given files in as few requests as the store allows. Nothing is listed.
+
+        Absent keys are success. All removals are tried before an error is raised.
+
+        Raises:
+            StorageError: The first failure, with the number of failures.
         """
         failures: list[StorageError] = []
         for key in keys:
@@ -321,89 +406,106 @@ class Storage(ABC):
 
     @abstractmethod
     def remove_dir(self, key: str) -> None:
-        """Remove one directory if it is empty. Absent is success; AlreadyExistsError (ENOTEMPTY):
-        something lies in it and everything stays. Nothing at all on object stores.
+        """Remove one directory if it is empty. Absent is success; on an object store it does nothing.
+
+        Raises:
+            AlreadyExistsError: The directory is not empty (ENOTEMPTY). Everything stays.
         """
 
     @abstractmethod
     def remove_tree(self, key: str) -> None:
-        """Remove everything below and the directory itself. Absent is success, also half-way.
+        """Remove a directory and everything below it. Never follows links.
 
-        Not atomic. The caller must own the name (see commit/erase.py). Never follows links.
+        Not atomic: after a crash some of it may be left. Files that are already absent are success. The
+        caller must own the name (see commit/erase.py).
         """
 
-    # -- certainty ---------------------------------------------------------------------
+    # -- durability --------------------------------------------------------------------
 
     @abstractmethod
     def sync(self, key: str) -> None:
-        """Make the names in a directory durable (fsync of the directory). Nothing on object stores."""
+        """Make the names in a directory durable (fsync). On an object store it does nothing."""
 
     @abstractmethod
     def refresh(self, key: str) -> None:
-        """Drop what a network client cached of a directory: open it and fstat (NFS). Never raises
-        NotFoundError: an absent directory has nothing to refresh.
+        """Drop what a network client cached of a directory (NFS: open and fstat).
+
+        Never raises NotFoundError: an absent directory has nothing to refresh.
         """
 
     def touch(self, key: str) -> None:
-        """Move a directory's timestamps, so that NFSv3 readers look again. Optional."""
+        """Update a directory's timestamps, so that NFSv3 readers look again. Optional."""
 
     def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
-        """Uploads below the root that are on their way, or that a dead writer left. Empty where there
-        is no such thing. AccessError: not permitted to look.
+        """List the uploads below the root that are in progress or that a dead writer left.
+
+        Empty where there are no uploads.
+
+        Raises:
+            AccessError: Listing them is not permitted.
         """
         return ()
 
     def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
-        """Abort uploads below the root that nobody completed and that began at least so long ago on
-        the server's clock; how many. keys: only those for these keys. 0 where there is no such thing.
-        AccessError: not permitted.
+        """Abort old incomplete uploads below the root.
+
+        Args:
+            older_than_s: The least age of an upload, on the server's clock.
+            keys: Only uploads for these keys; None for all.
+
+        Returns:
+            How many were aborted; 0 where there are no uploads.
+
+        Raises:
+            AccessError: It is not permitted.
         """
         return 0
 
     @abstractmethod
     def space(self) -> Space | None:
-        """Free space at the root, or None where there is no such thing."""
+        """Return the free space at the root, or None where there is no such limit."""
 
     def local_path(self, key: str) -> str | None:
-        """A path that plain ``open`` understands, or None: this is not a mounted filesystem."""
+        """Return a path for plain ``open``, or None if this is not a mounted filesystem."""
         return None
 
     def close(self) -> None:
-        """Release clients; harmless twice."""
+        """Release the clients. Calling it again is harmless."""
 
 
 @functools.lru_cache(maxsize=1024)
 def _warn_once(where: str, why: str) -> None:
-    """A run is listed at every save: whoever reads the log has read of the name already."""
+    """Warn once per name: a run is listed at every save."""
     log.warning("passed by in %s: %s", where, why)
 
 
 class Listing(list[Entry]):
-    """What a listing answers, sorted. passed_by: the names in it that no key can have."""
+    """The sorted result of a listing."""
 
-    passed_by: tuple[str, ...] = ()
+    passed_by: tuple[str, ...] = ()  # names that cannot be keys, which the listing left out
 
 
 def usable(found: Iterable[Entry], where: Uri) -> Listing:
-    """What a listing answers: the names that can be keys, sorted. One that cannot, with a control character
-    or bytes that are no text, is told once and passed by: no program of ours made it, nobody can ask for it,
-    and what lies beside it must not be out of reach for it.
+    """Return the entries that can be keys, sorted, and leave out the others with one warning each.
+
+    A name with a control character, or with bytes that are no text, cannot be a key. ckptfs did not make it
+    and nobody can ask for it, but its neighbours must stay accessible.
     """
-    entries, strange = Listing(), list[str]()
+    entries, left_out = Listing(), list[str]()
     for entry in sorted(found, key=lambda one: one.name):
         try:
             check_key(entry.name)
         except UriError as error:
             _warn_once(str(where), error.message)
-            strange.append(entry.name)
+            left_out.append(entry.name)
         else:
             entries.append(entry)
-    entries.passed_by = tuple(strange)
+    entries.passed_by = tuple(left_out)
     return entries
 
 
 def first_of(failures: Sequence[StorageError], asked: int) -> StorageError:
-    """The first failure of many, told with their number."""
+    """Return the first of several failures, with their number added to its message."""
     first = failures[0]
     first.message = f"{len(failures)} of {asked} failed, the first: {first.message}"
     return first

@@ -1,4 +1,4 @@
-"""From errno to a typed error with the URI in it: one table, used by every backend.
+"""Turn an errno into a typed error that names the URI: one table for every backend.
 
 ENOENT ENOTDIR                     NotFoundError
 EEXIST ENOTEMPTY                   AlreadyExistsError
@@ -6,7 +6,7 @@ EACCES EPERM EROFS                 AccessError
 ENOSPC EDQUOT                      NoSpaceError
 ESTALE                             StaleError
 ELOOP                              SymlinkError     (with the link's path)
-EINTR EAGAIN ETIMEDOUT EBUSY ...   TransientError   (after a change was asked for: AnswerLostError)
+EINTR EAGAIN ETIMEDOUT EBUSY ...   TransientError   (of a change that may have happened: AnswerLostError)
 ENOTSUP ENOSYS EXDEV               UnsupportedError
 anything else                      StorageError
 """
@@ -32,13 +32,13 @@ from ckptfs.errors import (
 )
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["CONTROL", "HARD_TO_TELL", "lost_answer", "too_large", "translated", "typed"]
+__all__ = ["CONTROL", "IN_DOUBT_ERRNOS", "lost_answer", "too_large", "translated", "typed"]
 
-# Where whoever builds on a storage keeps what is its own: nothing in it is reached through a link.
+# The directory in which the layers above keep their own files. Nothing in it is reached through a link.
 CONTROL = ".ckptfs"
 
-# A network filesystem may answer so although the server did, or will do, what was asked.
-HARD_TO_TELL = frozenset(
+# A network filesystem may return these although the server made the change, or is yet to make it.
+IN_DOUBT_ERRNOS = frozenset(
     {errno.ETIMEDOUT, errno.EIO, errno.ECONNRESET, errno.ECONNABORTED, errno.ENOTCONN, errno.EPIPE}
 )
 
@@ -63,7 +63,7 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
 
 _LOOKS = frozenset({"read", "open", "stat", "list"})
 
-# Root may do anything on a disk of its own.
+# On a local disk root is never refused.
 _ROOT_IS_REFUSED = (
     "this process is root and is refused: an NFS export with root_squash takes root for nobody; "
     "run as the user who owns the directory, or export it with no_root_squash"
@@ -71,7 +71,13 @@ _ROOT_IS_REFUSED = (
 
 
 def typed(error: OSError, uri: Uri, action: str) -> StorageError:
-    """The typed error for an OSError met while doing ``action`` ("read", "create", ...)."""
+    """Return the typed error for an OSError.
+
+    Args:
+        error: The error; a StorageError is returned as it is.
+        uri: What the operation was about.
+        action: What failed, as a verb: "read", "create", ...
+    """
     if isinstance(error, StorageError):
         return error
     kind, hint = _TABLE.get(error.errno or 0, (None, None))
@@ -90,19 +96,19 @@ def typed(error: OSError, uri: Uri, action: str) -> StorageError:
             if isinstance(error, TimeoutError | ConnectionError | BlockingIOError)
             else StorageError
         )
-    said = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
+    reason = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
     if kind is SymlinkError and error.filename is not None:
         if action in _LOOKS and f"/{CONTROL}/" not in uri.path:
             hint = "ask for what it leads to (follow_links, --follow-links), or remove it"
         refused = f"{action} refused: {os.fsdecode(error.filename)} is a symbolic link"
         return kind(refused, errno=error.errno, uri=uri, hint=hint)
     return kind(
-        f"{action} failed: {said or type(error).__name__}", errno=error.errno, uri=uri, hint=hint
+        f"{action} failed: {reason or type(error).__name__}", errno=error.errno, uri=uri, hint=hint
     )
 
 
 def lost_answer(error: BaseException, uri: Uri, action: str) -> AnswerLostError:
-    """The error for a change that was asked for, and whose answer does not say what happened."""
+    """Return the error for a change that may or may not have happened, because its answer was lost."""
     return AnswerLostError(
         f"{action} may have happened: {mask_credentials(str(error))}",
         errno=getattr(error, "errno", None),
@@ -112,7 +118,7 @@ def lost_answer(error: BaseException, uri: Uri, action: str) -> AnswerLostError:
 
 
 def too_large(uri: Uri, size_bytes: int, limit_bytes: int) -> StorageError:
-    """The error for a small file that is none."""
+    """Return the error for a file that is larger than files of its kind may be."""
     return StorageError(
         f"read refused: it has {size_bytes} bytes, and no such file has more than {limit_bytes}",
         errno=errno.EFBIG,
@@ -123,7 +129,7 @@ def too_large(uri: Uri, size_bytes: int, limit_bytes: int) -> StorageError:
 
 @contextmanager
 def translated(uri: Uri, action: str) -> Iterator[None]:
-    """Turn every OSError inside into a typed error that names ``uri``."""
+    """Raise every OSError of the block as a typed error that names ``uri``; see ``typed``."""
     try:
         yield
     except StorageError:

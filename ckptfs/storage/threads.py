@@ -1,11 +1,11 @@
-"""A few threads for requests. As ``ThreadPoolExecutor``, but for the end of the process.
+"""A thread pool for requests: a ``ThreadPoolExecutor`` that behaves differently when the process ends.
 
-The standard pool takes no work once the main thread has returned, and a save that goes on in another
-thread (``async_save`` at the end of a script) would fail half-way for that. It also joins its threads
-when the interpreter ends: one that waits in a dead mount would keep it for ever. These are daemon threads
-that nobody joins then: whoever waits for a result keeps the process alive, and nothing else does. They
-start when there is work, and end after some idle seconds or at ``shutdown``. What they do belongs to
-the part of a step that submitted it (``under_way``).
+The standard pool accepts no work once the main thread has returned. A save that continues in another
+thread (``async_save`` at the end of a script) would fail half-way. The standard pool also joins its threads
+when the interpreter ends, so a thread that waits in a dead mount would keep the process for ever. The threads
+of this pool are daemon threads that nothing joins at the end: only a thread that waits for a result keeps
+the process alive. They start when there is work, and end after some idle seconds or at ``shutdown``. Their
+system calls belong to the task that submitted the work (``inflight``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, ParamSpec, TypeVar
 
-from ckptfs.storage.inflight import carried
+from ckptfs.storage.inflight import with_task
 
 __all__ = ["Threads", "uninterrupted"]
 
@@ -28,11 +28,14 @@ _IDLE_S = 10.0
 
 
 def uninterrupted(wait: Callable[[], object]) -> None:
-    """Return when ``wait`` has returned, however often Ctrl-C comes; the last one is raised then.
+    """Return only when ``wait`` has returned, however often Ctrl-C interrupts it.
 
-    For what must not be left early: threads that write into memory, or through a descriptor, which are
-    somebody else's a moment later. ``wait`` is called again after each interruption; it must not be
-    ``Thread.join``, which Python 3.11 believes over once it was interrupted.
+    For waits that must not end early: threads may still be writing into memory, or through a descriptor, that
+    is reused a moment later. The last interruption is raised at the end.
+
+    Args:
+        wait: Called again after each interruption. It must not be ``Thread.join``: after an interruption
+            Python 3.11 takes the thread for ended.
     """
     interruption: BaseException | None = None
     while True:
@@ -47,7 +50,7 @@ def uninterrupted(wait: Callable[[], object]) -> None:
 
 
 class Threads(Executor):
-    """At most ``size`` threads, work in order. Belongs to the process that made it."""
+    """At most ``size`` daemon threads that do work in order. A forked child cannot use its parent's pool."""
 
     def __init__(self, size: int, name: str) -> None:
         self._size = size
@@ -61,9 +64,13 @@ class Threads(Executor):
         self._closed = False
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As ``Executor.submit``. RuntimeError after shutdown, or where no thread can be started."""
+        """As ``Executor.submit``.
+
+        Raises:
+            RuntimeError: The pool was shut down, or no thread could be started.
+        """
         future: Future[T] = Future()
-        work = carried(fn)
+        work = with_task(fn)
         with self._changed:
             if self._closed:
                 raise RuntimeError("these threads were shut down")
@@ -75,12 +82,14 @@ class Threads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - the standard's
-        """As ``Executor.shutdown``. Whoever waits for a cancelled future is told.
+        """As ``Executor.shutdown``. A thread that waits for a cancelled future is woken up.
 
-        One of these threads does not wait for itself, nor a child of a fork for those of its parent.
+        A thread of the pool does not wait for itself, and a forked child not for its parent's threads.
         """
         if os.getpid() != self._pid:
-            self._closed = True  # without the lock: a thread that is not here may hold it
+            self._closed = (
+                True  # without the lock: a thread of the parent may have held it at the fork
+            )
             return
         cancelled: list[Future[Any]] = []
         with self._changed:
@@ -89,7 +98,7 @@ class Threads(Executor):
                 cancelled = [future for future, _ in self._waiting]
                 self._waiting.clear()
             self._changed.notify_all()
-        for future in cancelled:  # outside of the lock: callbacks take locks of their own
+        for future in cancelled:  # outside the lock: callbacks take locks of their own
             future.cancel()
             future.set_running_or_notify_cancel()
         if wait and threading.get_ident() not in self._workers:
@@ -106,15 +115,15 @@ class Threads(Executor):
             if not self._running:
                 self._waiting.pop()
                 raise
-            # No more threads on this machine: those that run will come to it.
+            # The machine allows no more threads: one of the running threads will do the work.
 
     def _run(self) -> None:
-        mine = threading.get_ident()
-        self._workers.add(mine)
+        ident = threading.get_ident()
+        self._workers.add(ident)
         try:
             self._work()
         finally:
-            self._workers.discard(mine)
+            self._workers.discard(ident)
 
     def _work(self) -> None:
         while (task := self._next()) is not None:
@@ -122,9 +131,9 @@ class Threads(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+                except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
                     future.set_exception(error)
-            del task, future, call  # while idle, nothing that was lent is held
+            del task, future, call  # an idle thread must hold no reference to lent memory
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:

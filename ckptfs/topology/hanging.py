@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ckptfs.storage.inflight import mark, part_of, waited_for
+from ckptfs.storage.inflight import in_task, new_task, oldest_call
 from ckptfs.topology.pulse import Patience
 from ckptfs.topology.stepkeys import StepKeys
 
@@ -53,7 +53,7 @@ class Hanging:
         tell: called once, on a thread of its own, if that is one system call for timeout_s: at what
         it hangs, and who says whether the part is still at work.
         """
-        with part_of(mark()) as part:
+        with in_task(new_task()) as part:
             self._parts[part] = _Part(keys, tell, Patience(self._longest_tick_s))
             try:
                 yield
@@ -64,7 +64,7 @@ class Hanging:
         """So much time has passed since the last call; what the parts hang at."""
         stuck: Stuck = {}
         for number, part in list(self._parts.items()):
-            waited = waited_for(number)
+            waited = oldest_call(number)
             waited_s = part.patience.tick(elapsed_s, waited)
             if waited is None or waited_s < self._timeout_s:
                 part.is_reported = False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.storage.inflight import carried, mark, part_of, under_way, waited_for
+from ckptfs.storage.inflight import in_flight, in_task, new_task, oldest_call, with_task
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.threads import Threads
 from ckptfs.topology.hanging import Hanging
@@ -21,24 +21,24 @@ from ckptfs.topology.stepkeys import StepKeys
 def test_a_call_that_does_not_return_is_told_with_its_path(tmp_path: Path) -> None:
     """On a thread that was handed the work too; nothing once it has returned."""
     os.mkfifo(tmp_path / "pipe")
-    with part_of(mark()) as part:
-        work = carried(Posix().open)
+    with in_task(new_task()) as part:
+        work = with_task(Posix().open)
     reader = threading.Thread(target=work, args=(str(tmp_path / "pipe"), os.O_RDONLY))
     reader.start()
-    while (waited := waited_for(part)) is None:
+    while (waited := oldest_call(part)) is None:
         reader.join(0.01)
     assert waited.text == f"open of {tmp_path}/pipe"
-    assert waited_for(mark()) is None
+    assert oldest_call(new_task()) is None
     os.close(os.open(tmp_path / "pipe", os.O_WRONLY))
     reader.join(120)
-    assert waited_for(part) is None
+    assert oldest_call(part) is None
 
 
 def test_of_a_descriptor_the_path_is_told(tmp_path: Path) -> None:
     """As the kernel calls it; of one that is closed the number."""
     fd = os.open(tmp_path, os.O_RDONLY)
-    with part_of(mark()) as part, under_way("fsync", fd):
-        waited = waited_for(part)
+    with in_task(new_task()) as part, in_flight("fsync", fd):
+        waited = oldest_call(part)
         assert waited is not None
         assert waited.text == f"fsync of {tmp_path}"
         os.close(fd)
@@ -47,10 +47,10 @@ def test_of_a_descriptor_the_path_is_told(tmp_path: Path) -> None:
 
 def test_a_child_of_a_fork_waits_for_nothing_that_its_parent_does() -> None:
     """The threads of the parent are not in it."""
-    with part_of(mark()) as part, under_way("fsync", "x"):
+    with in_task(new_task()) as part, in_flight("fsync", "x"):
         pid = os.fork()
         if not pid:
-            os._exit(waited_for(part) is not None)
+            os._exit(oldest_call(part) is not None)
         assert os.waitpid(pid, 0)[1] == 0
 
 
@@ -58,11 +58,11 @@ def test_what_threads_are_given_belongs_to_the_part_that_gave_it() -> None:
     """Theirs while they do it, and no longer."""
 
     def own(part: int) -> bool:
-        with under_way("read", "x"):
-            return waited_for(part) is not None
+        with in_flight("read", "x"):
+            return oldest_call(part) is not None
 
     with Threads(1, "t") as pool:
-        with part_of(mark()) as part:
+        with in_task(new_task()) as part:
             assert pool.submit(own, part).result(120)
         assert not pool.submit(own, part).result(120)
 
@@ -85,7 +85,7 @@ def call(path: str) -> Iterator[None]:
     begun, end = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with under_way("unlink", path):
+        with in_flight("unlink", path):
             begun.set()
             end.wait(120)
 
@@ -120,7 +120,7 @@ def test_a_part_hangs_at_its_own_calls_alone() -> None:
         call("/chore"),
     ):
         assert [hanging.at(4.0) for _ in range(3)] == [{}] * 3
-        with under_way("fsync", "/nfs/x"):
+        with in_flight("fsync", "/nfs/x"):
             assert [hanging.at(4.0) for _ in range(2)] == [{}] * 2
             with hanging.working(StepKeys("later", 0, 2), other):
                 stuck = hanging.at(4.0)
@@ -140,7 +140,7 @@ def test_a_part_is_told_at_the_next_beat_where_no_thread_can_be_started(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    with hanging.working(StepKeys("p", 0, 2), ear), under_way("open", os.fsdecode(b"/nfs/\xff")):
+    with hanging.working(StepKeys("p", 0, 2), ear), in_flight("open", os.fsdecode(b"/nfs/\xff")):
         hanging.at(4.0)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -161,7 +161,7 @@ def test_a_part_that_has_returned_is_known_to_have() -> None:
         ready.set()
 
     with hanging.working(StepKeys("p", 0, 2), tell):
-        with under_way("open", "x"):
+        with in_flight("open", "x"):
             hanging.at(4.0)
             hanging.at(4.0)
             assert ready.wait(120)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.storage.inflight import WatchedFile, mark, part_of, remove_tree, waited_for, walk
+from ckptfs.storage.inflight import WatchedFile, in_task, new_task, oldest_call, remove_tree, walk
 
 PIPE_BYTES = 1 << 20  # more than a pipe holds
 
@@ -57,13 +57,13 @@ def test_a_call_that_does_not_return_is_told_with_its_path(
     other = os.open(path, os.O_RDWR) if opened else -1
 
     def work() -> None:
-        with part_of(part):
+        with in_task(part):
             act(path)
 
-    part = mark()
+    part = new_task()
     thread = threading.Thread(target=work)
     thread.start()
-    while (waited := waited_for(part)) is None or not waited.text.startswith(told):
+    while (waited := oldest_call(part)) is None or not waited.text.startswith(told):
         assert thread.is_alive()
     assert waited.text == f"{told} {path}"
     if act is writes:
@@ -75,7 +75,7 @@ def test_a_call_that_does_not_return_is_told_with_its_path(
         os.write(other, b"xx")
     thread.join()
     os.close(other)
-    assert waited_for(part) is None
+    assert oldest_call(part) is None
 
 
 def test_a_tree_goes_as_far_as_it_can(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 
 A method here decides nothing: it does not retry, has no defaults, and passes an OSError on unchanged. It
 does what the manual page says. A replacement of this class sees the exact sequence of calls on which
-durability depends. Each call is registered while it runs (``under_way``): over a dead hard mount it never
+durability depends. Each call is registered while it runs (``in_flight``): over a dead hard mount it never
 returns, and another thread has to report that.
 
     /data/run/step_1             links anywhere in the path are followed, as open(2) does
@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from ckptfs.storage.inflight import path_of, under_way
+from ckptfs.storage.inflight import in_flight, path_of
 
 __all__ = ["DirectAlignment", "Posix", "beneath", "core_count", "parent_of", "without_mark"]
 
@@ -180,7 +180,7 @@ class Posix:
                     _raise_if_link(error, path, name, fd)
                 raise
 
-        with under_way("open", without_mark(path)):
+        with in_flight("open", without_mark(path)):
             return _with_parent(path, open_name)
 
     def set_blocking(self, fd: int) -> None:
@@ -189,17 +189,17 @@ class Posix:
 
     def close(self, fd: int) -> None:
         """close(2); a network filesystem may report a failed write here."""
-        with under_way("close", path_of(fd)):
+        with in_flight("close", path_of(fd)):
             os.close(fd)
 
     def write(self, fd: int, data: Buffer) -> int:
         """write(2); may be short."""
-        with under_way("write", fd):
+        with in_flight("write", fd):
             return os.write(fd, data)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """pwritev(2) of at most IOV_MAX buffers; may be short."""
-        with under_way("write", fd):
+        with in_flight("write", fd):
             return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, size_bytes: int) -> None:
@@ -209,7 +209,7 @@ class Posix:
         """
         if _fallocate is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        with under_way("allocate", fd):
+        with in_flight("allocate", fd):
             if _fallocate(fd, 0, 0, size_bytes):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
@@ -218,7 +218,7 @@ class Posix:
         if _statx is None:
             return None
         raw = ctypes.create_string_buffer(256)
-        with under_way("stat", fd):
+        with in_flight("stat", fd):
             if _statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, raw):
                 return None
         mask, memory_bytes, offset_bytes = _STATX_DIO.unpack_from(raw.raw)
@@ -229,7 +229,7 @@ class Posix:
         if _fstatfs is None:
             return None
         raw = ctypes.create_string_buffer(256)
-        with under_way("statfs", fd):
+        with in_flight("statfs", fd):
             if _fstatfs(fd, raw):
                 return None
         found: int = _FS_TYPE.unpack_from(raw.raw)[0]
@@ -241,22 +241,22 @@ class Posix:
 
     def truncate(self, fd: int, size_bytes: int) -> None:
         """ftruncate(2)."""
-        with under_way("truncate", fd):
+        with in_flight("truncate", fd):
             os.ftruncate(fd, size_bytes)
 
     def lock(self, fd: int) -> None:
         """flock(2), exclusive, without waiting. The lock ends with its last descriptor, or its process."""
-        with under_way("lock", fd):
+        with in_flight("lock", fd):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def read(self, fd: int, size_bytes: int) -> bytes:
         """read(2); may be short, b"" at the end."""
-        with under_way("read", fd):
+        with in_flight("read", fd):
             return os.read(fd, size_bytes)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv(2) into the given buffers; may be short, 0 at the end."""
-        with under_way("read", fd):
+        with in_flight("read", fd):
             return os.preadv(fd, buffers, offset)
 
     def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -267,18 +267,18 @@ class Posix:
         flags = getattr(os, "RWF_NOWAIT", None)
         if flags is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        with under_way("read", fd):
+        with in_flight("read", fd):
             return os.preadv(fd, buffers, offset, flags)
 
     def advise_random(self, fd: int) -> None:
         """posix_fadvise(2), RANDOM: no readahead through this descriptor. A hint."""
         if hasattr(os, "posix_fadvise"):
-            with under_way("read", fd):
+            with in_flight("read", fd):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def fsync(self, fd: int) -> None:
         """fsync(2) of a file (its bytes) or of a directory (its names)."""
-        with under_way("fsync", fd):
+        with in_flight("fsync", fd):
             os.fsync(fd)
 
     def write_behind(self, fd: int, offset: int, size_bytes: int) -> None:
@@ -287,17 +287,17 @@ class Posix:
         A hint: it makes nothing durable, and does nothing where the call does not exist.
         """
         if _sync_file_range is not None:
-            with under_way("write", fd):
+            with in_flight("write", fd):
                 _sync_file_range(fd, offset, size_bytes, _SYNC_FILE_RANGE_WRITE)
 
     def link(self, source: str, target: str) -> None:
         """link(2): one of several callers gets the target. A link is copied as a link."""
-        with under_way("link", without_mark(target)):
+        with in_flight("link", without_mark(target)):
             _with_both_parents(source, target, _link)
 
     def rename(self, source: str, target: str) -> None:
         """rename(2)."""
-        with under_way("rename", without_mark(target)):
+        with in_flight("rename", without_mark(target)):
             _with_both_parents(source, target, _rename)
 
     def mkdir(self, path: str, mode: int = 0o777) -> None:
@@ -315,19 +315,19 @@ class Posix:
                     _raise_if_link(error, path, name, fd)
                 raise
 
-        with under_way("mkdir", without_mark(path)):
+        with in_flight("mkdir", without_mark(path)):
             _with_parent(path, make)
 
     def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         """unlink(2)."""
-        with under_way("unlink", without_mark(path)):
+        with in_flight("unlink", without_mark(path)):
             _with_parent(
                 path, lambda name, fd: os.unlink(name, dir_fd=dir_fd if fd is None else fd)
             )
 
     def rmdir(self, path: str, *, dir_fd: int | None = None) -> None:
         """rmdir(2)."""
-        with under_way("rmdir", without_mark(path)):
+        with in_flight("rmdir", without_mark(path)):
             _with_parent(path, lambda name, fd: os.rmdir(name, dir_fd=dir_fd if fd is None else fd))
 
     def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
@@ -350,27 +350,27 @@ class Posix:
         def look_up(name: str, fd: int | None) -> os.stat_result:
             return os.stat(name, dir_fd=dir_fd if fd is None else fd, follow_symlinks=follow)
 
-        with under_way("stat", without_mark(path)):
+        with in_flight("stat", without_mark(path)):
             return _with_parent(path, look_up)
 
     def fstat(self, fd: int) -> os.stat_result:
         """fstat(2)."""
-        with under_way("stat", fd):
+        with in_flight("stat", fd):
             return os.fstat(fd)
 
     def fchmod(self, fd: int, mode: int) -> None:
         """fchmod(2)."""
-        with under_way("chmod", fd):
+        with in_flight("chmod", fd):
             os.fchmod(fd, mode)
 
     def fchown(self, fd: int, owner: int, group: int) -> None:
         """fchown(2); -1 leaves one as it is."""
-        with under_way("chown", fd):
+        with in_flight("chown", fd):
             os.fchown(fd, owner, group)
 
     def resolve(self, path: str) -> str:
         """realpath(3): the path without links; the last name need not exist."""
-        with under_way("readlink", path):
+        with in_flight("readlink", path):
             return os.path.realpath(path)
 
     def readlink(self, path: str) -> str | None:
@@ -384,7 +384,7 @@ class Posix:
                     raise
                 return None
 
-        with under_way("readlink", without_mark(path)):
+        with in_flight("readlink", without_mark(path)):
             return _with_parent(path, read_name)
 
     def utime(self, path: str) -> None:
@@ -393,17 +393,17 @@ class Posix:
         def touch(name: str, fd: int | None) -> None:
             os.utime(name, dir_fd=fd, follow_symlinks=fd is None)
 
-        with under_way("touch", without_mark(path)):
+        with in_flight("touch", without_mark(path)):
             _with_parent(path, touch)
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """statvfs(2)."""
-        with under_way("statvfs", path):
+        with in_flight("statvfs", path):
             return os.statvfs(path)
 
 
 def _entries(where: str | int) -> list[tuple[str, bool, bool]]:
-    with under_way("listing", where), os.scandir(where) as entries:
+    with in_flight("listing", where), os.scandir(where) as entries:
         return [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
 
 

@@ -73,7 +73,7 @@ from ckptfs.storage.local.files import (
 from ckptfs.storage.local.mount_probe import probe_posix
 from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
 from ckptfs.storage.local.reader import LocalReader
-from ckptfs.storage.os_errors import HARD_TO_TELL, lost_answer, translated, typed
+from ckptfs.storage.os_errors import IN_DOUBT_ERRNOS, lost_answer, translated, typed
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]
@@ -184,7 +184,7 @@ class LocalStorage(Storage):
                 self._sync_directory(directory, key, "create")
                 raise typed(error, self.uri(key), "create") from error
             except OSError as error:
-                if error.errno in HARD_TO_TELL:
+                if error.errno in IN_DOUBT_ERRNOS:
                     keep_staging = True
                     raise lost_answer(error, self.uri(key), "create") from error
                 if error.errno in _NO_HARD_LINKS:
@@ -220,7 +220,7 @@ class LocalStorage(Storage):
         try:
             self._posix.rename(partial, path)
         except OSError as error:
-            if error.errno in HARD_TO_TELL:
+            if error.errno in IN_DOUBT_ERRNOS:
                 raise lost_answer(error, self.uri(key), "write") from error
             raise typed(error, self.uri(key), "write") from error
 
@@ -358,7 +358,7 @@ class LocalStorage(Storage):
         try:
             self._posix.rename(source_path, target_path)
         except OSError as error:
-            if error.errno in HARD_TO_TELL:
+            if error.errno in IN_DOUBT_ERRNOS:
                 raise lost_answer(error, self.uri(target), "rename") from error
             if error.errno == errno.EISDIR or (
                 error.errno == errno.ENOTDIR
@@ -380,7 +380,7 @@ class LocalStorage(Storage):
         try:
             self._posix.link(source_path, target_path)
         except OSError as error:
-            if error.errno in HARD_TO_TELL:
+            if error.errno in IN_DOUBT_ERRNOS:
                 raise lost_answer(error, self.uri(target), "link") from error
             if error.errno in _NO_HARD_LINKS:
                 raise UnsupportedError(
