@@ -81,6 +81,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("storage/test_s3_scripted.py", "elapsed"): DEADLINE,
     ("storage/test_threads.py", "threads"): "by the name of the one pool that it made",
     ("storage/test_uploads.py", "memory"): FAR,
+    ("storage/test_webhdfs.py", "threads"): "by the name of the writer's threads, which it joins",
     ("test_progress.py", "threads"): "by the name of the one thread that it looks for",
     ("testing/test_proxy.py", "elapsed"): SLOWER,
     ("tools/test_doctor.py", "descriptors"): "asks whether one descriptor is a directory",
