@@ -1,7 +1,7 @@
 """An object store: keys, no directories, no rename. What is decided once for all client libraries.
 
     read create replace stat list     one request each       conditional_writes.py  are they honoured?
-    open_write   parts in parallel    multipart.py, parts.py   retry.py     when again
+    open_write   parts in parallel    multipart.py           retry.py     when again
     open_read    ranges in parallel   ranged_reads.py          options.py   how much at once
     remove*      batches              bulk_delete.py           clients/     one file per library
 
@@ -40,9 +40,8 @@ from ckptfs.storage.bulk_delete import Deleter, Holds
 from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
 from ckptfs.storage.clients.choose import choose_path, open_client, open_library
 from ckptfs.storage.conditional_writes import Honoured, Verdict, probe_conditions
-from ckptfs.storage.multipart import ObjectWriter, Route
+from ckptfs.storage.multipart import ObjectWriter, Route, plan_parts
 from ckptfs.storage.options import ObjectOptions, parse_options
-from ckptfs.storage.parts import plan_parts
 from ckptfs.storage.ranged_reads import ObjectReader
 from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, notice_of
 from ckptfs.storage.threads import Threads

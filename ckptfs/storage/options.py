@@ -11,7 +11,7 @@
 
 Sizes may be written "16 MiB" and durations "60 s", because a URI's query is text. Nonsense is a
 UriError that names the option and what it takes. A part size is brought within what the store and
-the object's size allow (parts.py).
+the object's size allow (multipart.py).
 """
 
 from __future__ import annotations

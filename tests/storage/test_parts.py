@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.clients.base import Limits
-from ckptfs.storage.parts import Cut, plan_parts
+from ckptfs.storage.multipart import Cut, plan_parts
 
 S3 = Limits()
 AZURE = Limits(
