@@ -38,6 +38,7 @@ LABS = "the labs run one test at a time"
 ALLOWED: dict[tuple[str, str], str] = {
     ("bench/test_variants.py", "memory"): "asks only whether the system can tell",
     ("cli/test_look.py", "processor"): "of child processes alone, the least of five runs",
+    ("cloud/__main__.py", "elapsed"): REPORT,
     ("commit/test_log.py", "memory"): FAR,
     ("crash/one_rank.py", "elapsed"): DEADLINE,
     ("crash/test_takeover.py", "elapsed"): SLOWER,
@@ -81,7 +82,6 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("storage/test_s3_scripted.py", "elapsed"): DEADLINE,
     ("storage/test_threads.py", "threads"): "by the name of the one pool that it made",
     ("storage/test_uploads.py", "memory"): FAR,
-    ("storage/test_webhdfs.py", "threads"): "by the name of the writer's threads, which it joins",
     ("test_progress.py", "threads"): "by the name of the one thread that it looks for",
     ("testing/test_proxy.py", "elapsed"): SLOWER,
     ("tools/test_doctor.py", "descriptors"): "asks whether one descriptor is a directory",
