@@ -16,14 +16,16 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from ckptfs.errors import (
+    AccessError,
     AnswerLostError,
     CkptfsError,
+    CredentialsError,
     MissingDriverError,
     NotFoundError,
     StorageError,
@@ -45,6 +47,16 @@ _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
 # libhdfs: a Java virtual machine in this process.
 _JAVA = frozenset(("hdfs", "arrow_hdfs"))
 _JAVA_LIBRARIES = ("libjvm", "libhdfs", "JNI")
+# Of libraries that give a refusal no errno: adlfs, gcsfs.
+_REFUSALS: Final[dict[Reason | None, tuple[type[StorageError], str]]] = {
+    Reason.FORBIDDEN: (
+        AccessError,
+        "these credentials may not do that here: allow it, or use others",
+    ),
+    Reason.WRONG_CREDENTIALS: (CredentialsError, "check the credentials, or when they end"),
+    Reason.NO_CREDENTIALS: (CredentialsError, "give credentials in storage_options"),
+    Reason.EXPIRED: (CredentialsError, "renew the credentials"),
+}
 _JAVA_ERRORS = (None, errno.EIO, 255)  # a Java exception that has no errno of its own
 _SERVER_ERRORS = 500
 # What an answer says of a change by itself: it was not done, or nobody knows.
@@ -302,6 +314,8 @@ def _reason(error: BaseException) -> Reason | None:
             return Reason.SERVER
         told = told.__cause__
     if isinstance(error, OSError):
+        if error.errno is None and str(error).startswith("Forbidden: "):
+            return Reason.FORBIDDEN  # gcsfs, which keeps no status of a 403
         # s3fs, where the library's error is lost: InternalError, SlowDown.
         return {errno.EREMOTEIO: Reason.SERVER, errno.EBUSY: Reason.THROTTLED}.get(error.errno or 0)
     return None
@@ -329,6 +343,11 @@ def _typed(
             uri=uri,
         )
     name = type(error).__name__
+    if reason in _REFUSALS and not (isinstance(error, OSError) and error.errno):
+        refusal, hint = _REFUSALS[reason]
+        return refusal(
+            f"{action} was refused: {mask_credentials(str(error)) or name}", uri=uri, hint=hint
+        )
     network = any(word in name for word in _NETWORK)
     found = (
         typed(error, uri, action)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import subprocess
@@ -248,10 +249,10 @@ SECRETS = {
 
 
 class _Refusing(BaseHTTPRequestHandler):
-    """An S3 that refuses everybody, and keeps how it was asked."""
+    """A store that refuses everybody, and keeps how it was asked."""
 
     def _answer(self) -> None:
-        self.server.headers_seen.append(str(self.headers))  # type: ignore[attr-defined]
+        self.server.requests_seen.append(f"{self.path} {self.headers}")  # type: ignore[attr-defined]
         body = b"<Error><Code>AccessDenied</Code><Message>no</Message></Error>"
         self.send_response(403)
         self.send_header("Content-Length", str(len(body)))
@@ -262,7 +263,7 @@ class _Refusing(BaseHTTPRequestHandler):
     do_PUT = _answer  # noqa: N815
 
     def do_HEAD(self) -> None:
-        self.server.headers_seen.append(str(self.headers))  # type: ignore[attr-defined]
+        self.server.requests_seen.append(f"{self.path} {self.headers}")  # type: ignore[attr-defined]
         self.send_response(403)
         self.end_headers()
 
@@ -275,19 +276,34 @@ class _Refusing(BaseHTTPRequestHandler):
 def test_no_credentials_at_any_verbosity(scheme: str, given: str) -> None:
     """Libraries log whole requests at -vv: who pastes that into an issue gives nothing away."""
     pytest.importorskip("s3fs")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
-    server.headers_seen = []  # type: ignore[attr-defined]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {name: text for name, text in os.environ.items() if not name.startswith("AWS_")}
-    options = [f"-oclient_kwargs.endpoint_url=http://127.0.0.1:{server.server_port}"]
+    options = {"client_kwargs.endpoint_url": "http://{}"}
     if given == "options":
-        options += [f"-o{name}={text}" for name, text in SECRETS.items()]
+        options |= SECRETS
     else:
         names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
         environment |= dict(zip(names, SECRETS.values(), strict=True))
+    sent, shown = _refused_listing(f"{scheme}://bucket/run", options, environment)
+    assert SECRETS["token"] in sent
+    assert len(shown.splitlines()) > 10, "nothing was logged"
+    for secret in SECRETS.values():
+        assert secret not in shown
+
+
+def _refused_listing(
+    uri: str, options: dict[str, str], environment: dict[str, str], exits: Exit = Exit.ACCESS
+) -> tuple[str, str]:
+    """`ckptfs -vv ls` of a store that refuses everybody: what the server got, and what the command printed.
+    "{}" in the URI and the options stands for the server's host and port.
+    """
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Refusing)
+    server.requests_seen = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    host = f"127.0.0.1:{server.server_port}"
+    given = [f"-o{name}={text.replace('{}', host)}" for name, text in options.items()]
     try:
         ran = subprocess.run(
-            [sys.executable, "-m", "ckptfs", "-vv", "ls", *options, f"{scheme}://bucket/run"],
+            [sys.executable, "-m", "ckptfs", "-vv", "ls", *given, uri.replace("{}", host)],
             env=environment,
             capture_output=True,
             text=True,
@@ -297,12 +313,56 @@ def test_no_credentials_at_any_verbosity(scheme: str, given: str) -> None:
     finally:
         server.shutdown()
         server.server_close()
-    assert SECRETS["token"] in "".join(server.headers_seen)  # type: ignore[attr-defined]
-    said = ran.stdout + ran.stderr
-    assert ran.returncode == Exit.ACCESS, said
-    assert len(said.splitlines()) > 10, "nothing was logged"
-    for secret in SECRETS.values():
-        assert secret not in said
+    shown = ran.stdout + ran.stderr
+    assert ran.returncode == exits, shown
+    return "".join(server.requests_seen), shown  # type: ignore[attr-defined]
+
+
+GOOGLE = "ya29.a0AfH6SMBx-c0mputed_t0ken"
+ACCOUNT_KEY = base64.b64encode(b"an account's key, of no account").decode()
+SIGNATURE = "c2lnbmF0dXJl0123456789"
+SAS = f"sv=2024-08-04&ss=b&srt=sco&sp=rwdl&se=2030-01-01T00:00:00Z&sig={SIGNATURE}"
+AZURE = "DefaultEndpointsProtocol=http;BlobEndpoint=http://{}/an;AccountName=an"
+DELEGATION = "HAAEcm9vdARyb290AIoBkd3l3gat10n"
+
+
+@pytest.mark.parametrize(
+    ("uri", "options", "sent", "secret"),
+    [
+        ("gs://bucket/run", {"endpoint_url": "http://{}", "token": GOOGLE}, GOOGLE, GOOGLE),
+        (
+            "abfs://box/run",
+            {"connection_string": f"{AZURE};AccountKey={ACCOUNT_KEY}"},
+            "SharedKey an:",
+            ACCOUNT_KEY,
+        ),
+        (
+            "abfs://box/run",
+            {"connection_string": f"{AZURE};SharedAccessSignature={SAS}"},
+            SIGNATURE,
+            SIGNATURE,
+        ),
+        ("webhdfs://{}/run", {"token": DELEGATION}, DELEGATION, DELEGATION),
+    ],
+    ids=["google", "azure-key", "azure-sas", "hdfs"],
+)
+@pytest.mark.parametrize("library", ["auto", "fallback"])
+def test_no_credentials_of_any_store_at_any_verbosity(
+    uri: str, options: dict[str, str], sent: str, secret: str, library: str
+) -> None:
+    """What obstore, aiohttp, azure, google and urllib3 log. sent: what only the credentials put into a request."""
+    fallbacks = {"gs": "gcsfs", "abfs": "adlfs"}
+    if library == "fallback":
+        if (name := fallbacks.get(uri.partition(":")[0])) is None:
+            pytest.skip("it has one client")
+        options = options | {"client": name}
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("AZURE_")}
+    # A NameNode does not refuse with XML: what answers so is called no WebHDFS.
+    exits = Exit.STORAGE if uri.startswith("webhdfs") else Exit.ACCESS
+    got, shown = _refused_listing(uri, options, environment, exits)
+    assert sent in got
+    assert "INFO" in shown or "DEBUG" in shown, "nothing was logged"
+    assert secret not in shown
 
 
 def test_what_is_logged_is_one_line_each(capfd: pytest.CaptureFixture[str]) -> None:
