@@ -1,7 +1,7 @@
 """The layout of the package: ``ls -R`` shows where a change belongs, and a name has one meaning.
 
-Each figure counts what breaks a rule. Where a rule does not hold yet, ``LIMITS`` has a count just above the
-current one: lower it after a clean-up, and never raise it.
+Each figure counts what breaks a rule. Where a rule does not hold yet, ``LIMITS`` has the count of today: lower
+it after a clean-up, and never raise it.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ DIALECT = frozenset(
 )
 
 LIMITS = {
-    "modules that are too many in their folder": 225,
-    "modules that are too long": 2,
-    "modules that one neighbour alone imports": 93,
-    "file names that stand in several folders": 38,
-    "class names that are defined in several modules": 96,
-    "identifiers with a word of no field": 745,
+    "modules that are too many in their folder": 212,
+    "modules that are too long": 1,
+    "modules that one neighbour alone imports": 89,
+    "file names that stand in several folders": 34,
+    "class names that are defined in several modules": 90,
+    "identifiers with a word of no field": 721,
 }
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
