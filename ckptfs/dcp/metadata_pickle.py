@@ -40,9 +40,9 @@ from ckptfs.dcp.pickle_records import (
     STOP,
     TENSOR_HEAD,
     TUPLE1,
-    Alike,
     Ints,
     Numbers,
+    RecordColumns,
     tuples_of,
 )
 
@@ -369,14 +369,16 @@ class _Machine:
                 break
             count += 1
             if count == _WORTH_A_TRY and not is_kept:
-                end = self.many_chunks(Alike(data, at - len(got), found, _CHUNK_COLUMNS), end)
+                end = self.many_chunks(
+                    RecordColumns(data, at - len(got), found, _CHUNK_COLUMNS), end
+                )
                 count = 0
                 if not data.startswith(got, end):
                     break
             at = end + len(got)
         return end
 
-    def many_chunks(self, alike: Alike, at: int) -> int:
+    def many_chunks(self, alike: RecordColumns, at: int) -> int:
         """What follows at ``at`` as long as it has the form of the chunk before. Where it ends."""
         for block in alike.blocks(at):
             count = len(block)
@@ -504,7 +506,7 @@ class _Machine:
                 break
             count += 1
             if count == _WORTH_A_TRY and not is_kept and not (is_new or is_new_path):
-                alike = Alike(data, at - len(got), found, _ITEM_COLUMNS)
+                alike = RecordColumns(data, at - len(got), found, _ITEM_COLUMNS)
                 end = self.many_items(alike, end, has_begin=begin is not None)
                 count = 0
                 if not data.startswith(got, end):
@@ -512,7 +514,7 @@ class _Machine:
             at = end + len(got)
         return end
 
-    def many_items(self, alike: Alike, at: int, *, has_begin: bool) -> int:
+    def many_items(self, alike: RecordColumns, at: int, *, has_begin: bool) -> int:
         """What follows at ``at`` as long as it has the form of the item before. Where it ends."""
         for block in alike.blocks(at):
             count = len(block)

@@ -1,8 +1,8 @@
 """The records that most of a ``.metadata`` is made of, recognised by one regular expression each.
 
-    PATTERNS     the usual form of a chunk, of a tensor's header, and of the place of an item
-    Numbers      the numbers in them, by their opcodes
-    Alike        many records that have all bytes in common but those of some numbers: columns of these
+    PATTERNS        the usual form of a chunk, of a tensor's header, and of the place of an item
+    Numbers         the numbers in them, by their opcodes
+    RecordColumns   many records that have all bytes in common but those of some numbers: columns of these
 
 What they are in a pickle is ``ckptfs.dcp.metadata_pickle``'s.
 """
@@ -28,9 +28,9 @@ __all__ = [
     "STOP",
     "TENSOR_HEAD",
     "TUPLE1",
-    "Alike",
     "Ints",
     "Numbers",
+    "RecordColumns",
     "tuples_of",
 ]
 
@@ -134,7 +134,7 @@ _PARTS = re.compile(_GET + rb"|" + _INT, re.DOTALL)
 _FIRST_BLOCK = 16
 
 
-class Alike:
+class RecordColumns:
     """Records that have all bytes in common but those of some numbers: read as columns.
 
     The bulk writer makes all records of tensors of as many dimensions so. groups: of the pattern that

@@ -40,7 +40,25 @@ __all__ = [
 ]
 
 
-class PublishedFile(io.BufferedIOBase):
+class _WholeOrNothing(io.IOBase):
+    """io's own ``__exit__`` closes, and so publishes, whatever the reason."""
+
+    def spoil(self) -> None:
+        """``close`` discards it from now on: what wrappers call whose block an exception leaves."""
+        raise NotImplementedError
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None:
+            self.spoil()
+        self.close()
+
+
+class PublishedFile(_WholeOrNothing, io.BufferedIOBase):
     """One file on its way. name: for people. autocommit: whether ``close`` publishes it.
 
     No ``fileno``: whoever writes past ``write`` would write past the storage.
@@ -72,10 +90,13 @@ class PublishedFile(io.BufferedIOBase):
             raise ValueError("I/O operation on closed file")
         view = memoryview(data).cast("B")  # type: ignore[arg-type]  # whatever has a buffer
         try:
-            self._writer.write(view)
+            return self._append(self._writer, view)
         except BaseException:
             self._failed = True
             raise
+
+    def _append(self, writer: DataWriter, view: memoryview) -> int:
+        writer.write(view)
         self._size += len(view)
         return len(view)
 
@@ -103,7 +124,7 @@ class PublishedFile(io.BufferedIOBase):
         super().close()
 
     def spoil(self) -> None:
-        """``close`` discards it from now on: what wrappers call whose block an exception leaves."""
+        """As ``_WholeOrNothing.spoil``."""
         self._spoilt = True
 
     def _is_left_by_error(self) -> bool:
@@ -130,16 +151,6 @@ class PublishedFile(io.BufferedIOBase):
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.abort()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            self.spoil()
-        self.close()
 
     def __del__(self) -> None:
         # io's own would close, and publish half a file. What a transaction holds is closed already.
@@ -171,16 +182,9 @@ class EditedFile(PublishedFile):
         """As ``read``."""
         return self._draft.read(size)
 
-    def write(self, data: object) -> int:
-        """Write here; the number of bytes."""
-        if self.closed or self._writer is None:
-            raise ValueError("I/O operation on closed file")
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]  # whatever has a buffer
-        try:
-            return self._draft.write(view)
-        except BaseException:
-            self._failed = True
-            raise
+    def _append(self, writer: DataWriter, view: memoryview) -> int:
+        del writer  # it gets the draft when that is whole
+        return self._draft.write(view)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a position in bytes; the new one."""
@@ -263,12 +267,12 @@ class DurableWriter(DataWriter):
 
 
 class UnderlyingWriter(DataWriter):
-    """An object under a key that ckptfs's storage would spell in another way, such as ``a//b``: by fsspec's
-    own file of the bare filesystem, visible when closed.
+    """An object under a key that ckptfs's storage would spell in another way, such as ``a//b``: by the
+    underlying filesystem's own file, visible when closed.
     """
 
-    def __init__(self, bare: Any, path: str) -> None:
-        self._file = bare.open(path, "wb", autocommit=False, block_size=_PART_BYTES)
+    def __init__(self, underlying: Any, path: str) -> None:
+        self._file = underlying.open(path, "wb", autocommit=False, block_size=_PART_BYTES)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append; the number of bytes."""
@@ -311,7 +315,7 @@ class HeldWriter(DataWriter):
         self._take = None
 
 
-class CompressedFile(io.BufferedIOBase):
+class CompressedFile(_WholeOrNothing, io.BufferedIOBase):
     """Bytes on their way through one of fsspec's compressors into a file that closes with it."""
 
     def __init__(self, file: PublishedFile, codec: str) -> None:
@@ -345,36 +349,20 @@ class CompressedFile(io.BufferedIOBase):
         """As ``PublishedFile.spoil``."""
         self._file.spoil()
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            self.spoil()
-        self.close()
-
     def __del__(self) -> None:
         _discard_collected(self)
 
 
-class TextFile(io.TextIOWrapper):
+class TextFile(_WholeOrNothing, io.TextIOWrapper):
     """Text on its way into a file that closes with it."""
 
     def __init__(self, file: PublishedFile | CompressedFile, **text: Any) -> None:
         super().__init__(file, **text)  # type: ignore[arg-type]  # typeshed asks for more than io does
         self._file = file
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if exc_type is not None:
-            self._file.spoil()
-        self.close()
+    def spoil(self) -> None:
+        """As ``PublishedFile.spoil``."""
+        self._file.spoil()
 
     def __del__(self) -> None:
         _discard_collected(self)

@@ -8,9 +8,11 @@
 
     content settings, tier, metadata      attributes of every put and upload        tags      tags
 
-``cannot`` names what it lacks: encryption scopes and a checksum of its own. That goes through adlfs:
-``AdlfsLibrary`` makes the requests for ``FsspecStorage``. Deletes are batches of the service, which tell one refusal and not what became of the other keys: they
-are asked for one by one then.
+``cannot`` names what obstore lacks: encryption scopes, and a checksum of its own. With these the data go
+through adlfs: ``AdlfsLibrary`` makes the requests for ``FsspecStorage``.
+
+A batch of deletes tells of one refusal, and not what became of the other keys. After one, each key is
+deleted by a request of its own.
 """
 
 from __future__ import annotations
