@@ -59,10 +59,15 @@ class Place:
     flags: tuple[str, ...] = ()
 
 
-@pytest.fixture(params=["file", "memory", "radosgw", "moto", "gcs", "azurite"])
+FALLBACKS = {"moto": "s3fs", "gcs": "gcsfs", "azurite": "adlfs"}
+
+
+@pytest.fixture(
+    params=["file", "memory", "radosgw", *FALLBACKS, *(f"{k} {v}" for k, v in FALLBACKS.items())]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    """Every kind of storage."""
-    kind = request.param
+    """Every kind of storage, and object stores through their fsspec libraries."""
+    kind, _, library = request.param.partition(" ")
     if kind == "file":
         return Place(kind, str(tmp_path / "run"))
     if kind == "memory":
@@ -70,8 +75,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     server = request.getfixturevalue(kind)
     fresh = server.fresh()
     head, _, rest = str(fresh).partition("://")
+    options = dict(server.storage_options())
+    if library == "s3fs":
+        head = "fsspec+s3"
+    elif library:
+        options["client"] = library
     nowhere = f"{head}://no-such-bucket/{rest.partition('/')[2]}"
-    return Place(kind, str(fresh), nowhere, dict(server.storage_options()))
+    return Place(kind, f"{head}://{rest}", nowhere, options)
 
 
 @pytest.mark.parametrize("reader", READERS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
@@ -44,6 +45,7 @@ __all__ = ["Client"]
 _ONE_AT_A_TIME = frozenset(("sftp", "ssh", "ftp"))
 _WEBDAV = frozenset(("webdav", "dav"))
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
+_AZURE = frozenset(("az", "abfs", "abfss"))
 # libhdfs: a Java virtual machine in this process.
 _JAVA = frozenset(("hdfs", "arrow_hdfs"))
 _JAVA_LIBRARIES = ("libjvm", "libhdfs", "JNI")
@@ -59,6 +61,9 @@ _REFUSALS: Final[dict[Reason | None, tuple[type[StorageError], str]]] = {
 }
 _JAVA_ERRORS = (None, errno.EIO, 255)  # a Java exception that has no errno of its own
 _SERVER_ERRORS = 500
+_GCSFS_LISTING = re.compile(
+    r"b/[^/]+/o"
+)  # the path of a request for a bucket, not for an object in it
 # What an answer says of a change by itself: it was not done, or nobody knows.
 _NOT_DONE = frozenset(
     (Reason.THROTTLED, Reason.CONFLICT, Reason.SLOW_BODY, Reason.DAMAGED, Reason.CLOCK)
@@ -88,6 +93,7 @@ class Client:
         self._lock, self._turn = ProcessLock(), ProcessLock()
         self._made: set[str] = set()  # directories that were there, or made
         self._open: tuple[int, Any, str] | None = None
+        self._has_container = False
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_lock": None, "_turn": None, "_open": None}
@@ -239,7 +245,33 @@ class Client:
             if self.protocol in _JAVA and isinstance(error, OSError):
                 # Hadoop's client tried again, and failed over, before it gave up.
                 reason = Reason.SERVER if error.errno in _JAVA_ERRORS else None
+            if self.is_bucket and (_lacks_bucket(error, reason) or self._lacks_container(error)):
+                raise self._no_bucket(action, key) from _cause(error)
             raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
+
+    def _lacks_container(self, error: Exception) -> bool:
+        """adlfs drops what the answer to a HEAD says of the container: it is asked for, until it was there."""
+        if (
+            self._has_container
+            or self.protocol not in _AZURE
+            or not isinstance(error, FileNotFoundError)
+        ):
+            return False
+        try:
+            self._has_container = bool(self.fs.exists(self.at("").partition("/")[0]))
+        except Exception:  # noqa: BLE001 - who may not look at the container may know its blobs
+            self._has_container = True
+        return not self._has_container
+
+    def _no_bucket(self, action: str, key: str) -> NotFoundError:
+        bucket = self.at("").partition("/")[0]
+        made = NotFoundError(
+            f"{action} failed: there is no bucket {bucket!r}",
+            uri=self.uri(key),
+            hint="check its name and the endpoint; ckptfs never creates one",
+        )
+        made.of_bucket = True
+        return made
 
     def _connect(self) -> tuple[Any, str]:
         if self.library is None:
@@ -319,6 +351,18 @@ def _reason(error: BaseException) -> Reason | None:
         # s3fs, where the library's error is lost: InternalError, SlowDown.
         return {errno.EREMOTEIO: Reason.SERVER, errno.EBUSY: Reason.THROTTLED}.get(error.errno or 0)
     return None
+
+
+def _lacks_bucket(error: Exception, reason: Reason | None) -> bool:
+    """Whether the server answered that the bucket itself is not there. It looks like an empty run otherwise,
+    and training would begin at step 0.
+    """
+    if not isinstance(error, FileNotFoundError):
+        return False
+    if reason is Reason.NO_BUCKET or _GCSFS_LISTING.fullmatch(str(error)):
+        return True
+    below = error.__context__  # adlfs does not say "from"
+    return below is not None and CODES.get(_answer(below)[0]) is Reason.NO_BUCKET
 
 
 def _answer(error: BaseException) -> tuple[str, int]:

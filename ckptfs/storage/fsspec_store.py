@@ -255,7 +255,9 @@ class FsspecStorage(Storage):
             with self._client.said("list", key):
                 self._client.fs.invalidate_cache()
                 found = self._client.fs.ls(path, detail=True)
-        except NotFoundError:
+        except NotFoundError as error:
+            if error.of_bucket:
+                raise
             return []
         names = {
             item["name"].rstrip("/").rpartition("/")[2]: item.get("type") == "directory"
