@@ -394,9 +394,11 @@ class Ranks:
         return [self._result(n, p) for n, p in chosen]
 
     def values(self, *, timeout_s: float = WAIT_S) -> list[Any]:
-        """The values of all ranks; AssertionError with the logs when a rank failed or died."""
+        """The values of all ranks; AssertionError with the errors and logs when a rank failed or died."""
         results = self.results(timeout_s=timeout_s)
-        assert all(r.error is None and not r.died for r in results), self.logs()
+        # The logs are cut, and need not have what ended a rank.
+        errors = "\n".join(f"rank {n}: {r.error}" for n, r in enumerate(results) if r.error)
+        assert all(r.error is None and not r.died for r in results), f"{errors}\n{self.logs()}"
         return [r.value for r in results]
 
     @staticmethod
