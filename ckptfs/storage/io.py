@@ -240,5 +240,6 @@ class ParallelWriter(Unfinished):
 
         Raises:
             NoSpaceError: The disk or the quota is full.
-            StorageError: The write failed. After any error the file can only be aborted.
+            StorageError: The write failed. After any error the file can only be aborted, and further calls
+                raise that error, or a StorageError.
         """

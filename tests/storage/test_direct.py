@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.errors import StorageError
+from ckptfs.errors import NoSpaceError, StorageError
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.direct_io import takes_direct
@@ -208,6 +208,28 @@ def test_what_a_direct_write_leaves_of_a_page_is_written_from_the_pages_start(
     assert (tmp_path / "f").read_bytes() == data
     assert buffered == [8192]
     assert writer.direct_bytes == 8192
+
+
+@pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])
+def test_who_writes_into_a_broken_file_is_told_what_broke_it(
+    tmp_path: Path, engine: Engine
+) -> None:
+    """Of several threads the one that found the disk full may be heard last: the others say the same."""
+
+    class Full(Posix):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    storage = LocalStorage(Uri.parse(str(tmp_path)), posix=Full())
+    writer = storage.open_parallel("f", size_bytes=5000, engine=engine)
+    assert writer is not None
+    for _ in range(2):
+        with pytest.raises(NoSpaceError):
+            writer.write_at(0, [memoryview(bytes(5000))])
+    with pytest.raises(StorageError):
+        writer.close()
+    writer.abort()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("engine", [Engine.DIRECT, Engine.BUFFERED])

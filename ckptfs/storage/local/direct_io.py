@@ -95,6 +95,7 @@ class WindowedFile(PartialFile, ParallelWriter):
         self._is_direct = False
         self._lock = threading.Lock()
         self._in_flight = 0  # write_at calls that have not returned
+        self._broken_by: Exception | None = None
         self._written_bytes = 0
         self._direct_bytes = 0
         super().__init__(posix, uri, partial, publish)
@@ -118,6 +119,9 @@ class WindowedFile(PartialFile, ParallelWriter):
 
     def write_at(self, offset: int, views: Iterable[memoryview]) -> None:
         with self._lock:
+            if self._broken_by is not None:
+                # Or a thread that comes later would be heard first, and hide that the disk is full.
+                raise self._broken_by
             fd = self._open_fd()
             self._in_flight += 1
         try:
@@ -130,11 +134,12 @@ class WindowedFile(PartialFile, ParallelWriter):
                     self._write_all(fd, offset, buffers)
             with self._lock:
                 self._written_bytes += size
-        except BaseException:
+        except BaseException as error:
             # The file is incomplete now and must never be published, whatever the other threads still write.
             with self._lock:
                 if self._state is FileState.OPEN:
                     self._state = FileState.BROKEN
+                    self._broken_by = error if isinstance(error, Exception) else None
             raise
         finally:
             self._write_ended()
