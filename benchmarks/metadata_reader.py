@@ -47,7 +47,7 @@ REPLICATED = "scale"  # of ``planner``: on all ranks, so that its place has no o
 
 def _reader() -> Callable[[bytes, object], Any]:
     try:
-        from ckptfs.dcp.decoding import read_inventory
+        from ckptfs.dcp.metadata.metadata_reader import read_inventory
     except ImportError:  # where it was before
         from ckptfs.dcp.standins import read_inventory  # type: ignore[import-not-found, no-redef]
     return read_inventory
@@ -63,7 +63,7 @@ def _read_and_ask(data: bytes) -> None:
 
 
 def _load_leaves(data: bytes) -> None:
-    from ckptfs.dcp.leaves import load_leaf
+    from ckptfs.dcp.planning.leaves import load_leaf
 
     for blob in pickle.loads(data):  # noqa: S301 - made by this script
         load_leaf(io.BytesIO(blob))

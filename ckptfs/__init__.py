@@ -26,6 +26,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+import ckptfs.storage.inflight as _inflight  # noqa: F401 - records have their fields from the first one on
 from ckptfs._version import __version__
 from ckptfs.errors import (
     AccessError,
@@ -67,28 +68,28 @@ if TYPE_CHECKING:
         prepare_run,
         save_object,
     )
-    from ckptfs.commit.catalog import Checkpoint
-    from ckptfs.commit.run import Run
-    from ckptfs.commit.tickets import Decision, SealedPart, Ticket
+    from ckptfs.commit.catalog.catalog import Checkpoint
+    from ckptfs.commit.ownership.run import Run
+    from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket
+    from ckptfs.control.world import World
     from ckptfs.dcp.api import load, save
     from ckptfs.dcp.async_api import async_save
     from ckptfs.dcp.pending import PendingSave
-    from ckptfs.dcp.reader import StorageReader
-    from ckptfs.dcp.writer import StorageWriter
+    from ckptfs.dcp.torch_hooks.storage_reader import StorageReader
+    from ckptfs.dcp.torch_hooks.storage_writer import StorageWriter
     from ckptfs.events import LoadResult, Restored, SaveResult, SaveSkipped
-    from ckptfs.manager.copies import Copy
-    from ckptfs.manager.directories import DirectoryManager, OpenedDirectory
-    from ckptfs.manager.gathering import gather
+    from ckptfs.manager.directory_manager import DirectoryManager, OpenedDirectory
     from ckptfs.manager.listeners import EveryRank, LogListener, MetricsListener
     from ckptfs.manager.manager import CheckpointManager
     from ckptfs.manager.preemption import WorkerShield
     from ckptfs.manager.prometheus import PrometheusTextfile
-    from ckptfs.manager.retention import Best, Keep
     from ckptfs.manager.rng import RngState
-    from ckptfs.manager.state import PerRank
+    from ckptfs.manager.state_dict import PerRank
     from ckptfs.manager.telemetry import TelemetryListener
     from ckptfs.manager.waiting import Watcher, wait_for_new
-    from ckptfs.topology.world import World
+    from ckptfs.replication.copier import gather
+    from ckptfs.replication.tiers import Copy
+    from ckptfs.retention.policy import Best, Keep
 
 __all__ = [
     "AccessError",
@@ -170,39 +171,39 @@ _HOMES = {
     "load_object": "ckptfs.api",
     "prepare_run": "ckptfs.api",
     "save_object": "ckptfs.api",
-    "Checkpoint": "ckptfs.commit.catalog",
-    "Run": "ckptfs.commit.run",
-    "Decision": "ckptfs.commit.tickets",
-    "SealedPart": "ckptfs.commit.tickets",
-    "Ticket": "ckptfs.commit.tickets",
+    "Checkpoint": "ckptfs.commit.catalog.catalog",
+    "Run": "ckptfs.commit.ownership.run",
+    "Decision": "ckptfs.commit.parts.tickets",
+    "SealedPart": "ckptfs.commit.parts.tickets",
+    "Ticket": "ckptfs.commit.parts.tickets",
     "load": "ckptfs.dcp.api",
     "save": "ckptfs.dcp.api",
     "async_save": "ckptfs.dcp.async_api",
     "PendingSave": "ckptfs.dcp.pending",
-    "StorageReader": "ckptfs.dcp.reader",
-    "StorageWriter": "ckptfs.dcp.writer",
+    "StorageReader": "ckptfs.dcp.torch_hooks.storage_reader",
+    "StorageWriter": "ckptfs.dcp.torch_hooks.storage_writer",
     "LoadResult": "ckptfs.events",
     "Restored": "ckptfs.events",
     "SaveResult": "ckptfs.events",
     "SaveSkipped": "ckptfs.events",
-    "Copy": "ckptfs.manager.copies",
-    "DirectoryManager": "ckptfs.manager.directories",
-    "OpenedDirectory": "ckptfs.manager.directories",
-    "gather": "ckptfs.manager.gathering",
+    "Copy": "ckptfs.replication.tiers",
+    "DirectoryManager": "ckptfs.manager.directory_manager",
+    "OpenedDirectory": "ckptfs.manager.directory_manager",
+    "gather": "ckptfs.replication.copier",
     "EveryRank": "ckptfs.manager.listeners",
     "LogListener": "ckptfs.manager.listeners",
     "MetricsListener": "ckptfs.manager.listeners",
     "CheckpointManager": "ckptfs.manager.manager",
     "WorkerShield": "ckptfs.manager.preemption",
     "PrometheusTextfile": "ckptfs.manager.prometheus",
-    "Best": "ckptfs.manager.retention",
-    "Keep": "ckptfs.manager.retention",
+    "Best": "ckptfs.retention.policy",
+    "Keep": "ckptfs.retention.policy",
     "RngState": "ckptfs.manager.rng",
-    "PerRank": "ckptfs.manager.state",
+    "PerRank": "ckptfs.manager.state_dict",
     "TelemetryListener": "ckptfs.manager.telemetry",
     "Watcher": "ckptfs.manager.waiting",
     "wait_for_new": "ckptfs.manager.waiting",
-    "World": "ckptfs.topology.world",
+    "World": "ckptfs.control.world",
 }
 
 

@@ -240,13 +240,23 @@ def wait_for_device(device: Any) -> None:
 
 
 def wait_for_accelerator() -> None:
-    """As ``wait_for_device`` for this thread's accelerator, where there is one that was used."""
+    """As ``wait_for_device`` for this thread's accelerator, where this process has used one.
+
+    torch names the accelerator that it was built for, CUDA in the wheels of PyPI, whether the machine has one
+    or not. To ask for a stream where there is no driver raises; to ask a driver that nobody has used yet costs
+    a context.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
-    elif (device := torch.accelerator.current_accelerator()) is not None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return
+    module: Any = torch.get_device_module(device)
+    if hasattr(module, "is_initialized"):
+        used = module.is_initialized()
+    else:  # mps
+        used = torch.accelerator.is_available()
+    if used:
         wait_for_device(device)
 
 

@@ -19,24 +19,29 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, Literal
 
-from ckptfs.commit.artifact import writing_directory
-from ckptfs.commit.beside import list_unlogged, newest_there
-from ckptfs.commit.catalog import Checkpoint, logged
-from ckptfs.commit.claim import Mode, Takeover, claim
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.fetching import fetched
-from ckptfs.commit.locate import locate_directory, reading_seat
-from ckptfs.commit.looking import looking_at, refuse_gap
-from ckptfs.commit.misplaced import check_run_uri, refuse_no_run
-from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
-from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Caller, Run
-from ckptfs.commit.spec import SaveSpec
-from ckptfs.commit.unlogged import Unlogged, check_unlogged
-from ckptfs.errors import IntegrityError, NotFoundError, StateError
+from ckptfs.commit.catalog.catalog import (
+    Checkpoint,
+    check_gap,
+    check_run_uri,
+    logged,
+    looking_at,
+    refuse_no_run,
+)
+from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.catalog.unlogged import Unlogged, check_unlogged, list_unlogged, newest_there
+from ckptfs.commit.directory_checkpoints.read import fetched
+from ckptfs.commit.directory_checkpoints.write import writing_directory
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.operations import Program, drive, settled, side_by_side
+from ckptfs.commit.ownership.claim import Mode, Takeover, claim
+from ckptfs.commit.ownership.run import Caller, Run
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, agree_uri, control_for, open_seat, step_of
+from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError, StateError
 from ckptfs.storage.base import Shape
+from ckptfs.storage.inflight import log_fields
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.directory import ensure_dir as ensure_dir_at
+from ckptfs.topology.ensure_dir import ensure_dir as ensure_dir_at
 from ckptfs.uri import Uri, options_of
 
 __all__ = [
@@ -49,7 +54,7 @@ __all__ = [
     "save_object",
 ]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs")
 
 Scope = Literal["auto", "shared", "node"]
 
@@ -65,11 +70,25 @@ _TRIES = 8  # a directory that another process renames under us is found at the 
 def save_object(obj: object, uri: Any, *, storage_options: Mapping[str, Any] | None = None) -> Uri:
     """Save one object with ``torch.save``, whole or not at all; durable on return.
 
-    Local: any process may call it, outside any process group too, also into a step directory that
-    other processes are creating or have not created yet; its parents are made as needed. Files that
-    lie in a step directory this way stay there when the step is committed, replaced or deleted.
-    An existing object is replaced atomically. After a crash the old object or the new one is there.
-    NoSpaceError, AccessError, ...: the old object is untouched.
+    Local: any process may call it, outside any process group too, also into a step directory that other
+    processes are creating or have not created yet; its parents are made as needed. Files that are saved into
+    a step directory this way stay there when the step is committed, replaced or deleted. An existing object
+    is replaced atomically. After a crash the old object or the new one is there.
+
+    Args:
+        obj: Anything that ``torch.save`` takes.
+        uri: The file, ``s3://bucket/run/step_100/driver.pt``.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+
+    Returns:
+        The absolute URI of the file.
+
+    Raises:
+        UriError: The URI cannot be read, or its driver is not installed.
+        NoSpaceError: The storage is full. The old object is untouched.
+        AccessError: The file may not be written. The old object is untouched.
+        StorageError: Any other failure of the storage; after an AnswerLostError the new object may be there.
     """
     import torch
 
@@ -83,7 +102,7 @@ def save_object(obj: object, uri: Any, *, storage_options: Mapping[str, Any] | N
             try:
                 storage.make_dir("")
                 with storage.open_write(target.name, size_hint_bytes=buffer.tell()) as writer:
-                    writer.write(buffer.getbuffer())
+                    writer.write(memoryview(buffer.getvalue()))
                 storage.sync("")
             except NotFoundError:
                 # The step directory was replaced by its committed one between two calls.
@@ -103,14 +122,28 @@ def load_object(
     map_location: Any = "cpu",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Load what ``save_object`` saved. Local.
+    """Load what ``save_object`` saved. Local: any process may call it.
 
-    trusted=False loads tensors, numbers, strings and containers only: unpickling anything else can
-    run code, so an object of your own class needs trusted=True. NotFoundError; IntegrityError.
+    Args:
+        uri: The file.
+        trusted: False loads tensors, numbers, strings and containers only. Unpickling anything else can run
+            code, so an object of your own class needs True.
+        map_location: As for ``torch.load``: where tensors go.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+
+    Returns:
+        The object.
+
+    Raises:
+        UriError: The URI cannot be read, or its driver is not installed.
+        NotFoundError: There is no such file.
+        IntegrityError: The file is damaged, or holds an object that needs ``trusted=True``.
+        StorageError: Any other failure of the storage.
     """
     import torch
 
-    from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
+    from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
 
     target = Uri.parse(uri)
     options = {**options_of(uri), **(storage_options or {})}
@@ -141,11 +174,21 @@ def list_checkpoints(
 ) -> list[Checkpoint]:
     """The committed checkpoints of a run, oldest commit first. Local, read-only.
 
-    Checkpoints that lie there without a log (copied, or written by stock torch) come first, in the
-    order that ``latest`` goes by. On
-    node-local storage this node's log answers; a save whose outcome it does not record is left out.
-    An empty or missing run gives an empty list. StateError: it is a checkpoint or a file. StorageError: the
-    place cannot be read, or there is no such bucket.
+    Checkpoints without a log (copied, or written by stock torch) come first, in the order that ``latest``
+    uses. On node-local storage this node's log answers; a save is left out if that log does not record its
+    outcome.
+
+    Args:
+        run_uri: The run, the parent of its checkpoints.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
+            has some.
+
+    Returns:
+        The checkpoints; an empty list for an empty or missing run.
+
+    Raises:
+        StateError: It is a checkpoint or a file.
+        StorageError: The storage cannot be read, or there is no such bucket.
     """
     with looking_at(run_uri, storage_options) as look:
         if not look.views:
@@ -161,29 +204,50 @@ def latest(
     unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
-    """The last committed checkpoint, by commit order and never by the largest step. Local.
+    """The last committed checkpoint, by commit order and never by the largest step. Local, read-only.
 
-    None when there is none. kind: "directory" are those that a framework wrote as files. Saves of a
-    failing run are left out. Where no log tells, of those that have a manifest or `.metadata`: the one
-    with the largest step, which stock torch tells by the number that ends the name, where all are named
-    alike; else the one that was written last. StorageError: the place cannot be read (a run that is not
-    there is None, a bucket that is not there is NotFoundError). StateError: it is a checkpoint or a file.
+    Saves of a failing run are left out. Without a log, the checkpoints that count are those with a manifest
+    or `.metadata`: the one with the largest step, which for stock torch is the number that ends the name,
+    where all names are alike; else the one that was written last.
 
-    AmbiguousCheckpointError: stock torch saved a checkpoint into the run after its newest commit, so that
-    the newest commit is not the newest there is. unlogged="ignore" takes that commit all the same.
-    ManifestError: entries of the log are missing and later ones are there, so that what can be read may
-    be an old state. IncompleteCheckpointError: the last one was removed by hand, of which the log says
-    nothing before ``ckptfs rm``, or a save of its name, records it.
+    Args:
+        run_uri: The run, the parent of its checkpoints.
+        kind: "checkpoint"; "weights", which a manager saves next to full checkpoints; or "directory", which a
+            framework wrote as files. Each has its own latest.
+        unlogged: "error" raises AmbiguousCheckpointError where stock torch saved a checkpoint into the run
+            after its newest commit; "ignore" takes that commit all the same.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
+            has some.
+
+    Returns:
+        The checkpoint; None when there is none, or no run.
+
+    Raises:
+        AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest commit, so that
+            the newest commit is not the newest there is.
+        ManifestError: Entries of the log are missing and later ones are there, so that what can be read may
+            be an old state.
+        IncompleteCheckpointError: The last one was removed by hand. The log says nothing of that before
+            ``ckptfs rm``, or a save of its name, records it.
+        StateError: It is a checkpoint or a file.
+        NotFoundError: There is no such bucket.
+        StorageError: The storage cannot be read.
     """
     wanted, policy = Kind(kind), Unlogged(unlogged)
     with looking_at(run_uri, storage_options) as look:
-        refuse_gap(look)
-        shape = look.storage.capabilities.shape
+        views, root, shape = look.views, look.root, look.storage.capabilities.shape
+        checks: list[Program[Any]] = [check_gap(views, root)]
         if wanted is not Kind.WEIGHTS and policy is Unlogged.ERROR:
-            drive(check_unlogged(look.views, look.root, shape), look.storage)
-        if not look.views:
-            drive(refuse_no_run(look.root, shape), look.storage)
-        return drive(newest_there(look.views, look.root, wanted, shape), look.storage)
+            checks.append(check_unlogged(views, root, shape))
+        if not views:
+            checks.append(refuse_no_run(root, shape))
+        checks.append(newest_there(views, root, wanted, shape))
+        found = drive(side_by_side(*map(settled, checks)), look.storage)
+        for one in found:
+            if isinstance(one, CkptfsError):
+                raise one  # the first in this order, whichever came first
+        newest: Checkpoint | None = found[-1]
+        return newest
 
 
 def ensure_dir(
@@ -195,12 +259,34 @@ def ensure_dir(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> Uri:
-    """Collective. Make a directory once per domain; every rank can use it when this returns.
+    """Make a directory once per domain; every rank can use it when this returns. Collective.
 
-    Returns its absolute URI, equal on all ranks. Existing is success. The owner of each domain makes
-    it, then one process per node confirms through its own path that it is the same one. Needs no
-    process group under torchrun. Errors reach all ranks. On object stores nothing is done: there is
-    no directory to make, and no request is sent.
+    The owner of each domain makes the directory, then one process per node confirms through its own path that
+    it is the same one. An existing directory is success. Under torchrun no process group is needed. On object
+    stores nothing is done: there is no directory to make, and no request is sent. After a crash the directory
+    is there or not, and the call can be repeated.
+
+    Args:
+        uri: The directory, the same on all ranks.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
+            none.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+
+    Returns:
+        Its absolute URI, equal on all ranks.
+
+    Raises:
+        UriError: The URI cannot be read, or ranks were given different ones.
+        StateError: ``scope`` or ``domain`` contradicts what the storage shows.
+        CollectiveError: Some ranks failed, such as with an AccessError; every rank raises this same error.
+        DeadlineError: A rank was silent for longer than ``timeout_s``.
     """
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     with control_for(process_group, timeout_s) as control:
@@ -232,17 +318,42 @@ def prepare_run(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> Run:
-    """Collective. Claim a run: older writers are fenced, interrupted saves recovered.
+    """Claim a run: older writers are fenced, interrupted saves recovered. Collective.
 
-    mode: "resume" goes on with what is there; "overwrite" takes it out of the catalog now and
-    deletes it after the first commit, moving nothing before; "fail" is CommitConflictError if there
-    is anything. takeover: "auto" takes a run from the same job, from a dead process of this node, or
-    from an owner whose lease stood still for 20 s; "never" does not wait; "force" does not ask.
-    RunBusyError names the living owner. Leave the returned Run with ``with`` or ``release()``; one that
-    nobody refers to any more is released too, once Python has collected it.
+    Leave the returned Run with ``with`` or ``release()``; one that the program refers to no more is released
+    too, once Python has collected it. What fails is the same error on all ranks. After a crash in it, or
+    without a release, every committed checkpoint is there, and the next owner continues with what was left
+    undone.
 
-    What fails is the same error on all ranks. After a crash in it, or without a release, every
-    committed checkpoint is there, and the next owner goes on with what was left undone.
+    Args:
+        run_uri: The run, the parent of its checkpoints; the same on all ranks.
+        mode: "resume" continues with what is there; "overwrite" takes it out of the catalog now and deletes
+            it after the first commit, moving nothing before; "fail" refuses a run that has anything.
+        takeover: "auto" takes a run from the same job, from a dead process of this node, or from an owner
+            that has not renewed its lease for 20 s; "never" does not wait for that; "force" takes it in any
+            case.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
+            none.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
+            has some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+
+    Returns:
+        The held run, for ``save(..., run=run)``.
+
+    Raises:
+        CommitConflictError: ``mode="fail"``, and the run has something.
+        RunBusyError: A living owner holds the run; the message names it.
+        StateError: ``run_uri`` is a checkpoint or a file, or ``scope`` or ``domain`` contradicts what the
+            storage shows.
+        UriError: The URI cannot be read, or ranks were given different ones.
+        CollectiveError: Some ranks failed; every rank raises this same error.
+        DeadlineError: A rank was silent for longer than ``timeout_s``.
     """
     place = Place({**options_of(run_uri), **(storage_options or {})}, scope, domain)
     modes, takeovers = Mode(mode), Takeover(takeover)
@@ -251,7 +362,8 @@ def prepare_run(
         root = agree_uri(control, run_uri)
         check_run_uri(control, root, place.storage_options)
         seat = stack.enter_context(open_seat(root, control, place, write=True))
-        run = claim(seat, modes, takeovers, caller=Caller("prepare_run()"))
+        with log_fields(run=str(root), rank=control.rank):
+            run = claim(seat, modes, takeovers, caller=Caller("prepare_run()"))
         run.closing.push(stack.pop_all())
         return run
 
@@ -271,21 +383,52 @@ def checkpoint_dir(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> Iterator[str]:
-    """Collective. A local directory for tools that know nothing but ``open``.
+    """A local directory for tools that know nothing but ``open``. Collective.
 
-    mode="write": a path to write any files into, committed as one when all ranks leave. On a mounted
-    filesystem the attempt's own directory, shared by the ranks of a domain; elsewhere a directory of
-    this rank whose files are uploaded on leaving. An exception inside, on any rank, commits nothing
-    and is raised on all ranks. A name that is committed already is CommitConflictError: files with
-    fixed names never overwrite a step. Nothing may go on writing there after the block.
+    To write, the path takes any files, which are committed as one when all ranks leave. On a mounted
+    filesystem it is the attempt's own directory, shared by the ranks of a domain; elsewhere a directory of
+    this rank, and its files are uploaded on leaving. An exception inside, on any rank, commits nothing and is
+    raised on all ranks. Files with fixed names never overwrite a step. Nothing may write there after the
+    block.
 
-    mode="read": a path with the files of a committed checkpoint, of any kind, stock ones too; nobody
-    may write into it. On a mounted filesystem the checkpoint itself; elsewhere one directory for all
-    ranks of a node, downloaded by them together, each file compared with its digest, and removed when
-    the last of them has left. into: download there instead, whole or not at all, and keep it.
-    follow_links: download what symbolic links that lead out of the checkpoint lead to; a SymlinkError otherwise.
-    NotFoundError, IncompleteCheckpointError: there is no such checkpoint, or not all of it.
-    AlreadyExistsError: into has files. Damaged files are IntegrityErrors in a CollectiveError.
+    To read, the path has the files of a committed checkpoint, of any kind, stock ones too; no process may
+    write into it. On a mounted filesystem it is the checkpoint itself; elsewhere one directory for all ranks
+    of a node, downloaded by them together, each file compared with its digest, and removed when the last of
+    them has left.
+
+    Args:
+        uri: Run and name, the same on all ranks.
+        mode: "write" or "read".
+        step: To write: completed optimizer steps; None takes the number that ends the name.
+        run: To write: a held run, which fences the save; None: the save is exclusive by name only.
+        into: To read: a directory to download to, whole or not at all, and to keep; None: as above.
+        follow_links: To read: download what symbolic links that lead out of the checkpoint lead to.
+        process_group: The ranks that take part; None: the default group, or torchrun's ranks where there is
+            none.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+
+    Yields:
+        The path.
+
+    Raises:
+        CommitConflictError: To write: the name is committed already, or another save of it is under way.
+        CommitInDoubtError: To write: whether it is committed is not known; the next save settles it.
+        FencedError: To write: ``run`` has a newer owner; nothing was committed.
+        NotFoundError: To read: there is no such checkpoint.
+        IncompleteCheckpointError: To read: not all of it is there.
+        AlreadyExistsError: ``into`` has files.
+        SymlinkError: A symbolic link leads out of the checkpoint, and ``follow_links`` is False.
+        StateError: ``into`` without ``mode="read"``, or ``uri`` is not in ``run``.
+        CollectiveError: Some ranks failed; every rank raises this same error. A damaged file is an
+            IntegrityError in it.
+        IntegrityError: A CollectiveError of nothing but damaged files is of this type too.
     """
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
     if _DirMode(mode) is _DirMode.READ:

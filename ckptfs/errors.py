@@ -91,9 +91,17 @@ _WORD = re.compile(r"\S+")
 class CkptfsError(Exception):
     """The base of every ckptfs error.
 
-    message: one sentence that says what happened.
-    uri: where, credentials already masked; rank and node: who; hint: what to do next.
-    outcome: "failed" (the save surely did not commit) or "unknown" (it may have).
+    Args:
+        message: One sentence that says what happened.
+        uri: Where, with credentials masked; None where no URI is concerned.
+        rank: Which rank; None where no rank is concerned.
+        node: Which node; None where no node is concerned.
+        hint: What to do next; None where there is nothing to say.
+        outcome: "failed" when the save surely did not commit, "unknown" when it may have; None:
+            ``default_outcome``.
+
+    Attributes:
+        default_outcome: The outcome of errors of this class: "failed" or "unknown".
     """
 
     default_outcome: Outcome = "failed"
@@ -151,10 +159,11 @@ class StateError(CkptfsError, ValueError):
 
 
 class AmbiguousCheckpointError(StateError):
-    """Another program, such as stock torch, saved into the run: over the checkpoint that was asked for, or
-    after the newest commit. Which one is meant is for the caller to say; nothing was touched.
+    """Another program, such as stock torch, saved into the run: over the checkpoint that was asked for, or after
+    the newest commit. Which one is meant is for the caller to say; nothing was touched.
 
-    ``names`` are those of the other program's checkpoints.
+    Args:
+        names: Those of the other program's checkpoints.
     """
 
     def __init__(
@@ -193,7 +202,14 @@ class ArgumentChoice(Enum):
 
 
 class StorageError(CkptfsError, OSError):
-    """The place failed. ``errno`` is set where the storage gave one."""
+    """The storage failed.
+
+    Args:
+        errno: The number of the operating system; None: ``default_errno``.
+
+    Attributes:
+        default_errno: The number of errors of this class where the storage gave none.
+    """
 
     default_errno: int | None = _errno.EIO
 
@@ -228,7 +244,8 @@ def _rebuild_os(
 class NotFoundError(StorageError, FileNotFoundError):
     """No such file, directory, object or bucket.
 
-    of_bucket: it is the bucket that is not there, so that nothing in it is merely absent.
+    Attributes:
+        of_bucket: The bucket itself is missing, so that nothing in it is merely absent.
     """
 
     default_errno = _errno.ENOENT
@@ -292,9 +309,16 @@ class UnsupportedError(StorageError):
 class Failure:
     """How one rank failed, as it travels between ranks: text and names, never a pickle.
 
-    type: dotted class path of the original error; message: its text, credentials masked;
-    errno: where it had one; traceback: formatted text. summary, uri, hint: what ``message`` is made of,
-    where the error was one of ckptfs.
+    Attributes:
+        rank: The rank that failed.
+        node: Its node, for a person.
+        type: Dotted class path of the original error.
+        message: Its text, credentials masked.
+        errno: Its number; None where it had none.
+        traceback: Formatted text.
+        summary: The sentence that ``message`` is made of, where the error was one of ckptfs.
+        uri: The URI in it; None where it had none.
+        hint: What to do next; None where it had none.
     """
 
     rank: int
@@ -311,10 +335,15 @@ class Failure:
 class CollectiveError(CkptfsError, RuntimeError):
     """Some ranks failed, so the collective call failed on every rank with this same error.
 
-    ``failures`` maps rank to Failure. Where all of them are errors of one type, this error is that type
-    too: a save that finds no space on two of four ranks is a CollectiveError and a NoSpaceError.
-    ``all_are(kind)`` asks the same of any type. Its text has at most 400 characters; what does not fit
-    is in ``failures``.
+    Where all of them are errors of one type, this error is of that type too: a save that finds no space on
+    two of four ranks is a CollectiveError and a NoSpaceError. ``all_are(kind)`` answers the same for any
+    type. Its text has at most 400 characters; what does not fit is in ``failures``.
+
+    Args:
+        failures: How each rank failed, by rank; None: of no rank.
+
+    Attributes:
+        errno: The first number of its failures, where it is a StorageError too.
     """
 
     # Never that of the type that it is too: whether a collective call failed or is in doubt is
@@ -445,8 +474,10 @@ def _cut(text: str, longest: int) -> str:
 
 
 class DeadlineError(CkptfsError, TimeoutError):
-    """Ranks were silent for longer than timeout_s, ``silent`` lists them; or what was waited for did
-    not come in time.
+    """Ranks were silent for longer than ``timeout_s``; or what was waited for did not come in time.
+
+    Args:
+        silent: The ranks that were silent.
     """
 
     def __init__(

@@ -39,13 +39,24 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """One rank's work, or all ranks' together.
+    """One rank's work, or all ranks' together. Amounts in bytes, times in seconds.
 
-    size_bytes of all data files and their sidecars; payload_bytes of tensors and objects in them;
-    files and items; seconds spent: plan (flattening, checks, exchange of plans), stage (device to
-    host), write, sync (making names durable), read, verify, commit. referenced_bytes: of items that
-    had not changed and were not written again (unchanged="reference"). direct_bytes: written past the
-    page cache (engine="direct", or where that pays); 0 where all went through it, or to an object store.
+    Attributes:
+        size_bytes: Bytes of all data files and their sidecars.
+        payload_bytes: Bytes of tensors and objects in them.
+        files: Data files.
+        items: Tensors and objects.
+        plan_s: Seconds of flattening, checks, exchange of plans.
+        stage_s: Seconds of copying from device to host.
+        write_s: Seconds of writing.
+        sync_s: Seconds of making names durable.
+        read_s: Seconds of reading.
+        verify_s: Seconds of comparing digests.
+        commit_s: Seconds of the commit.
+        referenced_bytes: Bytes of items that had not changed and were not written again
+            (``unchanged="reference"``).
+        direct_bytes: Bytes written past the page cache (``engine="direct"``, or where that pays); 0 where all
+            went through it, or to an object store.
     """
 
     size_bytes: int = 0
@@ -73,12 +84,12 @@ class Counters:
         return self.size_bytes / _MIB / self.data_s if self.data_s > 0 else 0.0
 
     def plus(self, other: Counters) -> Counters:
-        """Both, one after the other on the same rank: everything adds up."""
+        """Return both, one after the other on the same rank: every number of ``other`` is added."""
         return Counters(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
 
     @staticmethod
     def together(parts: Iterable[Counters]) -> Counters:
-        """All ranks at once: amounts add up, of each phase the slowest rank's seconds count."""
+        """Return all ranks' ``parts`` at once: amounts add up, of each phase the slowest rank's seconds count."""
         total = Counters()
         for part in parts:
             total = Counters(
@@ -92,16 +103,25 @@ class Counters:
         return total
 
     def as_dict(self) -> dict[str, float]:
-        """Flat numbers for a metrics logger, mib_per_s included."""
+        """Return flat numbers for a metrics logger, ``mib_per_s`` included."""
         return asdict(self) | {"mib_per_s": self.mib_per_s}
 
 
 @dataclass(frozen=True, slots=True)
 class SaveResult:
-    """A save that is committed. ``wall_s``: seconds from the call to the commit on this rank.
+    """A save that is committed.
 
-    ``replaced_bytes``: of older saves of the name, as their manifests say, what still lies there, over all
-    domains: in a held run until its next commit, else only what is pinned or referenced.
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps; None where there is no number.
+        save_id: The id of the save.
+        mine: The counters of this rank.
+        total: The counters of all ranks together.
+        per_rank: The counters of each rank, in order of rank.
+        wall_s: Seconds from the call to the commit on this rank.
+        warnings: What was noticed, one line each.
+        replaced_bytes: Bytes of older saves of the name, by their manifests, that are still there, over all
+            domains: in a held run until its next commit, else only what is pinned or referenced.
     """
 
     uri: str
@@ -125,8 +145,19 @@ class SaveResult:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """A load that is done. ``save_id`` is None for a checkpoint that ckptfs did not write;
-    ``verified`` tells whether every byte was compared with its digest.
+    """A load that is done.
+
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps; None where there is no number.
+        save_id: The id of the save; None for a checkpoint that ckptfs did not write.
+        mine: The counters of this rank.
+        total: The counters of all ranks together.
+        per_rank: The counters of each rank, in order of rank.
+        wall_s: Seconds that the call took on this rank.
+        verified: Whether every byte was compared with its digest.
+        missing_keys: Keys that the checkpoint lacks and that kept their values.
+        unexpected_keys: Keys of the checkpoint that the state lacks.
     """
 
     uri: str
@@ -174,7 +205,14 @@ def _told(result: SaveResult | LoadResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SaveBegan:
-    """``save`` was called. mode: "sync" or "async"."""
+    """``save`` was called.
+
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps.
+        kind: "checkpoint", "weights" or "directory".
+        mode: "sync" or "async".
+    """
 
     uri: str
     step: int
@@ -184,7 +222,14 @@ class SaveBegan:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The caller may change its tensors. stall_s: seconds that the call held the training thread."""
+    """The caller may change its tensors.
+
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps; None where there is no number.
+        size_bytes: Bytes of this rank's state.
+        stall_s: Seconds that the call held the training thread.
+    """
 
     uri: str
     step: int | None
@@ -194,7 +239,13 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """This rank's part is durable; nothing is committed yet."""
+    """This rank's part is durable; nothing is committed yet.
+
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps; None where there is no number.
+        mine: The counters of this rank.
+    """
 
     uri: str
     step: int | None
@@ -203,7 +254,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class SaveCommitted:
-    """The checkpoint exists. stall_s: as in Staged, for a synchronous save the whole call."""
+    """The checkpoint exists.
+
+    Attributes:
+        result: What was saved.
+        kind: "checkpoint", "weights" or "directory".
+        stall_s: Seconds that the call held the training thread; for a synchronous save the whole call.
+    """
 
     result: SaveResult
     kind: str
@@ -212,9 +269,13 @@ class SaveCommitted:
 
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
-    """Nothing was committed (outcome "failed"), or that is not known ("unknown").
+    """Nothing was committed, or that is not known.
 
-    error: the class of the error, a colon, and its text.
+    Attributes:
+        uri: The checkpoint.
+        step: Completed optimizer steps.
+        error: The class of the error, a colon, and its text.
+        outcome: "failed" where nothing was committed, "unknown" where that is not known.
     """
 
     uri: str
@@ -225,7 +286,13 @@ class SaveFailed:
 
 @dataclass(frozen=True, slots=True)
 class SaveSkipped:
-    """if_slow="skip": the save before it was still on its way on some rank."""
+    """``if_slow="skip"``: the save before it was still under way on some rank.
+
+    Attributes:
+        uri: The checkpoint that was not saved.
+        step: Its completed optimizer steps.
+        in_flight: How many saves were under way.
+    """
 
     uri: str
     step: int
@@ -234,7 +301,12 @@ class SaveSkipped:
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What retention looked at after a commit: how many it keeps, which it lets go."""
+    """What retention decided after a commit.
+
+    Attributes:
+        kept: How many checkpoints it keeps.
+        going: Those that it deletes.
+    """
 
     kept: int
     going: tuple[str, ...]
@@ -242,7 +314,13 @@ class Retained:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """A checkpoint's bytes are gone in this rank's domain."""
+    """A checkpoint's bytes are gone in this rank's domain.
+
+    Attributes:
+        uri: The checkpoint.
+        save_id: The id of the save.
+        reason: Why it was deleted.
+    """
 
     uri: str
     save_id: str
@@ -251,7 +329,13 @@ class Deleted:
 
 @dataclass(frozen=True, slots=True)
 class DeleteFailed:
-    """It is deleted in the log, its bytes are still here, and it is tried again."""
+    """It is deleted in the log, its bytes are still here, and deleting them is tried again.
+
+    Attributes:
+        uri: The checkpoint.
+        save_id: The id of the save.
+        error: The class of the error, a colon, and its text.
+    """
 
     uri: str
     save_id: str
@@ -260,10 +344,16 @@ class DeleteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A restore is done; what ``restore`` returns. step: None where nobody told one. skipped: newer
-    checkpoints that could not be loaded and why, newest first. dropped: keys of what ranks of another
-    world size kept for themselves (``per_rank="drop"``). copy_of: the URI of the run where ``uri`` lies in
-    one of its copies, because the run's own place has lost that save or is behind; None: read from the run.
+    """A restore is done; what ``restore`` returns.
+
+    Attributes:
+        uri: The checkpoint, in the run or in one of its copies.
+        step: Completed optimizer steps; None where there is no number.
+        skipped: Newer checkpoints that could not be loaded and why, newest first.
+        wall_s: Seconds that the restore took on this rank.
+        dropped: Keys of what ranks of another world size kept for themselves (``per_rank="drop"``).
+        copy_of: The URI of the run where ``uri`` is in one of its copies, because the run's own place has
+            lost that save or is behind; None: read from the run.
     """
 
     uri: str
@@ -276,7 +366,14 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class CopyCommitted:
-    """A committed checkpoint is whole at a copy's place too."""
+    """A committed checkpoint is whole at a copy's place too.
+
+    Attributes:
+        uri: The checkpoint in the run.
+        copy_uri: The copy of it.
+        size_bytes: Bytes of the copy.
+        wall_s: Seconds that the copy took.
+    """
 
     uri: str
     copy_uri: str
@@ -286,7 +383,13 @@ class CopyCommitted:
 
 @dataclass(frozen=True, slots=True)
 class CopyFailed:
-    """The copy is tried again; the original stays until it is whole."""
+    """The copy is tried again; the original stays until it is whole.
+
+    Attributes:
+        uri: The checkpoint in the run.
+        copy_uri: Where the copy was to be.
+        error: The class of the error, a colon, and its text.
+    """
 
     uri: str
     copy_uri: str

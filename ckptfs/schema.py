@@ -18,7 +18,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-__all__ = ["Component", "Count", "Number", "Schema", "SchemaError", "parse"]
+__all__ = ["Component", "Count", "Number", "Schema", "SchemaError", "Word", "kind_in", "parse"]
 
 T = TypeVar("T")
 
@@ -36,6 +36,9 @@ Component = Annotated[
 ]
 """One component of a path."""
 
+Word = Annotated[str, msgspec.Meta(max_length=100)]
+"""A word of a closed list, which a newer version may have made longer. It is shown to people."""
+
 _PATTERN = re.compile(r"`str` matching regex '.*?Z'")
 
 
@@ -51,6 +54,21 @@ def parse(data: bytes | str) -> Any:
         raise SchemaError("nested too deeply") from error
     except ValueError as error:
         raise SchemaError(f"no JSON: {error}") from error
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+_KIND = msgspec.json.Decoder(_Kind)
+
+
+def kind_in(data: bytes) -> str | None:
+    """Return the ``kind`` of a JSON object without making values of the rest; None if it says none."""
+    try:
+        return _KIND.decode(data).kind
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 class Schema(Generic[T]):

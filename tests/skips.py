@@ -1,12 +1,15 @@
-"""One line for all tests that were skipped: how many, for what they lack, and what brings it."""
+"""What a run says at its end: one line for all skipped tests, with what they lack and what brings it, and
+one for each test that failed.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-__all__ = ["sum_up"]
+__all__ = ["name_failures", "sum_up"]
 
 # What a test lacked, and how its reason says so. The first that fits counts.
 LACKS = (
@@ -31,3 +34,13 @@ def sum_up(reasons: Iterable[str]) -> str:
         return ""
     parts = ", ".join(f"{count} lack {name}" for name, count in counts.most_common())
     return f"{counts.total()} skipped: {parts}"
+
+
+def name_failures(stats: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A line for each test that failed or broke: its name and the first line of its error."""
+    lines = []
+    for report in (*stats.get("failed", ()), *stats.get("error", ())):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        message = (crash.message if crash else str(report.longrepr)).strip().splitlines()
+        lines.append(f"FAILED {report.nodeid}: {message[0][:300] if message else ''}\n")
+    return lines

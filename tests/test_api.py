@@ -22,11 +22,11 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.advisory import ADVICE
-from ckptfs.commit.deleting import delete_checkpoint
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
+from ckptfs.commit.log.advisory_log import ADVICE
 from ckptfs.commit.manifest import digest_of
-from ckptfs.commit.spec import IfExists
-from ckptfs.commit.tickets import begin_parts
+from ckptfs.commit.parts.tickets import begin_parts
+from ckptfs.commit.save.spec import IfExists
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

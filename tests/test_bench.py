@@ -144,7 +144,7 @@ def test_parts_of_a_result_are_joined_once() -> None:
     assert both.notes == ("quiet", *one.notes)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.campaign
 def test_readers_of_two_trees_are_put_beside_each_other() -> None:
     """Tiny files, this tree as both: each turn is a process of its own."""
     said: list[str] = []

@@ -69,6 +69,7 @@ def _processes_of(home: Path) -> list[int]:
     return found
 
 
+@pytest.mark.campaign  # a minute; .ci/run plays it by `make demo`, which fails where a claim does not hold
 def test_demo_holds_every_claim(tmp_path: Path) -> None:
     """torchrun, 4 ranks as 2 nodes: every claim that the demo prints was true, and nothing stays."""
     home = tmp_path / "demo"

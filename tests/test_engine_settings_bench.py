@@ -1,4 +1,6 @@
-"""The benchmarks of single settings and of profiles still run, and set what they say."""
+"""The benchmarks of single settings and of profiles still run, and set what they say. Most of it is for
+make campaign-bench.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from benchmarks.telling import HERE
 SMALLEST = 20_000_000  # three windows of 8 MiB
 
 
+@pytest.mark.campaign
 def test_every_setting_has_its_turn(tmp_path: Path) -> None:
     """A process of its own for each, a sample of each in every round, nothing left on the disk."""
     names = [windows.OURS, "1 MiB", "small pages"]
@@ -26,11 +29,17 @@ def test_every_setting_has_its_turn(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["1 MiB", "1 thread", "buffered"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1 MiB",
+        *(pytest.param(name, marks=pytest.mark.campaign) for name in ("1 thread", "buffered")),
+    ],
+)
 def test_a_setting_is_what_its_name_says(name: str, tmp_path: Path) -> None:
     """Windows, threads and engine reach the file that is written."""
     code = (
-        "import json; from benchmarks import windows; from ckptfs.storage.local.direct_io import WindowedFile\n"
+        "import json; from benchmarks import windows; from ckptfs.storage.local.writers import WindowedFile\n"
         f"setting = windows.SETTINGS[{name!r}]\n"
         f"save = windows.saving(setting, {SMALLEST})\n"
         "found = []\n"
@@ -52,6 +61,7 @@ def test_a_setting_is_what_its_name_says(name: str, tmp_path: Path) -> None:
     assert (engine == "buffered") == (wanted.engine == "buffered")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("case", ["save", "s3-unsigned"])
 def test_a_profile_is_a_page(case: str, tmp_path: Path) -> None:
     """What it costs, and where: at least the digests are found by name."""

@@ -286,10 +286,10 @@ def test_a_word_that_is_no_choice_is_refused_by_its_parameter() -> None:
     """The error says which argument it was, and what it takes; of a value as long as one likes a part."""
     for module in (
         "manager.options",
-        "manager.candidates",
-        "dcp.reuse",
-        "dcp.writer",
-        "dcp.load_planner",
+        "manager.restore_candidates",
+        "dcp.incremental.reuse",
+        "dcp.torch_hooks.storage_writer",
+        "dcp.read.load_planner",
     ):
         importlib.import_module(f"ckptfs.{module}")
     choices: list[Any] = errors.ArgumentChoice.__subclasses__()

@@ -1,4 +1,6 @@
-"""The table of floors: every row still runs, and a figure is judged as its page says."""
+"""The table of floors: rows still run (one here, all in make campaign-bench), and a figure is judged as
+its page says.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,16 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
     return findings_of(row, result)
 
 
-@pytest.mark.parametrize("row", ["durable", "tmpfs", "hot", "cold", "small", "memory", "stall"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        "small",
+        *(
+            pytest.param(row, marks=pytest.mark.campaign)
+            for row in ("shapes", "durable", "tmpfs", "hot", "cold", "memory", "stall")
+        ),
+    ],
+)
 def test_a_row_runs_from_end_to_end(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +74,7 @@ def test_a_row_runs_from_end_to_end(
     assert "every measurement: " in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 def test_two_ranks_take_turns_with_their_peers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +84,7 @@ def test_two_ranks_take_turns_with_their_peers(
     assert all(one.found is not None and one.verdict is None for one in found)
 
 
+@pytest.mark.campaign
 def test_the_row_of_the_planner_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides in processes of their own; a world of another size than the floor's is told only, with
     the coordinator's CPU seconds and memory.
@@ -196,6 +209,7 @@ def test_the_floors_are_those_that_were_set() -> None:
             for line in (
                 ("small", "safetensors' time", phase, 1.5, 1.0),
                 ("small", "faster than DCP", phase, 5.0, 8.0),
+                ("shapes", "faster than DCP", phase, 4.0, None),
             )
         ),
         ("stall", "a bare copy's time", "stall", 1.3, 1.1),

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs.commit.digests import decode_digests
-from ckptfs.dcp.decoding import decode_metadata
-from ckptfs.dcp.leaves import load_leaf, serialise_leaf
-from ckptfs.dcp.pickle_scan import check_archive
-from ckptfs.dcp.safetensors_format import decode_header, decode_index, encode_index
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.pickle_scan import check_archive
+from ckptfs.dcp.planning.leaves import load_leaf, serialise_leaf
+from ckptfs.dcp.safetensors.safetensors_format import decode_header, decode_index, encode_index
 from ckptfs.errors import CkptfsError
 from ckptfs.schema import SchemaError
 

@@ -22,7 +22,13 @@ PACKAGE = ROOT / "ckptfs"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
-NO_TORCH = ("ckptfs", "ckptfs.uri", "ckptfs.events", "ckptfs.storage.registry", "ckptfs.commit.run")
+NO_TORCH = (
+    "ckptfs",
+    "ckptfs.uri",
+    "ckptfs.events",
+    "ckptfs.storage.registry",
+    "ckptfs.commit.ownership.run",
+)
 
 _STOCK_FILES = (
     "torch.distributed.checkpoint.filesystem",
@@ -147,14 +153,54 @@ def test_import_does_not_bring_torch(module: str) -> None:
 PLANTED = {
     "storage takes torch": ("storage/local/storage.py", "import torch"),
     "storage takes torch by a detour": ("storage/local/storage.py", "import ckptfs._torch"),
-    "storage knows topology": ("storage/base.py", "import ckptfs.topology.world"),
-    "commit takes torch": ("commit/ops.py", "import torch"),
-    "commit asks _torch": ("commit/ops.py", "import ckptfs._torch"),
-    "topology knows commit": ("topology/world.py", "import ckptfs.commit.ops"),
-    "topology takes torch": ("topology/world.py", "def lazy() -> None:\n    import torch"),
+    "storage knows topology": ("storage/base.py", "import ckptfs.control.world"),
+    "commit takes torch": ("commit/operations.py", "import torch"),
+    "commit asks _torch": ("commit/operations.py", "import ckptfs._torch"),
+    "topology knows commit": ("topology/storage_domains.py", "import ckptfs.commit.operations"),
+    "control knows topology": ("control/world.py", "import ckptfs.topology.storage_domains"),
+    "topology takes torch": ("control/world.py", "def lazy() -> None:\n    import torch"),
     "errors know storage": ("errors.py", "import ckptfs.storage.base"),
-    "the core knows its test kit": ("commit/ops.py", "import ckptfs.testing.faults"),
+    "the core knows its test kit": ("commit/operations.py", "import ckptfs.testing.faults"),
+    "a load decodes the pickle": (
+        "dcp/loading.py",
+        "import ckptfs.dcp.metadata.metadata_pickle",
+    ),
+    "a save starts threads of a file": (
+        "dcp/saving.py",
+        "import ckptfs.dcp.write.parallel_windows",
+    ),
+    "a load makes its own requests": ("dcp/loading.py", "import ckptfs.dcp.read.requests"),
+    "a save that waits stages a copy": ("dcp/saving.py", "import ckptfs.dcp.staging.staging"),
+    "a save commits as torch's hooks do": (
+        "dcp/saving.py",
+        "import ckptfs.dcp.torch_hooks.commit_agent",
+    ),
+    "planning reads files": ("dcp/planning/state_dicts.py", "import ckptfs.dcp.read.data_file"),
+    "a load compares with a base": ("dcp/loading.py", "import ckptfs.dcp.incremental.reuse"),
+    "a save exports": ("dcp/saving.py", "import ckptfs.dcp.safetensors.exporter"),
     "a room without a place": ("attic.py", "import os"),
+    "a layer above takes the heartbeat": ("manager/options.py", "import ckptfs.control.heartbeat"),
+    "a save probes by itself": ("dcp/saving.py", "import ckptfs.topology.storage_domains"),
+    "the log knows a save": ("commit/log/fold.py", "import ckptfs.commit.save.spec"),
+    "a decision asks what is settled": ("commit/decisions.py", "import ckptfs.commit.log.saves"),
+    "the manager seals": ("manager/options.py", "import ckptfs.commit.save.sealing"),
+    "a deletion recovers": (
+        "commit/delete/erase.py",
+        "def lazy() -> None:\n    import ckptfs.commit.ownership.recovery",
+    ),
+    "a ticket erases": ("commit/parts/tickets.py", "import ckptfs.commit.delete.erase"),
+    "the catalog claims": (
+        "commit/catalog/locate.py",
+        "def lazy() -> None:\n    import ckptfs.commit.ownership.claim",
+    ),
+    "a save knows tickets": (
+        "commit/save/attempt.py",
+        "def lazy() -> None:\n    import ckptfs.commit.parts.tickets",
+    ),
+    "a claim downloads": (
+        "commit/ownership/claim.py",
+        "def lazy() -> None:\n    import ckptfs.commit.directory_checkpoints.read",
+    ),
 }
 
 

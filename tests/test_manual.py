@@ -1,7 +1,7 @@
 """The built manual: whole, by itself, and nothing public is missing in it.
 
-Looks at what ``make docs`` left in build/docs. Where that is not there or older than its sources, it is
-built first, as ``make docs`` does it: warnings are errors.
+``make docs`` runs it over what it has built in build/docs; ``make test`` leaves it out. Where that is not
+there or older than its sources, it is built first, as ``make docs`` does it: warnings are errors.
 """
 
 from __future__ import annotations
@@ -212,6 +212,31 @@ def test_a_link_out_of_docs_is_found_again(extension: Any) -> None:
         ("Not:\n\n    - a b;\n      c;\n    - d.", ["Not:", "", "* a b; c;", "* d."]),
         ("one   two\nthree four\nfive  six", None),
         ("raises FencedError.", ["raises :py:obj:`FencedError <ckptfs.FencedError>`."]),
+        (
+            "Call.\n\nArgs:\n    uri: the *one*\n        of two.\n    mode: which.\n\nReturns:\n    A list:\n    all.",
+            [
+                "Call.",
+                "",
+                ":Parameters:",
+                r"   * **uri**: the \*one\* of two.",
+                "   * **mode**: which.",
+                "",
+                ":Returns:",
+                "   A list: all.",
+            ],
+        ),
+        (
+            "Raises:\n    FencedError: newer.\n    OSError: else.",
+            [
+                ":Raises:",
+                "   * :py:obj:`FencedError <ckptfs.FencedError>`: newer.",
+                "   * **OSError**: else.",
+            ],
+        ),
+        (
+            "Example:\n    x = 1",
+            [".. rubric:: Example", "", ".. code-block:: python", "", "   x = 1"],
+        ),
         (
             "uri: a. mode: b. After a crash nothing is lost.",
             ["* **uri**: a.", "* **mode**: b.", "", "After a crash nothing is lost."],

@@ -63,7 +63,13 @@ FALLBACKS = {"moto": "s3fs", "gcs": "gcsfs", "azurite": "adlfs"}
 
 
 @pytest.fixture(
-    params=["file", "memory", "radosgw", *FALLBACKS, *(f"{k} {v}" for k, v in FALLBACKS.items())]
+    params=[
+        "file",
+        "memory",
+        pytest.param("radosgw", marks=pytest.mark.campaign),  # S3, as moto is
+        *FALLBACKS,
+        *(f"{k} {v}" for k, v in FALLBACKS.items()),
+    ]
 )
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     """Every kind of storage, and object stores through their fsspec libraries."""

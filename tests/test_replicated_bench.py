@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks import replicated
 
 
+@pytest.mark.campaign
 def test_every_way_brings_the_state_to_every_rank(tmp_path: Path) -> None:
     """Two processes, a file, one round: a sample of each way, whose ranks compared what they have."""
     shared = Path("/dev/shm")

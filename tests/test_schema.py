@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 import ckptfs
 from ckptfs.bench.results import decode_result, encode_result
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import read_hint
+from ckptfs.commit.log.entries import (
     Delete,
     Entry,
     Fence,
@@ -31,9 +32,7 @@ from ckptfs.commit.entries import (
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entries, snapshot_of, state_from_snapshot
-from ckptfs.commit.foreign import names_save
-from ckptfs.commit.log import read_hint
+from ckptfs.commit.log.fold import LogState, fold_entries, snapshot_of, state_from_snapshot
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,
@@ -41,7 +40,8 @@ from ckptfs.commit.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from ckptfs.commit.recovery_plan import decode_record, encode_record
+from ckptfs.commit.ownership.recovery_plan import decode_record, encode_record
+from ckptfs.commit.save.foreign_metadata import names_save
 from ckptfs.errors import ManifestError
 from ckptfs.schema import Component, Count, Schema, SchemaError, parse
 from tests.bench.made import made_result
@@ -241,5 +241,5 @@ def test_no_other_module_parses_what_lies_on_storage() -> None:
         for path in sorted((package / "commit").rglob("*.py"))
         if "json.loads" in path.read_text()
     ]
-    assert calls == ["publishing.py"], "what ranks send each other is no storage"
+    assert calls == ["write.py"], "what ranks send each other is no storage"
     assert parse(b'{"a": NaN}')["a"] != parse(b'{"a": NaN}')["a"]

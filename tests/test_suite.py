@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests import repeat
-from tests.skips import sum_up
+from tests.skips import name_failures, sum_up
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,6 +38,15 @@ def test_skipped_tests_are_one_line_with_the_command_that_brings_their_servers()
     assert sum_up([]) == ""
 
 
+def test_what_failed_is_named_with_the_first_line_of_its_error() -> None:
+    """Also where a fixture broke, and where pytest has no more than a text."""
+    crash = SimpleNamespace(message="AssertionError: one\nand more")
+    failed = SimpleNamespace(nodeid="a.py::one", longrepr=SimpleNamespace(reprcrash=crash))
+    broken = SimpleNamespace(nodeid="a.py::two", longrepr="")
+    lines = name_failures({"failed": [failed], "error": [broken]})
+    assert lines == ["FAILED a.py::one: AssertionError: one\n", "FAILED a.py::two: \n"]
+
+
 @pytest.mark.parametrize(
     ("core", "labs", "status"),
     [(0, 0, 0), (1, 0, 2), (0, 1, 2), (5, 0, 0), (0, 5, 0), (2, 5, 2), (5, 5, 0)],
@@ -46,7 +56,10 @@ def test_both_halves_of_the_suite_run_whatever_the_first_one_finds(
 ) -> None:
     """`make test` tells both halves, and fails where either failed; 5 is "no test chosen"."""
     fake = tmp_path / "pytest"
-    fake.write_text(f'case "$*" in *--ignore*) exit {core};; *) exit {labs};; esac\n')
+    fake.write_text(
+        'case "$*" in *--ignore*) echo the core; echo FAILED one >>$CKPTFS_FAILURES;'
+        f" exit {core};; *) echo the labs; exit {labs};; esac\n"
+    )
     makefile = tmp_path / "Makefile"
     makefile.write_text(
         f"include {ROOT}/Makefile\n.PHONY: both\nboth:\n\t@$(call run_both_halves,bash {fake})\n"
@@ -54,9 +67,35 @@ def test_both_halves_of_the_suite_run_whatever_the_first_one_finds(
     command = ["make", "--no-print-directory", "-f", str(makefile), "both"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == status, ran.stderr
+    order = [ran.stdout.index(text) for text in ("the core", "the labs", "FAILED one", "core: ")]
+    assert order == sorted(order)
     words = {0: "passed", 5: "no test chosen"}
     assert f"core: {words.get(core, f'FAILED (exit {core})')};" in ran.stdout
     assert f"cuts): {words.get(labs, f'FAILED (exit {labs})')}" in ran.stdout
+
+
+@pytest.mark.parametrize("failing", ["none", "docs"])
+def test_ci_prints_the_seconds_of_each_stage_and_stops_at_the_first_that_fails(
+    tmp_path: Path, failing: str
+) -> None:
+    """Also of the stages before the one that failed, whose exit code is that of the whole."""
+    fake = tmp_path / "make"
+    fake.write_text(f"#!/bin/sh\n[ $1 = {failing} ] && exit 7\nexit 0\n")
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        [ROOT / ".ci/run"], env=environment, capture_output=True, text=True, check=False
+    )
+    told = ran.stdout.partition("Seconds of each stage:\n")[2].splitlines()
+    stages = [line.split(maxsplit=1)[1] for line in told]
+    assert all(line.split()[0].isdigit() for line in told)
+    if failing == "none":
+        assert ran.returncode == 0, ran.stderr
+        targets = ("lab-install", "check", "docs", "demo", "test", "test-integrations")
+        assert stages[:6] == [f"make {name}" for name in targets]
+    else:
+        assert ran.returncode == 7
+        assert stages == ["make lab-install", "make check", "make docs"]
 
 
 def test_a_repeated_run_tells_each_test_that_was_not_green_every_time(tmp_path: Path) -> None:
@@ -91,6 +130,7 @@ HANGS = """
 import ctypes
 import pytest
 
+@pytest.mark.timeout(60)
 def test_before():
     pass
 
@@ -114,7 +154,7 @@ def test_a_test_that_never_returns_from_a_call_ends(tmp_path: Path, processes: i
         "from tests.ending import pytest_configure, pytest_runtest_protocol, pytest_unconfigure\n"
         "ending.GRACE_S = 1.0\n"
     )
-    command = [sys.executable, "-m", "pytest", "--timeout=8", "-n", str(processes), str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", "--timeout=3", "-n", str(processes), str(tmp_path)]
     ran = subprocess.run(
         [*command, f"--rootdir={tmp_path}", "-c", os.devnull],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -113,7 +113,7 @@ def test_the_message_is_the_one_that_the_code_gives(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(NOT_MADE))
 def test_the_others_quote_the_code(name: str) -> None:
     """The words of an example that is not made here stand in the code."""
-    code = re.sub(r'"\s*\n\s*f?"', "", (ROOT / "ckptfs/topology/client.py").read_text())
+    code = re.sub(r'"\s*\n\s*f?"', "", (ROOT / "ckptfs/control/tcpstore_client.py").read_text())
     message, _, hint = shown(name).removeprefix(f"{name}: ").partition(" -- ")
     assert hint in code
     assert re.split(r" \d+ s$", message)[0] in code

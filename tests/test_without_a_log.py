@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.beside import Beside, oldest_first
-from ckptfs.commit.layout import number_order
+from ckptfs.commit.catalog.unlogged import Beside, oldest_first
+from ckptfs.commit.paths import number_order
 from tests.cli.conftest import Cli, Place, cli, no_accounts, place, radosgw
 
 __all__ = ["cli", "no_accounts", "place", "radosgw"]

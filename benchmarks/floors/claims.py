@@ -183,6 +183,10 @@ def _claims() -> Iterable[Claim]:
         beside = ours_by_others("safetensors")
         yield Claim("small", "safetensors' time", phase, beside, most, 1.5, 1.0, "x")
         yield Claim("small", "faster than DCP", phase, others_by_ours("dcp"), least, 5.0, 8.0, "x")
+        yield Claim("shapes", "safetensors' time", phase, beside, most, None, None, "x")
+        yield Claim(
+            "shapes", "faster than DCP", phase, others_by_ours("dcp"), least, 4.0, None, "x"
+        )
     copy = ours_by_others("memcpy")
     yield Claim("stall", "a bare copy's time", "stall", copy, most, 1.3, 1.1, "x")
     stock = others_by_ours("dcp thread", "dcp process")

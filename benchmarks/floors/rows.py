@@ -20,6 +20,7 @@ from benchmarks.floors.claims import DCP, OURS, PEERS
 from ckptfs.bench.ask import Asked, WorkloadAsked
 from ckptfs.bench.results import Phase, Result
 from ckptfs.bench.running import measure, target_asked
+from ckptfs.bench.workloads import NO_MODELS
 
 MOST_ON_S3, MOST_ON_NFS = 536_870_912, 200_000_000
 NFS_TIMEOUT_S = 3600.0
@@ -55,7 +56,7 @@ def _files(
     at: Path | None = None,
 ) -> Result:
     """Everybody in turn on a directory, in one process of its own."""
-    size_bytes = sizes.small * SMALL_BYTES if kind == "many" else sizes.size_bytes
+    size_bytes = sizes.small * SMALL_BYTES if kind in NO_MODELS else sizes.size_bytes
     wanted = [one for one in engines if not sizes.only or one in sizes.only]
     there = tuple(one for one in wanted if find_spec(_module(one)))
     asked = Asked(
@@ -119,6 +120,11 @@ def cold(sizes: Sizes) -> Result:
 def small(sizes: Sizes) -> Result:
     """Many small tensors."""
     return _files(sizes, (OURS, "safetensors", "dcp"), "save", "load_warm", kind="many")
+
+
+def shapes(sizes: Sizes) -> Result:
+    """Small tensors, no two of one shape."""
+    return _files(sizes, (OURS, "safetensors", "dcp"), "save", "load_warm", kind="shapes")
 
 
 def stall(sizes: Sizes) -> Result:
@@ -241,6 +247,7 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "hot": hot,
     "cold": cold,
     "small": small,
+    "shapes": shapes,
     "stall": stall,
     "planner": planner,
     "s3": s3,

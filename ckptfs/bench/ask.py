@@ -39,12 +39,15 @@ _MOVED: tuple[Phase, ...] = ("save", "load_warm", "load_cold")
 class TargetAsked:
     """A place, and the directory or prefix of its own that everything is written below.
 
-    uri: as it was given, with credentials. home: the name below it, which nobody else uses.
+    Attributes:
+        uri: As it was given, with credentials.
+        home: The name below it, which is used by no other program.
+        storage_options: What fsspec's filesystem of that protocol takes.
     """
 
-    uri: str
+    uri: str = field(repr=False)
     home: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def place(self) -> Uri:
@@ -59,20 +62,35 @@ class TargetAsked:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadAsked:
-    """One kind, by parameters or bytes; its default size without both."""
+    """One kind of state, by parameters or bytes; its default size without both.
+
+    Attributes:
+        kind: Which kind.
+        params: How many parameters; None: not by parameters.
+        size_bytes: How many bytes; None: not by bytes.
+    """
 
     kind: str
     params: int | None = None
     size_bytes: int | None = None
 
     def made(self) -> WorkloadSpec:
-        """Its tensors. StateError: see ``make_workload``."""
+        """Return its tensors.
+
+        Raises:
+            StateError: See ``make_workload``.
+        """
         return make_workload(self.kind, params=self.params, size_bytes=self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class LoopShape:
-    """The training loop: so many steps, a save after every ``every``-th but the last."""
+    """The training loop: a save after every ``every``-th step but the last.
+
+    Attributes:
+        steps: How many steps.
+        every: How many steps between two saves.
+    """
 
     steps: int = 20
     every: int = 5
@@ -80,12 +98,21 @@ class LoopShape:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """engines: names that were asked for; () takes all that are installed and fit.
+    """What is to be measured.
 
-    rounds: those that count; warm_ups of them come first and do not. phases: of saves and loads, those
-    that are measured; what is loaded has to be saved in any case. memory_from: see ``Baseline``.
-    durable: whether writers that have the choice make files survive a power cut. keep: leave what the
-    last round wrote.
+    Attributes:
+        targets: Where.
+        workloads: Which states.
+        engines: Names of engines; () takes all that are installed and fit.
+        rounds: How many rounds count.
+        ranks: How many processes.
+        durable: Whether writers that have the choice make files survive a power cut.
+        keep: Leave what the last round wrote.
+        loop: The training loop of the workload "loop".
+        warm_ups: How many rounds come first and do not count.
+        phases: Those of saves and loads that are measured; what is loaded has to be saved in any case.
+        memory_from: What peak memory is compared with: that before the "call", or that at the "start" of the
+            process.
     """
 
     targets: tuple[TargetAsked, ...]
@@ -102,12 +129,19 @@ class Asked:
 
 
 def encode_asked(asked: Asked) -> str:
-    """One line of JSON. TypeError: storage options that JSON does not know."""
+    """Return one line of JSON.
+
+    Args:
+        asked: The value.
+
+    Raises:
+        TypeError: Storage options that JSON does not know.
+    """
     return json.dumps(asdict(asked))
 
 
 def decode_asked(text: str) -> Asked:
-    """The same value again."""
+    """Return the value that ``encode_asked`` made ``text`` of."""
     record = json.loads(text)
     targets = tuple(TargetAsked(**one) for one in record.pop("targets"))
     workloads = tuple(WorkloadAsked(**one) for one in record.pop("workloads"))
@@ -117,7 +151,7 @@ def decode_asked(text: str) -> Asked:
 
 
 def settings_of(asked: Asked) -> dict[str, Any]:
-    """What changes the numbers, without places and options."""
+    """Return what of ``asked`` changes the numbers, without places and options."""
     found: dict[str, Any] = {
         "ranks": asked.ranks,
         "rounds": asked.rounds,

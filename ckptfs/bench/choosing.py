@@ -35,9 +35,13 @@ OBJECT_STORES = tuple(PROTOCOLS)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Where a driver is ("module:factory"), what it needs installed, and where it makes sense.
+    """One kind of engine.
 
-    variants: what may stand after a colon; on a directory only, but for clients of ckptfs.
+    Attributes:
+        driver: Where its driver is, "module:factory".
+        needs: What has to be installed.
+        fits: Whether it makes sense at a URI.
+        variants: What may be after a colon; on a directory only, but for clients of ckptfs.
     """
 
     driver: str
@@ -86,7 +90,12 @@ ON_REQUEST = {
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """An engine that takes part. variant: a client of ckptfs, or one of ``Kind.variants``."""
+    """An engine that takes part.
+
+    Attributes:
+        name: Its name.
+        variant: A client of ckptfs, or one of ``Kind.variants``; None: none of them.
+    """
 
     name: str
     variant: str | None = None
@@ -98,10 +107,18 @@ class Chosen:
 
 
 def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
-    """Who takes part at a target, and why others do not. Imports none of them.
+    """Choose who takes part at a target. Imports none of them.
 
-    Without a word, all that fit and are installed. StateError: no such engine. MissingDriverError:
-    one that was asked for by name is not installed. One that does not fit here is a note.
+    Args:
+        asked: Names of engines; empty: all that fit and are installed.
+        place: The target.
+
+    Returns:
+        Those that take part, and notes about why others do not. One that does not fit here is a note.
+
+    Raises:
+        StateError: There is no such engine.
+        MissingDriverError: An engine that was named is not installed.
     """
     chosen, notes = [], []
     for word in asked or ENGINES:
@@ -127,7 +144,7 @@ def choose(asked: Sequence[str], place: Uri) -> tuple[list[Chosen], list[str]]:
 
 
 def kind_of(name: str) -> Kind:
-    """Of a chosen engine."""
+    """Return the kind of the chosen engine ``name``."""
     return ENGINES[name] if name in ENGINES else ON_REQUEST[name]
 
 

@@ -31,7 +31,12 @@ _LOOPBACK = "lo"
 
 
 class Group(Protocol):
-    """What measuring needs of the ranks; collective, all of it."""
+    """What measuring needs of the ranks; collective, all of it.
+
+    Attributes:
+        rank: This rank.
+        size: How many ranks.
+    """
 
     rank: int
     size: int
@@ -40,12 +45,21 @@ class Group(Protocol):
         """All are here."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, on every rank."""
+        """Return the ``value`` of each rank, on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What one call cost; see ``results.Sample``."""
+    """What one call cost; see ``results.Sample``.
+
+    Attributes:
+        wall_s: Seconds of the slowest rank.
+        cpu_s: Seconds of all ranks, threads included.
+        sent_bytes: Bytes sent on the network; None where they could not be measured.
+        received_bytes: Bytes received from the network; None where they could not be measured.
+        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory; None where they
+            could not be measured.
+    """
 
     wall_s: float
     cpu_s: float
@@ -55,7 +69,13 @@ class Spent:
 
 
 class WireKind(Enum):
-    """Which interfaces carry the bytes. LOOPBACK counts both directions as one number."""
+    """Which interfaces carry the bytes.
+
+    Attributes:
+        NONE: None.
+        NETWORK: All but the loopback.
+        LOOPBACK: The loopback, which counts both directions as one number.
+    """
 
     NONE = "none"
     NETWORK = "network"
@@ -66,14 +86,16 @@ class WireKind(Enum):
 class Wire:
     """The byte counters of this machine's network interfaces: all programs' traffic is in them.
 
-    counts: on the one process of each machine that looks.
+    Attributes:
+        kind: Which interfaces.
+        counts: True on the one process of each machine that reads them.
     """
 
     kind: WireKind = WireKind.NONE
     counts: bool = True
 
     def read(self) -> tuple[int, int] | None:
-        """Bytes sent and received until now; None where they cannot be told."""
+        """Return bytes sent and received until now; None where they are not known."""
         if self.kind is WireKind.NONE or not self.counts:
             return None
         try:
@@ -102,7 +124,13 @@ class _Mine:
 
 
 class Clock:
-    """Times calls of a group."""
+    """Times calls of a group.
+
+    Args:
+        group: The ranks.
+        wire: Counts bytes on the network; None: nothing is counted.
+        memory_from: What peak memory is compared with, "call" or "start"; see ``Baseline``.
+    """
 
     def __init__(
         self, group: Group, wire: Wire | None = None, memory_from: Baseline = "call"
@@ -115,7 +143,17 @@ class Clock:
             self._start_bytes = _restart_peak()
 
     def time(self, call: Callable[[], None]) -> Spent:
-        """Collective. What the call cost; CkptfsError, the lowest failed rank's, on every rank."""
+        """Measure a call. Collective.
+
+        Args:
+            call: What is measured.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            CkptfsError: The lowest failed rank's, on every rank.
+        """
         gc.collect()
         before_bytes = _restart_peak()
         if before_bytes is not None and self._start_bytes is not None:
@@ -136,7 +174,15 @@ class Clock:
 
 
 def together(group: Group, call: Callable[[], object]) -> None:
-    """Collective. The call, on no clock; CkptfsError, the lowest failed rank's, on every rank."""
+    """Make a call on all ranks, on no clock. Collective.
+
+    Args:
+        group: The ranks.
+        call: What is called.
+
+    Raises:
+        CkptfsError: The lowest failed rank's, on every rank.
+    """
     _raise_first(group.gather(_error_of(call, group.rank)))
 
 

@@ -33,7 +33,14 @@ _MEASURED = 2.0  # what was measured of a machine, such as fsync_ms, is told fro
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """prevents: the numbers are of different things, whatever the verdicts say."""
+    """Something that is not the same in both runs.
+
+    Attributes:
+        what: What it is.
+        before: In the first run.
+        after: In the second run.
+        prevents: The numbers are of different things, in spite of the verdicts.
+    """
 
     what: str
     before: str
@@ -43,7 +50,18 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """One engine in one phase, in both runs: seconds, and after by before."""
+    """One engine in one phase, in both runs.
+
+    Attributes:
+        workload: The name of the workload.
+        target: The target's URI.
+        phase: "save", "load_cold", "load_warm", "stall", "steps" or "steps_saving".
+        engine: The name of the engine.
+        is_limit: It moves raw bytes.
+        before: Seconds of the first run.
+        after: Seconds of the second run.
+        found: The second by the first.
+    """
 
     workload: str
     target: str
@@ -57,7 +75,13 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """See the module. missing: "only before: ...", "no time measured after: ...", in words."""
+    """Two results in comparison; see the module.
+
+    Attributes:
+        differences: What differs between the two runs in addition to the numbers.
+        rows: Each engine in each phase. Empty: the two, or what is left of them, have nothing in common.
+        missing: "only before: ...", "no time measured after: ...", in words.
+    """
 
     differences: tuple[Difference, ...]
     rows: tuple[Beside, ...]
@@ -74,9 +98,16 @@ class Compared:
 def compare_results(
     before: Result, after: Result, *, only: Sequence[str] = (), phases: Sequence[str] = ()
 ) -> Compared:
-    """after beside before. only: glob patterns of engines, workloads or targets; phases: names.
+    """Compare a later result with an earlier one.
 
-    An empty ``rows`` says that the two, or what is left of them, have nothing in common.
+    Args:
+        before: The earlier one.
+        after: The later one.
+        only: Glob patterns of engines, workloads or targets; empty: all.
+        phases: Names of phases; empty: all.
+
+    Returns:
+        The comparison.
     """
     after, moved = _same_target(before, after)
     old, new = _chosen(before, only, phases), _chosen(after, only, phases)

@@ -33,7 +33,12 @@ _MOST_VIEWS = 1024  # of one preadv: IOV_MAX
 
 
 class Way(Enum):
-    """How bytes pass; the value is what stands after the colon."""
+    """How bytes pass; the value is what is after the colon.
+
+    Attributes:
+        DIRECT: Past the page cache.
+        BUFFERED: Through the page cache.
+    """
 
     DIRECT = "direct"
     BUFFERED = "buffered"
@@ -52,7 +57,12 @@ _READS_DIRECT = _Shape(4, 8 << 20)  # a disk answers one reader slower than it c
 
 
 class BareFile(Driver):
-    """One file of this rank's size, one way."""
+    """One file of this rank's size, written and read one way.
+
+    Args:
+        setting: What it works with.
+        way: Which way.
+    """
 
     def __init__(self, setting: Setting, way: Way) -> None:
         super().__init__(setting)

@@ -14,7 +14,15 @@ __all__ = ["Ckptfs"]
 
 
 class Ckptfs(Driver):
-    """``ckptfs.save`` and ``ckptfs.load``. client: the library of an object store, by name."""
+    """``ckptfs.save`` and ``ckptfs.load``.
+
+    Args:
+        setting: What it works with.
+        client: The library of an object store, by name; None: the default.
+
+    Attributes:
+        options: The storage_options.
+    """
 
     def __init__(self, setting: Setting, client: str | None = None) -> None:
         super().__init__(setting)

@@ -20,8 +20,11 @@ _UNVERIFIED = "nothing"
 
 
 def open_dcp(setting: Setting, variant: str | None = None) -> Driver:
-    """The writer that torch has for the target. variant: ``t2`` and ``t4``, its threads; ``fsspec``,
-    FsspecWriter on a directory.
+    """Return the writer that torch has for the target.
+
+    Args:
+        setting: What it works with.
+        variant: "t2" and "t4" are its threads, "fsspec" is FsspecWriter on a directory; None: the default.
     """
     if variant == "fsspec" or not setting.home.place.is_local:
         return Fsspec(setting, variant)
@@ -29,7 +32,12 @@ def open_dcp(setting: Setting, variant: str | None = None) -> Driver:
 
 
 class FileSystem(Driver):
-    """FileSystemWriter and FileSystemReader with torch's defaults, but for the number of threads."""
+    """FileSystemWriter and FileSystemReader with torch's defaults, but for the number of threads.
+
+    Args:
+        setting: What it works with.
+        threads: How many threads write.
+    """
 
     def __init__(self, setting: Setting, threads: int = 1) -> None:
         super().__init__(setting)
@@ -54,7 +62,15 @@ class FileSystem(Driver):
 
 
 class Fsspec(Driver):
-    """FsspecWriter and FsspecReader over the library that fsspec has for the protocol."""
+    """FsspecWriter and FsspecReader over the library that fsspec has for the protocol.
+
+    Args:
+        setting: What it works with.
+        variant: Shown in the engine's name; None: nothing.
+
+    Attributes:
+        options: What fsspec's filesystem gets.
+    """
 
     def __init__(self, setting: Setting, variant: str | None = None) -> None:
         super().__init__(setting)
@@ -84,7 +100,7 @@ class Fsspec(Driver):
 
 
 class S3TorchConnector(Driver):
-    """Amazon's S3StorageWriter and S3StorageReader, with their defaults."""
+    """Amazon's S3StorageWriter and S3StorageReader, with their defaults, for ``setting``."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

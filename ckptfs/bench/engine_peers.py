@@ -53,7 +53,7 @@ class TorchSnapshot(_Settled):
 
 
 class TorchCheckpointing(_Settled):
-    """CheckpointManager with synchronous saves."""
+    """CheckpointManager with synchronous saves, for ``setting``."""
 
     name = "torch_checkpointing"
 

@@ -52,7 +52,15 @@ _MAPS = hasattr(mmap, "MAP_POPULATE")
 
 
 def open_raw(setting: Setting, variant: str | None = None) -> Driver:
-    """The barest way to the target that is installed. variant: one way alone, see ``engine_bare``."""
+    """Return the shortest way to the target that is installed.
+
+    Args:
+        setting: What it works with.
+        variant: One way alone, see ``engine_bare``; None: the default.
+
+    Raises:
+        StateError: The target takes no O_DIRECT, and that is the way.
+    """
     if variant is not None:
         return BareFile(setting, Way(variant))
     if setting.home.place.is_local:
@@ -97,7 +105,7 @@ def _took_s(way: _Way, fd: int, pieces: _Pieces) -> float:
 
 
 class RawFile(Driver):
-    """One file of this rank's size."""
+    """One file of this rank's size, for ``setting``."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -198,7 +206,7 @@ class RawFile(Driver):
 
 
 class RawObstore(Driver):
-    """obstore without ckptfs, configured as ckptfs configures it."""
+    """obstore without ckptfs, configured as ckptfs configures it, for ``setting``."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -247,7 +255,7 @@ class RawObstore(Driver):
 
 
 class RawFsspec(Driver):
-    """fsspec's library by itself."""
+    """fsspec's library by itself, for ``setting``."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

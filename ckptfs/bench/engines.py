@@ -32,7 +32,12 @@ __all__ = [
 
 
 class Cached(Enum):
-    """Where a load finds the files."""
+    """Where a load finds the files.
+
+    Attributes:
+        COLD: On the disk.
+        WARM: In the page cache.
+    """
 
     COLD = "cold"
     WARM = "warm"
@@ -40,7 +45,13 @@ class Cached(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a driver works with: the target's home, the ranks, and whether saves are to be durable."""
+    """What a driver works with.
+
+    Attributes:
+        home: The target's home.
+        group: The ranks.
+        durable: Whether saves are to be durable.
+    """
 
     home: Home
     group: Group
@@ -49,7 +60,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One save and its loads: a name below the home that nobody used."""
+    """One save and its loads: a name below the home that is not used yet.
+
+    Attributes:
+        home: The target's home.
+        name: The name.
+    """
 
     home: Home
     name: str
@@ -65,12 +81,19 @@ class Attempt:
         return self.place.local_path
 
     def checkpoint(self, step: int = 1) -> str:
-        """A step of the run that this is, for ckptfs: with credentials and the query."""
+        """Return the URI of ``step`` of the run that this is, for ckptfs: with credentials and the query."""
         return (self.place / f"step_{step}").full
 
 
 class Driver(ABC):
-    """One engine on one target, on one rank; its calls are collective."""
+    """One engine on one target, on one rank; its calls are collective.
+
+    Args:
+        setting: What it works with.
+
+    Attributes:
+        home: The target's home.
+    """
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -78,24 +101,24 @@ class Driver(ABC):
 
     @abstractmethod
     def about(self) -> Engine:
-        """Who it is and what it promises."""
+        """Return who it is and what it promises."""
 
     @abstractmethod
     def save(self, state: State, at: Attempt) -> None:
-        """Durable as ``about`` says when it returns."""
+        """Save ``state`` as ``at``; durable as ``about`` says when it returns."""
 
     @abstractmethod
     def load(self, target: State, at: Attempt, cached: Cached) -> None:
-        """Fill ``target`` with what ``save`` wrote."""
+        """Fill ``target`` with what ``save`` wrote as ``at``, from where ``cached`` says."""
 
 
 def ready(chosen: Chosen, setting: Setting) -> Driver:
-    """The driver, its libraries imported."""
+    """Return the driver of ``chosen`` for ``setting``, its libraries imported."""
     module, _, name = kind_of(chosen.name).driver.partition(":")
     make: Callable[..., Driver] = getattr(import_module(module), name)
     return make(setting, chosen.variant) if chosen.variant else make(setting)
 
 
 def version_text(*packages: str) -> str:
-    """``torch 2.13.0, s3fs 2026.9.0``."""
+    """Return ``torch 2.13.0, s3fs 2026.9.0`` for these ``packages``."""
     return ", ".join(f"{name} {told}" for name, told in versions(*packages).items())

@@ -22,8 +22,19 @@ __all__ = ["read_result", "try_place", "write_file", "write_result"]
 
 
 def read_result(path: str | Path) -> Result:
-    """The result in a file. NotFoundError, AccessError; ManifestError where it is none; UriError
-    where the path is none of a mounted filesystem.
+    """Read the result in a file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The result.
+
+    Raises:
+        NotFoundError: There is no such file.
+        AccessError: It may not be read.
+        ManifestError: It is no result.
+        UriError: The path is none of a mounted filesystem.
     """
     uri = Uri.parse(str(path))
     source = Path(uri.local_path)
@@ -41,7 +52,17 @@ def read_result(path: str | Path) -> Result:
 
 
 def try_place(path: str | Path) -> None:
-    """Whether ``write_result`` could write there; nothing stays. AccessError, NoSpaceError, StorageError."""
+    """Check that ``write_result`` could write there; nothing stays.
+
+    Args:
+        path: The file.
+
+    Raises:
+        IsADirectoryError: It is a directory; raised as a StorageError.
+        AccessError: It may not be written.
+        NoSpaceError: The disk is full.
+        StorageError: Any other failure.
+    """
     uri = Uri.parse(str(path))
     target = Path(uri.local_path)
     made = [p for p in target.parents if not p.exists()]
@@ -61,12 +82,32 @@ def try_place(path: str | Path) -> None:
 
 
 def write_result(path: str | Path, result: Result) -> None:
-    """Minutes of measuring are not lost to half a file: it appears whole, or an error says why not."""
+    """Write a result: it appears whole, or an error says why not.
+
+    Minutes of measuring are not lost to half a file.
+
+    Args:
+        path: The file; its directory is made as needed.
+        result: The result.
+
+    Raises:
+        StorageError: As for ``write_file``.
+    """
     write_file(path, encode_result(result).encode())
 
 
 def write_file(path: str | Path, data: bytes) -> None:
-    """A small file, whole under its name or not at all. AccessError, NoSpaceError, StorageError."""
+    """Write a small file, whole under its name or not at all.
+
+    Args:
+        path: The file; its directory is made as needed.
+        data: Its bytes.
+
+    Raises:
+        AccessError: It may not be written.
+        NoSpaceError: The disk is full.
+        StorageError: Any other failure.
+    """
     uri = Uri.parse(str(path))
     target = Path(uri.local_path)
     aside = target.with_name(f".{target.name}-{secrets.token_hex(4)}")

@@ -49,7 +49,11 @@ class Looper(ABC):
 
     @abstractmethod
     def save(self, state: State, step: int) -> Wait:
-        """Returns when the tensors may be changed; the answer waits until the save is over."""
+        """Save ``state`` as ``step``; returns when the tensors may be changed.
+
+        Returns:
+            A function that waits until the save is over.
+        """
 
     def close(self) -> None:
         """The loop is over and its saves were waited for."""
@@ -108,14 +112,31 @@ LOOPERS = ("ckptfs", "dcp", "raw")
 
 
 def open_looper(name: str, driver: Driver, at: Attempt, state: State) -> Looper:
-    """The saves of the engine ``name``."""
+    """Return the saves of an engine in a loop.
+
+    Args:
+        name: The engine.
+        driver: Its driver.
+        at: Where it saves.
+        state: The state that is saved.
+    """
     if name == "raw":
         return _CopyLooper(state)
     return _CkptfsLooper(driver, at) if isinstance(driver, Ckptfs) else _DcpLooper(driver, at)
 
 
 class Looped:
-    """What one round found: the loop alone, with saves, and every stall of this rank."""
+    """What one round found.
+
+    Args:
+        alone: The loop alone.
+        saving: The loop with saves.
+        stalls: Every stall of this rank.
+
+    Attributes:
+        stall_wall_s: The median of the stalls, in seconds.
+        stall_cpu_s: The median of the stalls' CPU time, in seconds.
+    """
 
     def __init__(self, alone: Spent, saving: Spent, stalls: list[Spent]) -> None:
         self.alone = alone
@@ -146,9 +167,20 @@ class _Stalls:
 def loop_round(
     clock: Clock, looper: Looper, state: State, shape: LoopShape, setting: Setting
 ) -> Looped:
-    """Collective. One loop alone and one with saves, one after the other: they are compared.
+    """Run one loop alone and one with saves, one after the other, since they are compared. Collective.
 
-    CkptfsError, the same on every rank: a save failed, also one that did so after the clock stopped.
+    Args:
+        clock: Times them.
+        looper: Saves.
+        state: The state that is saved.
+        shape: The loop.
+        setting: What the engine works with.
+
+    Returns:
+        What the round found.
+
+    Raises:
+        CkptfsError: The same on every rank: a save failed, also one that did so after the clock stopped.
     """
 
     def alone() -> None:

@@ -35,7 +35,7 @@ def describe(directory: Path) -> dict[str, Any]:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """The versions of installed packages, "none" for those that are not."""
+    """Return the versions of the installed packages ``names``, "none" for those that are not."""
     return {name: __version__ if name == "ckptfs" else _version(name) for name in names}
 
 
@@ -53,7 +53,7 @@ def filesystem(directory: Path) -> str:
 
 
 def available_memory_bytes() -> int | None:
-    """What processes may still take without swapping; None where the system does not tell."""
+    """Return the bytes that processes may still take without swapping; None where the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

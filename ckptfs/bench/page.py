@@ -29,7 +29,13 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 @dataclass(frozen=True, slots=True)
 class Chapter:
-    """One result, and what was drawn of it. name: of its file."""
+    """One result, and what was drawn of it.
+
+    Attributes:
+        name: Of its file.
+        result: The result.
+        plots: The figures.
+    """
 
     name: str
     result: Result
@@ -37,7 +43,7 @@ class Chapter:
 
 
 def page(chapters: Sequence[Chapter]) -> str:
-    """The whole file."""
+    """The whole file, with these ``chapters``."""
     title = "ckptfs bench: " + "; ".join(dict.fromkeys(one.result.what for one in chapters))
     body = "\n".join(_chapter(number, one) for number, one in enumerate(chapters, 1))
     contents = _contents(chapters) if len(chapters) > 1 else ""

@@ -15,14 +15,20 @@ __all__ = ["NOTHING", "Cell", "limit_cell", "ratio_cell", "spread_cell", "table"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """text, and below it, smaller, what belongs to it; remark: a sentence, below both."""
+    """One cell of a table.
+
+    Attributes:
+        text: Its text.
+        below: What belongs to it, smaller and below.
+        remark: A sentence, below both.
+    """
 
     text: str
     below: str = ""
     remark: str = ""
 
     def html(self) -> str:
-        """Its inside."""
+        """Return its inside."""
         below = f"<small>{escape(self.below)}</small>" if self.below else ""
         remark = f'<small class="remark">{escape(self.remark)}</small>' if self.remark else ""
         return escape(self.text) + below + remark
@@ -32,7 +38,7 @@ NOTHING = Cell("-")
 
 
 def spread_cell(values: Spread | None) -> Cell:
-    """The median; below it the least and the largest."""
+    """The median of ``values``; below it the least and the largest."""
     if values is None:
         return NOTHING
     least, most = number_text(values.least), number_text(values.most)
@@ -40,7 +46,7 @@ def spread_cell(values: Spread | None) -> Cell:
 
 
 def ratio_cell(found: Comparison | None) -> Cell:
-    """The ratio and its verdict; below them the interval, and what a verdict would take."""
+    """The ratio of ``found`` and its verdict; below them the interval, and what a verdict would take."""
     if found is None:
         return NOTHING
     interval = f"{found.low:.2f} to {found.high:.2f}"
@@ -51,7 +57,7 @@ def ratio_cell(found: Comparison | None) -> Cell:
 
 
 def limit_cell(found: Comparison | None) -> Cell:
-    """The same beside a limit; where that was passed, a sentence says what it is worth."""
+    """The comparison ``found`` with a limit; where that was passed, a sentence says what it is worth."""
     cell = ratio_cell(found)
     return cell if found is None else replace(cell, remark=limit_text(found))
 
@@ -64,9 +70,14 @@ def table(
     numbers: Container[int] = (),
     grouped: bool = False,
 ) -> str:
-    """Wide ones scroll by themselves; who has no mouse reaches them with the keyboard.
+    """Return a table. Wide ones scroll by themselves; a reader without a mouse reaches them with the keyboard.
 
-    numbers: the columns that are set right. grouped: rows with the same first cell share it.
+    Args:
+        caption: Above it.
+        heads: Of the columns.
+        rows: Cells, or their texts.
+        numbers: The columns that are set right.
+        grouped: Rows with the same first cell share it.
     """
 
     def kind(column: int) -> str:

@@ -51,7 +51,15 @@ _CHUNK_BYTES = 8 << 20
 
 
 class Home:
-    """One target's home."""
+    """The home of one target.
+
+    Args:
+        asked: The target.
+
+    Attributes:
+        place: The target's URI.
+        root: The home's URI.
+    """
 
     def __init__(self, asked: TargetAsked) -> None:
         self.asked = asked
@@ -65,7 +73,7 @@ class Home:
         return Path(self.root.local_path) if self.root.is_local else None
 
     def describe(self) -> Target:
-        """Without credentials."""
+        """Return the target without credentials."""
         return Target(str(self.place), self.kind, self.cached)
 
     @property
@@ -108,18 +116,30 @@ class Home:
         return self._storage
 
     def make(self) -> None:
-        """The home exists; nothing to do where names need no directory. StorageError."""
+        """Make the home; nothing to do where names need no directory.
+
+        Raises:
+            StorageError: It could not be made.
+        """
         self.storage.make_dir("")
 
     def clear(self, name: str) -> None:
-        """Remove one attempt; what was never there is gone too. StorageError."""
+        """Remove one attempt ``name``; what was never there is gone too.
+
+        Raises:
+            StorageError: Something stayed.
+        """
         self.storage.remove_tree(name)
         if self.path is not None:
             # Else a journalled filesystem would free its blocks in somebody's measured time.
             self._fsync(self.path)
 
     def remove(self) -> None:
-        """Remove the home. Only names below it are touched. StorageError: something stayed."""
+        """Remove the home. Only names below it are touched.
+
+        Raises:
+            StorageError: Something stayed.
+        """
         # The root of a storage is never removed, so this one is rooted above the home.
         with contextlib.closing(open_storage(self.place, self.asked.storage_options)) as above:
             above.remove_tree(self.asked.home)
@@ -131,13 +151,17 @@ class Home:
     def evict(self, name: str) -> float | None:
         """Take an attempt's files out of this machine's page cache; needs no privileges.
 
-        The share of their pages that stayed (a filesystem over tmpfs keeps all), None: nobody can tell.
+        Args:
+            name: The attempt.
+
+        Returns:
+            The share of their pages that stayed (a filesystem over tmpfs keeps all); None: not known.
         """
         evict(self._files(name))
         return resident_share(self._files(name))
 
     def fill(self, name: str) -> None:
-        """Read an attempt's files once: some writers leave them in the page cache, others do not."""
+        """Read the files of attempt ``name`` once: some writers leave them in the page cache, others do not."""
         buffer = memoryview(bytearray(_CHUNK_BYTES))
         for path in self._files(name):
             with open(path, "rb", buffering=0) as file:
@@ -159,7 +183,14 @@ class Home:
     # -- its space
 
     def check_space(self, needed_bytes: int) -> None:
-        """NoSpaceError: so many bytes do not fit where free space can be told; nothing was written."""
+        """Check that so many bytes fit, where free space is known. Nothing is written.
+
+        Args:
+            needed_bytes: How many bytes.
+
+        Raises:
+            NoSpaceError: They do not fit.
+        """
         if not self.place.is_local:
             return
         found = os.statvfs(_nearest(Path(self.place.local_path)))
@@ -176,12 +207,17 @@ class Home:
 
 
 def has_cold(home: Home) -> bool:
-    """True where files can be taken out of the cache that loads read."""
+    """True where files of ``home`` can be taken out of the cache that loads read."""
     return home.place.is_local and home.kind not in _IN_MEMORY and hasattr(os, "posix_fadvise")
 
 
 def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
-    """``host:port`` of a server that was named, by option, query or environment; no credentials."""
+    """Return ``host:port`` of a server that was named, by option, query or environment; no credentials.
+
+    Args:
+        place: The target's URI.
+        options: Its storage_options.
+    """
     client = options.get("client_kwargs")
     told = (
         options.get("endpoint_url")
@@ -199,13 +235,13 @@ def endpoint_of(place: Uri, options: Mapping[str, Any]) -> str | None:
 
 
 def fsspec_options(home: Home) -> dict[str, Any]:
-    """The options that fsspec's library knows: ours left out."""
+    """Return the options of ``home`` that fsspec's library knows: ours left out."""
     found = {**home.place.options, **home.asked.storage_options}
     return {name: value for name, value in found.items() if name not in OURS}
 
 
 def fsspec_uri(place: Uri) -> str:
-    """The place for fsspec's library, which takes a query for letters of a name: see fsspec_options."""
+    """Return ``place`` for fsspec's library, which takes a query for letters of a name: see fsspec_options."""
     return replace(place, query="").full
 
 

@@ -68,7 +68,17 @@ _LONGEST = 90  # letters of a target in a title
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One figure. name: of its files, without an ending. told: the same in words."""
+    """One figure.
+
+    Attributes:
+        name: Of its files, without an ending.
+        metric: What it shows.
+        workload: Of which workload.
+        title: Its title.
+        told: The same in words.
+        png: The PNG file's bytes.
+        svg: The SVG file's text.
+    """
 
     name: str
     metric: str
@@ -143,7 +153,14 @@ class _Sheet:
 
 
 def plots_of(result: Result) -> tuple[Plot, ...]:
-    """Every figure that the samples allow. MissingDriverError: matplotlib is not installed."""
+    """Every figure that the samples allow.
+
+    Args:
+        result: The result.
+
+    Raises:
+        MissingDriverError: matplotlib is not installed.
+    """
     try:
         import matplotlib as mpl
     except ImportError as error:

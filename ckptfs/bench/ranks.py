@@ -17,8 +17,12 @@ _TIMEOUT = timedelta(minutes=30)  # a slow storage is what is measured
 class TorchGroup:
     """All ranks, as ``clock.Group``; the default group is left to the engines.
 
-    An engine that saves in a thread runs its collectives there: on one group they would be mixed up
-    with the barriers around the clock, and both would wait for ever.
+    An engine that saves in a thread runs its collectives there: on one group they would be mixed up with the
+    barriers around the clock, and both would wait without end.
+
+    Attributes:
+        rank: This rank.
+        size: How many ranks.
     """
 
     def __init__(self) -> None:
@@ -36,7 +40,7 @@ class TorchGroup:
             dist.barrier(group=self._group)
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, on every rank."""
+        """Return the ``value`` of each rank, on every rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -45,14 +49,22 @@ class TorchGroup:
 
 
 def hosted_store(port: int | None) -> Any:
-    """The store that the ranks meet at. port: None hosts it here, at a port of the system's choice."""
+    """Return the store that the ranks meet at, at ``port``; None hosts it here, at a port of the system's
+    choice.
+    """
     return dist.TCPStore(
         _HOST, port or 0, is_master=port is None, wait_for_workers=False, timeout=_TIMEOUT
     )
 
 
 def joined_group(rank: int = -1, ranks: int = -1, store: Any = None) -> TorchGroup:
-    """A member of the group; with no store, of the one that torchrun's environment describes."""
+    """Return a member of the group.
+
+    Args:
+        rank: This rank, with ``store``.
+        ranks: How many ranks, with ``store``.
+        store: Where they meet; None: as torchrun's environment describes.
+    """
     if store is None:
         dist.init_process_group("gloo", timeout=_TIMEOUT)
     else:

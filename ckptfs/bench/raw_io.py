@@ -32,32 +32,49 @@ _BLOCK_BYTES = 4096  # O_DIRECT: offset, length and memory are multiples of it
 
 
 def size_of(state: State) -> int:
-    """Bytes of all tensors on this rank."""
+    """Return the bytes of all tensors of ``state`` on this rank."""
     return sum(local_of(tensor).nbytes for tensor in state.values())
 
 
 def parts_of(part: memoryview, size: int) -> Iterator[memoryview]:
-    """``part`` again and again, until there are ``size`` bytes."""
+    """Yield ``part`` again and again, until there are ``size`` bytes."""
     for start in range(0, size, len(part)):
         yield part[: min(len(part), size - start)]
 
 
 def rounded(size: int) -> int:
-    """The next multiple of a block."""
+    """The next multiple of a block, at or above ``size``."""
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def write_all(
     write: Callable[[int, memoryview, int], int], fd: int, data: memoryview, at: int
 ) -> None:
-    """Until nothing is left."""
+    """Write until nothing is left.
+
+    Args:
+        write: As ``os.pwrite``; may be short.
+        fd: The file.
+        data: The bytes.
+        at: Where in the file to begin.
+    """
     while data:
         done = write(fd, data, at)
         data, at = data[done:], at + done
 
 
 def fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
-    """At least ``wanted`` bytes into the buffer. EOFError: there are fewer."""
+    """Read into a buffer.
+
+    Args:
+        fd: The file.
+        buffer: What is filled.
+        at: Where in the file to begin.
+        wanted: How many bytes at least.
+
+    Raises:
+        EOFError: There are fewer.
+    """
     filled = 0
     while filled < wanted:
         done = os.preadv(fd, [buffer[filled:]], at + filled)
@@ -67,7 +84,7 @@ def fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
 
 
 def noise(size: int) -> memoryview:
-    """Page-aligned memory full of noise: zeros are cheap for some storages."""
+    """Return ``size`` bytes of page-aligned memory full of noise: zeros are cheap for some storages."""
     memory = memoryview(mmap.mmap(-1, size))
     random = torch.Generator().manual_seed(size)
     noise = torch.empty(size // 8, dtype=torch.int64).random_(generator=random)
@@ -76,7 +93,7 @@ def noise(size: int) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Its memory; contiguous, on the CPU."""
+    """Return the memory of ``tensor``, which is contiguous and on the CPU."""
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
 

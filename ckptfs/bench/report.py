@@ -21,7 +21,13 @@ __all__ = ["Report", "write_report"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was written. plots: the paths of all PNG and SVG files."""
+    """What was written.
+
+    Attributes:
+        page: The path of the page.
+        plots: The paths of all PNG and SVG files.
+        results: The files that it was made of.
+    """
 
     page: str
     plots: tuple[str, ...]
@@ -29,10 +35,21 @@ class Report:
 
 
 def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
-    """A report of result files, a chapter each, in a directory that is made where it is missing.
+    """Write a report of result files, a chapter each.
 
-    NotFoundError, ManifestError: a file is not there, or no result; MissingDriverError: no
-    matplotlib; then nothing was written. AccessError, NoSpaceError: of the directory.
+    Args:
+        files: The result files.
+        out: A directory, which is made where it is missing.
+
+    Returns:
+        What was written.
+
+    Raises:
+        NotFoundError: A file is not there; nothing was written.
+        ManifestError: A file is no result; nothing was written.
+        MissingDriverError: matplotlib is not installed; nothing was written.
+        AccessError: The directory may not be written.
+        NoSpaceError: The disk is full.
     """
     names = _names([Path(file) for file in files])
     results = [read_result(file) for file in files]

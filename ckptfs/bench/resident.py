@@ -17,7 +17,14 @@ _WINDOW_BYTES = 1 << 30  # mapped at once
 
 
 def evict(files: Iterable[Path]) -> None:
-    """Take the files out of the page cache; needs no privileges. OSError: one cannot be opened or written."""
+    """Take the files out of the page cache; needs no privileges.
+
+    Args:
+        files: The files.
+
+    Raises:
+        OSError: One cannot be opened or written.
+    """
     for path in files:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -28,9 +35,16 @@ def evict(files: Iterable[Path]) -> None:
 
 
 def resident_share(files: Iterable[Path]) -> float | None:
-    """The share of the files' pages, 0.0 to 1.0, that can be read without the disk. None: cannot be told.
+    """Measure the share of the files' pages that can be read without the disk.
 
-    OSError: a file cannot be opened. It has to be one's own: of others' the kernel says "all".
+    Args:
+        files: The files. They have to be one's own: of others' the kernel says "all".
+
+    Returns:
+        0.0 to 1.0; None: not known.
+
+    Raises:
+        OSError: A file cannot be opened.
     """
     if sys.platform != "linux":
         return None

@@ -49,7 +49,14 @@ Phase = Literal["save", "load_cold", "load_warm", "stall", "steps", "steps_savin
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What was moved. tensors and size_bytes: of all ranks together."""
+    """What was moved.
+
+    Attributes:
+        name: Its name.
+        tensors: How many tensors, of all ranks together.
+        size_bytes: Bytes of all ranks together.
+        told: What it is, in words.
+    """
 
     name: str
     tensors: Count
@@ -59,18 +66,29 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where: a URI with credentials masked, and what it is ("ext4", "s3 at 127.0.0.1")."""
+    """Where.
+
+    Attributes:
+        uri: The URI, credentials masked.
+        kind: What it is, "ext4" or "s3 at 127.0.0.1".
+        cached: What of it may have been in a cache, in words.
+    """
 
     uri: str
     kind: str
-    cached: str = ""  # what of it may have been in a cache, in words
+    cached: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Who moved it. is_limit: raw bytes of the same size, no checkpoint at all.
+    """Who moved the bytes.
 
-    durable: what a save promises on return; verified: what a load compares.
+    Attributes:
+        name: Its name.
+        version: Its version, and those of its libraries.
+        durable: What a save promises on return.
+        verified: What a load compares.
+        is_limit: It moves raw bytes of the same size, no checkpoint at all.
     """
 
     name: str
@@ -82,10 +100,21 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One call. wall_s: of the slowest rank. cpu_s: of all ranks, threads included. size_bytes: tensors'
-    bytes of all ranks. Bytes on the wire and peak_memory_bytes (what the call added to the largest
-    rank's resident memory, over what the process held before it: pools that stay are not in it) are
-    None where they could not be measured.
+    """One call.
+
+    Attributes:
+        engine: The name of the engine.
+        workload: The name of the workload.
+        target: The target's URI.
+        phase: "save", "load_cold", "load_warm", "stall", "steps" or "steps_saving".
+        round: The number of the round.
+        wall_s: Seconds of the slowest rank.
+        cpu_s: Seconds of all ranks, threads included.
+        size_bytes: Bytes of the tensors of all ranks.
+        sent_bytes: Bytes sent on the network; None where they could not be measured.
+        received_bytes: Bytes received from the network; None where they could not be measured.
+        peak_memory_bytes: Bytes that the call added to the largest rank's resident memory, over what the
+            process held before it: pools that stay are not in it. None where they could not be measured.
     """
 
     engine: str
@@ -118,11 +147,26 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run of ``ckptfs bench``, or of a script in ``benchmarks/``."""
+    """One run of ``ckptfs bench``, or of a script in ``benchmarks/``.
+
+    Attributes:
+        what: What was measured, in words.
+        date: ISO 8601, UTC.
+        command: The command, credentials masked.
+        machine: What is known of the machine.
+        versions: Of the packages.
+        settings: What changes the numbers.
+        workloads: The states.
+        targets: The places.
+        engines: The engines.
+        samples: One for each call that was measured.
+        notes: What else was noticed.
+        schema: The version of this format.
+    """
 
     what: str
-    date: str  # ISO 8601, UTC
-    command: str  # credentials masked
+    date: str
+    command: str
     machine: Mapping[str, Any]
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
@@ -135,7 +179,7 @@ class Result:
 
 
 def encode_result(result: Result) -> str:
-    """The file's text."""
+    """Return the file's text, of ``result``."""
     return json.dumps(asdict(result), indent=1) + "\n"
 
 
@@ -150,7 +194,15 @@ _VERSIONED, _RESULT = Schema(_Versioned), Schema(Result)
 
 
 def decode_result(text: str, where: str) -> Result:
-    """The result in a file; ManifestError that names ``where`` when it is none, or too new."""
+    """Return the result in a file.
+
+    Args:
+        text: The file's text.
+        where: The file's name, for the message.
+
+    Raises:
+        ManifestError: It is no result, or too new.
+    """
     try:
         record = parse(text)
         schema = _VERSIONED.convert(record).schema

@@ -51,8 +51,15 @@ class _Moved:
 
 
 def measure_ranks(asked: Asked, group: TorchGroup, tell: Tell) -> None:
-    """Collective. Everything that was asked; ``tell`` is called on rank 0 alone. CkptfsError: the
-    same on every rank.
+    """Measure everything that ``asked`` names. Collective.
+
+    Args:
+        asked: What is to be measured.
+        group: The ranks.
+        tell: Called with each result, on rank 0 alone.
+
+    Raises:
+        CkptfsError: The same on every rank.
     """
     say: Tell = tell if group.rank == 0 else lambda _: None
     homes = [Home(target) for target in asked.targets]

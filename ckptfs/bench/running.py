@@ -45,7 +45,15 @@ def target_asked(
     uri: str | os.PathLike[Any] | HasProtocol | Uri,
     storage_options: Mapping[str, Any] | None = None,
 ) -> TargetAsked:
-    """A target with a home that nobody used. UriError: ``uri`` cannot mean anything."""
+    """Return a target with a home that is not used yet.
+
+    Args:
+        uri: The place.
+        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+
+    Raises:
+        UriError: ``uri`` cannot mean anything.
+    """
     return TargetAsked(Uri.parse(uri).full, home_name(), dict(storage_options or {}))
 
 
@@ -66,14 +74,25 @@ def measure(
     progress: Callable[[str], None] | None = None,
     first: Callable[[], None] | None = None,
 ) -> Result | None:
-    """Everything that was asked. command: as it shall stand in the result, without credentials.
+    """Measure everything that ``asked`` names.
 
-    first: called once, on rank 0, before anything is written; its CkptfsError ends it on every rank.
+    After every end but SIGKILL the targets are as they were, unless ``asked.keep``.
 
-    NoSpaceError, StateError: it does not fit the storage or the memory, or no engine has that name;
-    MissingDriverError: one that was asked for is not installed. Nothing was written then. Any other
-    CkptfsError: what ckptfs, or an engine that was asked for by name, failed with. After every end
-    but SIGKILL the targets are as they were, unless ``asked.keep``.
+    Args:
+        asked: What is to be measured.
+        command: As it shall be in the result, without credentials.
+        progress: Called with what is under way, in words; None: no call.
+        first: Called once, on rank 0, before anything is written; its CkptfsError ends the call on every
+            rank. None: no call.
+
+    Returns:
+        The result; None on the other ranks.
+
+    Raises:
+        NoSpaceError: It does not fit the storage. Nothing was written.
+        StateError: It does not fit the memory, or no engine has that name. Nothing was written.
+        MissingDriverError: An engine that was named is not installed. Nothing was written.
+        CkptfsError: What ckptfs, or an engine that was named, failed with.
     """
     show = progress or (lambda _: None)
     gathered = Gathered()

@@ -118,8 +118,15 @@ class _Ranks:
 
 
 def run_ranks(asked: Asked, scratch: str, take: Callable[[Told], None]) -> None:
-    """Measure with ``asked.ranks`` processes. scratch: a directory of the caller's for their logs and
-    temporary files. CkptfsError: what they failed with. No process is left on any end.
+    """Measure with ``asked.ranks`` processes. No process is left on any end.
+
+    Args:
+        asked: What is to be measured.
+        scratch: A directory of the caller's for their logs and temporary files.
+        take: Called with each result.
+
+    Raises:
+        CkptfsError: What they failed with.
     """
     with _started(Path(scratch)) as ranks:
         ranks.start(0, asked, None)

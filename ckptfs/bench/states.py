@@ -25,7 +25,13 @@ State = dict[str, Tensor]
 
 
 def make_state(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
-    """Uniform noise: nothing that a disk or a network could compress to nearly nothing."""
+    """Return uniform noise: nothing that a disk or a network could compress to nearly nothing.
+
+    Args:
+        workload: The tensors.
+        rank: This rank.
+        ranks: How many ranks.
+    """
 
     def noise(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         seed = zlib.crc32(f"{spec.name}/{rank if shape else 0}/{ranks}".encode())
@@ -36,7 +42,7 @@ def make_state(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
 
 
 def make_blank(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
-    """Zeros, in memory that was touched."""
+    """Return zeros, in memory that was touched. The arguments are as for ``make_state``."""
 
     def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=_dtype(spec)).zero_()
@@ -45,13 +51,15 @@ def make_blank(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
 
 
 def clear(state: Mapping[str, Tensor]) -> None:
-    """All zeros, in place."""
+    """Set all tensors of ``state`` to zero, in place."""
     for tensor in state.values():
         local_of(tensor).zero_()
 
 
 def differences(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
-    """Names whose tensors differ in any bit, dtype or shape on this rank."""
+    """Return the names of tensors that differ between ``saved`` and ``loaded`` in any bit, dtype or shape on
+    this rank.
+    """
     return [
         name
         for name, tensor in saved.items()
@@ -60,13 +68,13 @@ def differences(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> li
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's shard; a plain tensor as it is."""
+    """Return this rank's shard of ``tensor``; a plain tensor as it is."""
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
 def locals_of(state: Mapping[str, Tensor]) -> State:
-    """This rank's shards: what writers that know no sharding are given."""
+    """Return this rank's shards of ``state``: what writers that know no sharding get."""
     return {name: local_of(tensor) for name, tensor in state.items()}
 
 

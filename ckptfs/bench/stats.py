@@ -47,7 +47,14 @@ MOST_ROUNDS = 999  # above that nobody repeats a benchmark: no number is told
 
 
 class Verdict(Enum):
-    """What the samples allow to say of the first that was named."""
+    """What the samples allow to say of the first that was named.
+
+    Attributes:
+        FASTER: It is faster.
+        SLOWER: It is slower.
+        SAME: They are the same.
+        SPREAD_TOO_WIDE: Nothing.
+    """
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -57,7 +64,16 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some values of one thing. lower, upper: quartiles (inclusive)."""
+    """Some values of one thing.
+
+    Attributes:
+        count: How many.
+        median: Their median.
+        least: The least.
+        lower: The lower quartile (inclusive).
+        upper: The upper quartile (inclusive).
+        most: The largest.
+    """
 
     count: int
     median: float
@@ -69,11 +85,16 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ratio of seconds, its interval from low to high, and what follows.
+    """The ratio of seconds, its interval, and what follows.
 
-    rounds: pairs, or the smaller side of runs apart. rounds_needed: with SPREAD_TOO_WIDE, about how
-    many would give a verdict if ratio and spread stay; None where there is a verdict already, or more
-    than ``MOST_ROUNDS`` would be needed.
+    Attributes:
+        ratio: The ratio.
+        low: The lower end of its interval.
+        high: The upper end of its interval.
+        rounds: Pairs, or the smaller side of runs apart.
+        verdict: What follows.
+        rounds_needed: With SPREAD_TOO_WIDE, about how many would give a verdict if ratio and spread stay;
+            None where there is a verdict already, or more than ``MOST_ROUNDS`` would be needed.
     """
 
     ratio: float
@@ -85,7 +106,14 @@ class Comparison:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The spread of at least one value. ValueError: there is none."""
+    """The spread of at least one value.
+
+    Args:
+        values: The values.
+
+    Raises:
+        ValueError: There is none.
+    """
     if not values:
         raise ValueError("no values: nothing to take a median of")
     ordered = sorted(values)
@@ -97,7 +125,18 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def compare_paired(ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    """Ours by theirs, round by round. ValueError: not of one length, empty, or not above zero."""
+    """Compare seconds round by round.
+
+    Args:
+        ours: Of the first, a value for each round.
+        theirs: Of the second, a value for each round.
+
+    Returns:
+        Ours by theirs.
+
+    Raises:
+        ValueError: They are not of one length, empty, or not above zero.
+    """
     if len(ours) != len(theirs):
         raise ValueError(f"{len(ours)} rounds beside {len(theirs)}: pairs need both")
     logs = sorted(
@@ -109,7 +148,18 @@ def compare_paired(ours: Sequence[float], theirs: Sequence[float]) -> Comparison
 
 
 def compare_apart(before: Sequence[float], after: Sequence[float]) -> Comparison:
-    """After by before, which ran at another time. ValueError: one is empty, or not above zero."""
+    """Compare seconds with those of a run at another time.
+
+    Args:
+        before: The earlier ones.
+        after: The later ones.
+
+    Returns:
+        After by before.
+
+    Raises:
+        ValueError: One is empty, or not above zero.
+    """
     old, new = _logs(before), _logs(after)
     logs = sorted(b - a for a in old for b in new)
     left_out = _left_out_apart(len(old), len(new))

@@ -27,10 +27,23 @@ MOVING: tuple[Phase, ...] = ("save", "load_cold", "load_warm")  # all bytes move
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine in one phase. gb_per_s and cpu_s_per_gb: None where bytes do not move inside the clock.
+    """One engine in one phase.
 
-    limit: the engine that to_limit is about. Both ratios are None for the engine itself, and where
-    no round has both.
+    Attributes:
+        workload: The name of the workload.
+        target: The target's URI.
+        phase: "save", "load_cold", "load_warm", "stall", "steps" or "steps_saving".
+        engine: The name of the engine.
+        is_limit: It moves raw bytes.
+        seconds: Of its calls.
+        gb_per_s: GB per second, that is 10^9 bytes; None where bytes do not move inside the clock.
+        cpu_s_per_gb: CPU seconds per GB; None where bytes do not move inside the clock.
+        peak_memory_bytes: Bytes of memory; None where they could not be measured.
+        sent_bytes: Bytes sent; None where they could not be measured.
+        received_bytes: Bytes received; None where they could not be measured.
+        limit: The engine that ``to_limit`` is about; None where there is none.
+        to_limit: Its seconds by those of the limit; None for the limit itself, and where no round has both.
+        to_ours: Its seconds by those of ckptfs; None for ckptfs itself, and where no round has both.
     """
 
     workload: str
@@ -51,7 +64,16 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """A training loop alone, and the same loop while ``engine`` saved: seconds, and their ratio."""
+    """A training loop alone, and the same loop while an engine saved.
+
+    Attributes:
+        workload: The name of the workload.
+        target: The target's URI.
+        engine: The name of the engine.
+        alone: Seconds of the loop alone.
+        saving: Seconds of the loop with saves.
+        ratio: The second by the first; None where no round has both.
+    """
 
     workload: str
     target: str
@@ -66,7 +88,9 @@ _Groups = dict[_Where, dict[str, list[Sample]]]
 
 
 def rows_of(result: Result) -> tuple[Row, ...]:
-    """Every engine that was measured, everywhere it was: by workload, target, phase, engine."""
+    """Return a row for every engine of ``result``, everywhere it was measured: by workload, target, phase,
+    engine.
+    """
     limits = {engine.name for engine in result.engines if engine.is_limit}
     order = [engine.name for engine in result.engines]
     return tuple(
@@ -75,7 +99,13 @@ def rows_of(result: Result) -> tuple[Row, ...]:
 
 
 def slowdowns_of(result: Result) -> tuple[Slowdown, ...]:
-    """Of every engine that saved beside a loop; the loop alone may have been measured once for all."""
+    """Return the slowdown by every engine of ``result`` that saved during a loop.
+
+    The loop alone may have been measured once for all.
+
+    Args:
+        result: The result.
+    """
     groups = dict(grouped(result))
     order = [engine.name for engine in result.engines]
     found = []
@@ -100,7 +130,9 @@ def slowdowns_of(result: Result) -> tuple[Slowdown, ...]:
 
 
 def grouped(result: Result) -> list[tuple[_Where, dict[str, list[Sample]]]]:
-    """The samples by workload, target and phase, in the order in which they are told; then by engine."""
+    """Return the samples of ``result`` by workload, target and phase, in the order of the report; then by
+    engine.
+    """
     groups: _Groups = defaultdict(lambda: defaultdict(list))
     for one in result.samples:
         groups[one.workload, one.target, one.phase][one.engine].append(one)

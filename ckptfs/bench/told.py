@@ -18,7 +18,11 @@ __all__ = ["Gathered", "Progress", "Told", "decode_told", "encode_told"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where it is, for a person."""
+    """What is under way, for a person.
+
+    Attributes:
+        text: In words.
+    """
 
     text: str
 
@@ -30,14 +34,14 @@ _KINDS: Mapping[str, type[Any]] = {
 
 
 def encode_told(told: Told) -> str:
-    """One line."""
+    """Return one line of JSON, of ``told``."""
     if isinstance(told, str):
         return json.dumps({"kind": "note", "text": told})
     return json.dumps({"kind": type(told).__name__, "value": asdict(told)})
 
 
 def decode_told(record: Mapping[str, Any]) -> Told:
-    """The same value again."""
+    """Return the value that ``encode_told`` made ``record`` of."""
     if record["kind"] == "note":
         return str(record["text"])
     found: Told = _KINDS[record["kind"]](**record["value"])
@@ -46,7 +50,15 @@ def decode_told(record: Mapping[str, Any]) -> Told:
 
 @dataclass
 class Gathered:
-    """Everything that was told until now."""
+    """Everything that was reported until now.
+
+    Attributes:
+        workloads: The states.
+        targets: The places.
+        engines: The engines.
+        samples: One for each call that was measured.
+        notes: What else was noticed.
+    """
 
     workloads: list[Workload] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
@@ -55,7 +67,7 @@ class Gathered:
     notes: list[str] = field(default_factory=list)
 
     def take(self, told: Told) -> None:
-        """One more; what was told before counts once."""
+        """Add ``told``; what was there before counts once."""
         if isinstance(told, Sample):
             self.samples.append(told)
         elif isinstance(told, Workload):
@@ -76,7 +88,15 @@ class Gathered:
         versions: Mapping[str, str],
         settings: Mapping[str, Any],
     ) -> Result:
-        """The whole."""
+        """Return the whole.
+
+        Args:
+            date: ISO 8601, UTC.
+            command: The command, credentials masked.
+            machine: What is known of the machine.
+            versions: Of the packages.
+            settings: What changes the numbers.
+        """
         return Result(
             what="saves and loads of one state by each engine in turn, at each target",
             date=date,

@@ -33,12 +33,12 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def phase_text(phase: str) -> str:
-    """The name of a phase; an unknown one, of a newer version, is told as it is written."""
+    """The name of ``phase``; an unknown one, of a newer version, as it is written."""
     return PHASES[phase][0] if phase in PHASES else phase
 
 
 def number_text(value: float) -> str:
-    """Three digits: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
+    """Return three digits of ``value``: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
     if value == 0:
         return "0"
     for limit, digits in ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3)):
@@ -48,12 +48,12 @@ def number_text(value: float) -> str:
 
 
 def seconds_text(value: float) -> str:
-    """``1.23 s``, ``12.3 ms``."""
+    """Return ``1.23 s``, ``12.3 ms`` for ``value`` seconds."""
     return f"{number_text(value)} s" if value >= 1 else f"{number_text(1e3 * value)} ms"
 
 
 def bytes_text(value: float | None) -> str:
-    """``1.23 GB``, of 10^9; ``-`` where it could not be measured."""
+    """Return ``1.23 GB``, of 10^9, for ``value`` bytes; ``-`` where it could not be measured, None."""
     if value is None:
         return "-"
     for unit, name in _UNITS:
@@ -63,7 +63,7 @@ def bytes_text(value: float | None) -> str:
 
 
 def spread_text(values: Spread) -> str:
-    """``1.23 (1.10-1.40)``: median, least and largest."""
+    """Return ``1.23 (1.10-1.40)``: median, least and largest of ``values``."""
     if values.count == 1:
         return number_text(values.median)
     least, most = number_text(values.least), number_text(values.most)
@@ -71,12 +71,12 @@ def spread_text(values: Spread) -> str:
 
 
 def interval_text(found: Comparison) -> str:
-    """``0.84 (0.80-0.90)``: the ratio, and the interval that holds it."""
+    """Return ``0.84 (0.80-0.90)``: the ratio of ``found``, and the interval that holds it."""
     return f"{found.ratio:.2f} ({found.low:.2f}-{found.high:.2f})"
 
 
 def verdict_text(found: Comparison) -> str:
-    """The verdict in words; where there is none, what it would take."""
+    """The verdict of ``found`` in words; where there is none, what it would take."""
     if found.verdict is not Verdict.SPREAD_TOO_WIDE:
         return str(found.verdict.value)
     if found.rounds_needed is None:
@@ -85,9 +85,12 @@ def verdict_text(found: Comparison) -> str:
 
 
 def limit_text(to_limit: Comparison) -> str:
-    """What to say where an engine took less time than its limit; empty where the limit is one.
+    """Return what to say where an engine took less time than its limit; empty where the limit is one.
 
     What is closer than ``MARGIN`` has reached the limit, not passed it.
+
+    Args:
+        to_limit: The engine by its limit.
     """
     if to_limit.verdict is Verdict.FASTER:
         return "faster than the limit: it is no limit here"

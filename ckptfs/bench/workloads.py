@@ -41,6 +41,7 @@ _HEAD_WIDTH = 128
 _EXPERTS = 16
 _TIED_BELOW = 2_000_000_000  # smaller models share the embedding with the head
 _SMALL_SIZES = (4 * _KIB, 6 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB)  # 20 KiB on average
+_STRIDE = 37  # of the lengths of ``shapes``: large and small ones by turns, and none twice
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _LEAST_PARAMS = 10_000
@@ -49,7 +50,12 @@ _GRAINS = ((2048, 256), (256, 64))  # from this width on, widths are multiples o
 
 
 class DType(Enum):
-    """Of a tensor; the value is torch's name."""
+    """Of a tensor; the value is torch's name.
+
+    Attributes:
+        BF16: 16 bits.
+        FP32: 32 bits.
+    """
 
     BF16 = "bfloat16"
     FP32 = "float32"
@@ -62,7 +68,13 @@ class DType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor, of all ranks together."""
+    """One tensor, of all ranks together.
+
+    Attributes:
+        name: Its key.
+        shape: Its global shape; () is a scalar.
+        dtype: Its dtype.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -81,7 +93,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """A whole state. told: what it is, in words."""
+    """A whole state.
+
+    Attributes:
+        name: Its name.
+        tensors: Its tensors.
+        told: What it is, in words.
+    """
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -93,7 +111,7 @@ class WorkloadSpec:
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def local_bytes(self, rank: int, ranks: int) -> int:
-        """Bytes that one rank holds: its rows of every tensor, and all scalars."""
+        """Return the bytes that ``rank`` of ``ranks`` holds: its rows of every tensor, and all scalars."""
         return sum(
             (b - a) * (t.size_bytes // t.shape[0]) if t.shape else t.size_bytes
             for t in self.tensors
@@ -102,8 +120,15 @@ class WorkloadSpec:
 
 
 def rows_of(tensor: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
-    """First row of a rank's shard and the one after its last: chunks of equal length, the last ones shorter or
-    empty, as torch's ``Shard(0)`` has it. A scalar is (0, 1) everywhere.
+    """Return the first row of a rank's shard and the one after its last.
+
+    Chunks are of equal length, the last ones shorter or empty, as torch's ``Shard(0)`` has it. A scalar is
+    (0, 1) everywhere.
+
+    Args:
+        tensor: The tensor.
+        rank: The rank.
+        ranks: How many ranks.
     """
     if not tensor.shape:
         return 0, 1
@@ -113,7 +138,17 @@ def rows_of(tensor: TensorSpec, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def parse_params(text: str) -> int:
-    """``7B``, ``125M``, ``1.5B``. ValueError: it is none, or too few to make a model of."""
+    """Read ``7B``, ``125M``, ``1.5B``.
+
+    Args:
+        text: The text.
+
+    Returns:
+        The number.
+
+    Raises:
+        ValueError: It is none, or too few to make a model of.
+    """
     found = _parsed(text, _COUNT, "number of parameters such as 7B or 125M")
     if found < _LEAST_PARAMS:
         raise ValueError(f"{text!r}: a model has at least {_LEAST_PARAMS} parameters here")
@@ -131,19 +166,30 @@ def _parsed(text: str, units: Mapping[str, int], what: str) -> int:
 def make_workload(
     kind: str, *, params: int | None = None, size_bytes: int | None = None
 ) -> WorkloadSpec:
-    """The workload of a kind, by parameters or by bytes (not both); its default size without.
+    """Make the workload of a kind, by parameters or by bytes (not both); its default size without.
 
-    The sum is exact to 3 %, below 100 000 parameters to 15 %. StateError: no such kind, too small, or
-    parameters of ``many``, which has none.
+    The sum is exact to 3 %, below 100 000 parameters to 15 %.
+
+    Args:
+        kind: Which kind.
+        params: How many parameters; None: not by parameters.
+        size_bytes: How many bytes; None: not by bytes.
+
+    Returns:
+        Its tensors.
+
+    Raises:
+        StateError: There is no such kind, it is too small, both are given, or parameters of ``many`` or
+            ``shapes``, which have none.
     """
     if kind not in KINDS:
         raise StateError(f"no workload is called {kind!r}", hint=f"one of {', '.join(KINDS)}")
     if params is not None and size_bytes is not None:
         raise StateError("a workload has a number of parameters or a size, not both")
-    if kind == "many":
+    if kind in NO_MODELS:
         if params is not None:
-            raise StateError("the workload 'many' is no model", hint="give it a size in bytes")
-        return _many(DEFAULT_SIZES["many"] if size_bytes is None else size_bytes)
+            raise StateError(f"the workload {kind!r} is no model", hint="give it a size in bytes")
+        return KINDS[kind](DEFAULT_SIZES[kind] if size_bytes is None else size_bytes)
     if params is None:
         wanted = DEFAULT_SIZES[kind] if size_bytes is None else size_bytes
         params = wanted // _BYTES_PER_PARAM[kind]
@@ -197,11 +243,7 @@ def _loop(params: int) -> WorkloadSpec:
 
 
 def _many(size_bytes: int) -> WorkloadSpec:
-    if size_bytes > _MOST_SMALL * sum(_SMALL_SIZES) // len(_SMALL_SIZES):
-        raise StateError(
-            f"{size_bytes / 1e9:.1f} GB would be more than {_MOST_SMALL} small tensors",
-            hint="give the workload 'many' less; large ones are the other workloads' business",
-        )
+    _refuse_too_many("many", size_bytes, sum(_SMALL_SIZES) // len(_SMALL_SIZES))
 
     def tensors() -> Iterator[TensorSpec]:
         left, number = size_bytes, 0
@@ -217,17 +259,52 @@ def _many(size_bytes: int) -> WorkloadSpec:
     return WorkloadSpec("many", made, f"{len(made)} tensors of 4 to 64 KiB, fp32")
 
 
+def _shapes(size_bytes: int) -> WorkloadSpec:
+    least, most = (edge // DType.FP32.size_bytes for edge in (_SMALL_SIZES[0], _SMALL_SIZES[-1]))
+    _refuse_too_many("shapes", size_bytes, (_SMALL_SIZES[0] + _SMALL_SIZES[-1]) // 2)
+
+    def tensors() -> Iterator[TensorSpec]:
+        left, number = size_bytes // DType.FP32.size_bytes, 0
+        while left >= least:
+            again, place = divmod(number * _STRIDE, most - least)
+            elements = min(least + place, left)
+            more = again // _STRIDE + (
+                elements < least + place
+            )  # the last one is cut, and its length met before
+            yield TensorSpec(f"small.{number}", (elements, *(1,) * more), DType.FP32)
+            left -= elements
+            number += 1
+
+    made = tuple(tensors())
+    if not made:
+        raise StateError(f"{size_bytes} bytes make no tensor of 4 KiB", hint="give more")
+    return WorkloadSpec(
+        "shapes", made, f"{len(made)} tensors of 4 to 64 KiB, each of its own shape, fp32"
+    )
+
+
+def _refuse_too_many(kind: str, size_bytes: int, mean_bytes: int) -> None:
+    if size_bytes > _MOST_SMALL * mean_bytes:
+        raise StateError(
+            f"{size_bytes / 1e9:.1f} GB would be more than {_MOST_SMALL} small tensors",
+            hint=f"give the workload {kind!r} less; large ones are the other workloads' business",
+        )
+
+
 KINDS: Mapping[str, Callable[[int], WorkloadSpec]] = {
     "llm": _llm,
     "many": _many,
+    "shapes": _shapes,
     "moe": _moe,
     "rl": _rl,
     "loop": _loop,
 }
+NO_MODELS = frozenset({"many", "shapes"})  # sized in bytes only
 _BYTES_PER_PARAM = {"llm": 10, "moe": 10, "rl": 22, "loop": 10}
 DEFAULT_SIZES: Mapping[str, int] = {
     "llm": 1_250_000_000,
     "many": 100_000_000,
+    "shapes": 100_000_000,
     "moe": 1_250_000_000,
     "rl": 1_250_000_000,
     "loop": 1_250_000_000,

@@ -74,10 +74,11 @@ def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
     answer.show(_console())
 
 
-def print_error(name: str, error: CkptfsError, *, as_json: bool) -> None:
+def print_error(name: str, error: CkptfsError, *, as_json: bool, indent: int | None = 2) -> None:
     """An error on standard error, and with --json also as the document on standard output."""
     if as_json:
-        click.echo(json.dumps({"command": name, "error": error_document(error)}, indent=2))
+        document = {"command": name, "error": error_document(error)}
+        click.echo(json.dumps(document, indent=indent))
     where = f" [{error.uri}]" if error.uri else ""
     say(f"ckptfs {name}: {error.message}{where}")
     if error.hint:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["bench"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.cli")
 
 _DEFAULT = "run"
 # Command: the module whose add_to(group) puts it there, and what the help says without importing that.
@@ -46,7 +46,7 @@ _READERS = {
         "Two results side by side: faster, slower, or no verdict.",
     ),
 }
-_WORKLOADS = ("llm", "many", "moe", "rl", "loop")
+_WORKLOADS = ("llm", "many", "shapes", "moe", "rl", "loop")
 
 
 class _Bench(click.Group):
@@ -204,6 +204,7 @@ def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]
 def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
     from ckptfs.bench.ask import Asked, LoopShape, WorkloadAsked
     from ckptfs.bench.running import target_asked, under_torchrun
+    from ckptfs.bench.workloads import NO_MODELS
     from ckptfs.uri import Uri
 
     if told["params"] is not None and told["size"] is not None:
@@ -224,7 +225,7 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
         ),
         workloads=tuple(
             # many is no model: with --params it keeps its default size
-            WorkloadAsked(kind, None if kind == "many" else params, size)
+            WorkloadAsked(kind, None if kind in NO_MODELS else params, size)
             for kind in dict.fromkeys(told["workloads"])
         ),
         engines=told["engines"],

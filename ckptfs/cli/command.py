@@ -28,9 +28,9 @@ from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.errors import CkptfsError
 
 if TYPE_CHECKING:
-    from ckptfs.topology.control import Control
+    from ckptfs.control.control import Control
 
-__all__ = ["command", "group_command", "outlive"]
+__all__ = ["command", "group_command", "outlive", "stream_command"]
 
 
 def command(
@@ -38,6 +38,22 @@ def command(
 ) -> Callable[[Callable[..., Answer]], click.Command]:
     """A command of its own. collective: all ranks of a launcher run it together."""
     return _made(click.command, name, name, settings, collective=collective)
+
+
+def stream_command(name: str) -> Callable[[Callable[..., Exit]], click.Command]:
+    """A command that prints while it runs: its body takes ``as_json``, and prints one object on each line."""
+
+    def decorate(body: Callable[..., Exit]) -> click.Command:
+        @functools.wraps(body)
+        def run(*, as_json: bool, **params: Any) -> None:
+            bound = functools.partial(body, as_json=as_json, **params)
+            ended = _run(bound, name, as_json=as_json, speaks=True, is_stream=True)
+            click.get_current_context().exit(ended)
+
+        flag = click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
+        return click.command(name)(flag(run))
+
+    return decorate
 
 
 def group_command(
@@ -71,16 +87,25 @@ def _made(
     return decorate
 
 
-def _run(body: Callable[[], Answer], told: str, *, as_json: bool, speaks: bool) -> Exit:
+def _run(
+    body: Callable[[], Answer | Exit],
+    told: str,
+    *,
+    as_json: bool,
+    speaks: bool,
+    is_stream: bool = False,
+) -> Exit:
     try:
         answer = body()
     except CkptfsError as error:
         if speaks:
-            print_error(told, error, as_json=as_json)
+            print_error(told, error, as_json=as_json, indent=None if is_stream else 2)
         return exit_of(error)
     except KeyboardInterrupt:
         say(f"ckptfs {told}: interrupted")
         return Exit.INTERRUPTED
+    if isinstance(answer, Exit):
+        return answer
     if speaks:
         print_answer(told, answer, as_json=as_json)
     return answer.exit

@@ -65,9 +65,9 @@ def cp(
     TARGET is the copy's URI; of a run, another run. A checkpoint keeps its name in a TARGET that is a
     run, or ends with a slash. Under torchrun every node brings what lies on its disks.
     """
-    from ckptfs.commit.opening import Place
+    from ckptfs.commit.session import Place
+    from ckptfs.control.control import open_control
     from ckptfs.tools.copying import CopyOptions, copy_with
-    from ckptfs.topology.control import open_control
 
     here, there = Place(source_options), Place(target_options)
     with open_control() as control:

@@ -15,11 +15,11 @@ from ckptfs.cli.answer import Answer
 from ckptfs.cli.command import command, outlive
 from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
+from ckptfs.control.control import open_control
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import printable
 from ckptfs.tools.doctor import Expect, Report, Settings, Verdict, examine_with
-from ckptfs.topology.control import open_control
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,26 +1,34 @@
-"""``ckptfs log``: the run log as a person reads it. No torch."""
+"""``ckptfs log`` and ``ckptfs watch``: the run log as a person reads it, whole or as it grows. No torch."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, table
-from ckptfs.cli.command import command
+from ckptfs.cli.answer import Answer, say, table
+from ckptfs.cli.command import command, stream_command
 from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.text import parse_duration
+from ckptfs.cli.text import parse_duration, place_text
+from ckptfs.commit.log.entries import Stamp
 from ckptfs.errors import CkptfsError, NotFoundError
-from ckptfs.tools.runlog import Condition, Line, read_log
+from ckptfs.progress import printable
+from ckptfs.tools.runlog import Condition, EventKind, Line, RunEvent, RunWatcher, read_log
 from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["log"]
+__all__ = ["log", "watch"]
+
+_STDERR = 2
 
 
 @command("log")
@@ -96,10 +104,14 @@ def _since(lines: list[Line], since_s: float) -> list[Line]:
 
 def _row(line: Line) -> tuple[str, str, str, str]:
     stamp = line.stamp
-    who = stamp.host + (f" pid {stamp.pid}" if stamp.pid else "")
-    rank = f" rank {stamp.rank}" if stamp.rank is not None else ""
     why = f"  [{line.condition.value}: {line.why}]" if line.why else ""
-    return str(line.number), stamp.at or "-", f"{who}{rank}" or "-", f"{line.what}{why}"
+    return str(line.number), stamp.at or "-", _writer(stamp) or "-", f"{line.what}{why}"
+
+
+def _writer(stamp: Stamp) -> str:
+    pid = f" pid {stamp.pid}" if stamp.pid else ""
+    rank = f" rank {stamp.rank}" if stamp.rank is not None else ""
+    return f"{stamp.host}{pid}{rank}"
 
 
 def _document(line: Line) -> dict[str, Any]:
@@ -117,4 +129,101 @@ def _document(line: Line) -> dict[str, Any]:
         "save_id": line.save_id,
         "name": line.name,
         "generation": line.generation,
+    }
+
+
+@stream_command("watch")
+@click.argument("uri")
+@click.option(
+    "--event",
+    "kinds",
+    type=click.Choice([kind.value for kind in EventKind]),
+    multiple=True,
+    help="Only these; repeatable.",
+)
+@click.option(
+    "--exec",
+    "program",
+    metavar="CMD",
+    help="Run CMD by the shell at each event, one at a time; CKPTFS_EVENT, CKPTFS_URI and others tell it.",
+)
+@click.option("--from", "from_entry", type=click.IntRange(min=0), help="Begin with this entry.")
+@click.option("--until-end", is_flag=True, help="End once the owner of the run left or died.")
+@storage_options()
+def watch(
+    uri: str,
+    *,
+    storage_options: dict[str, Any],
+    kinds: Sequence[str],
+    program: str | None,
+    from_entry: int | None,
+    until_end: bool,
+    as_json: bool,
+) -> Exit:
+    """Print a line for each commit, failure, fence, release and delete of a run, as it happens.
+
+    Reads only, every one or two seconds, until Ctrl-C. The run need not exist yet. Ends with 1 where the owner
+    died (--until-end) or a CMD failed, and where the log is damaged.
+    """
+    ended = Exit.OK
+    with RunWatcher(
+        uri, from_entry=from_entry, until_end=until_end, storage_options=storage_options
+    ) as watcher:
+        say(f"ckptfs watch: {place_text(watcher.root)}")
+        for event in watcher:
+            is_death = event.event is EventKind.FAILURE and event.number is None
+            if is_death and until_end:
+                ended = Exit.NO
+            if kinds and event.event.value not in kinds:
+                continue
+            document = event_document(event)
+            click.echo(json.dumps(document) if as_json else _event_line(event))
+            if program is not None and not _run_program(program, document):
+                ended = Exit.NO
+    return ended
+
+
+def _event_line(event: RunEvent) -> str:
+    who = _writer(event.stamp)
+    line = f"{event.stamp.at or '-':20}  {event.event.value:7}  {event.what}"
+    return printable(f"{line}  by {who}" if who else line)
+
+
+def _run_program(program: str, document: dict[str, Any]) -> bool:
+    """Run it by the shell, with what happened in its environment; False where it failed."""
+    told = {name: value for name, value in document.items() if value is not None}
+    values = {f"CKPTFS_{name.upper()}": str(value) for name, value in told.items()}
+    # Texts of a log are anybody's: they are values of variables, and no part of what the shell reads.
+    done = subprocess.run(  # noqa: S602
+        program,
+        shell=True,
+        check=False,
+        env={**os.environ, **values},
+        input=json.dumps(document) + "\n",
+        text=True,
+        stdout=_STDERR,  # standard output has the events, and nothing else
+    )
+    if done.returncode:
+        say(f"ckptfs watch: the program ended with {done.returncode} at {document['what']}")
+    return not done.returncode
+
+
+def event_document(event: RunEvent) -> dict[str, Any]:
+    """One event as JSON values."""
+    stamp = event.stamp
+    return {
+        "command": "watch",
+        "event": event.event.value,
+        "number": event.number,
+        "at": stamp.at or None,
+        "host": stamp.host or None,
+        "pid": stamp.pid or None,
+        "rank": stamp.rank,
+        "what": event.what,
+        "uri": None if event.uri is None else str(event.uri),
+        "name": event.name,
+        "step": event.step,
+        "kind": None if event.kind is None else event.kind.value,
+        "save_id": event.save_id,
+        "generation": event.generation,
     }

@@ -12,7 +12,7 @@ from ckptfs.cli.command import command
 from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.text import age_text, parse_duration, place_text, size_text
-from ckptfs.commit.entries import Kind
+from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.holding import Holding
 from ckptfs.tools.lines import Checkpoint, Run, Sort, age_s

@@ -1,6 +1,6 @@
 """``ckptfs``: the group of commands. Each module is imported when its command runs.
 
-    look     ls  log  latest  inspect         read-only
+    look     ls  log  latest  inspect  watch  read-only
     check    verify  doctor
     change   rm  pin  unpin  gc
     move     cp  export
@@ -30,6 +30,7 @@ COMMANDS = {
     "ls": ("ckptfs.cli.look:ls", "Runs and checkpoints: step, state, age, size, ranks."),
     "log": ("ckptfs.cli.log:log", "Who saved, fenced and deleted what, when, from where."),
     "latest": ("ckptfs.cli.look:latest", "The newest committed checkpoint; an alert if it is old."),
+    "watch": ("ckptfs.cli.log:watch", "Each commit, failure, fence and delete, as it happens."),
     "inspect": (
         "ckptfs.cli.inspect:inspect",
         "Tensors of a checkpoint; what differs from another.",

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.entries import (
     GENESIS,
     Abort,
     Delete,
@@ -24,9 +25,8 @@ from ckptfs.commit.entries import (
     Part,
     Seal,
 )
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import Refused
-from ckptfs.commit.pieces import promised_here
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.state import promised_here
 
 __all__ = [
     "Refusal",
@@ -52,7 +52,7 @@ class Refusal(StrEnum):
 
 
 def may_seal(state: LogState, seal: Seal, *, replace: bool) -> Seal | Refused[Refusal]:
-    """Seal, unless a newer fence stands, the save was aborted, or the name was taken meanwhile."""
+    """Seal, unless there is a newer fence, the save was aborted, or the name was taken in between."""
     if state.generation > seal.base:
         return Refused(Refusal.FENCED, state)
     known = state.save(seal.save_id)
@@ -119,7 +119,7 @@ def _hidden_here(state: LogState, sealed_at: int | None) -> bool:
 
 
 def may_seal_part(state: LogState, part: Part) -> Part | Refused[Refusal]:
-    """Seal a part, unless a newer fence stands, or the whole or the part was given up here."""
+    """Seal a part, unless there is a newer fence, or the whole or the part was given up here."""
     if state.generation > part.base:
         return Refused(Refusal.FENCED, state)
     whole, known = state.save(part.of), state.save(part.save_id)
@@ -142,9 +142,9 @@ def may_publish(state: LogState, seal: Seal, by: Generation) -> Seal | Refused[R
 
 
 def unreleased(views: Mapping[str, LogState]) -> tuple[Fence, ...]:
-    """The fences of the newest number that nobody released, the newest first: who may hold the run.
+    """Return the unreleased fences of the newest number, the newest first: their owners may hold the run.
 
-    Several where newcomers that reach different domains took the same number.
+    There are several if newcomers that reach different domains took the same number.
     """
     number = max((v.generation.number for v in views.values()), default=GENESIS.number)
     fences = {
@@ -156,8 +156,8 @@ def unreleased(views: Mapping[str, LogState]) -> tuple[Fence, ...]:
 
 
 def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | Refused[Refusal]:
-    """Fence as a newcomer that judged the owner of ``judged``, unless another fence stands by now:
-    nobody looked whether that one's owner lives.
+    """Fence as a newcomer that judged the owner of ``judged``, unless there is another fence by now: nothing is
+    known about whether its owner is alive.
     """
     if state.generation != judged:
         return Refused(Refusal.FENCED, state)
@@ -165,7 +165,7 @@ def may_claim(state: LogState, fence: Fence, judged: Generation) -> Fence | Refu
 
 
 def may_fence(state: LogState, fence: Fence) -> Fence | Refused[Refusal]:
-    """Fence, unless a generation as new or newer stands."""
+    """Fence, unless the current generation is as new or newer."""
     return Refused(Refusal.FENCED, state) if state.generation >= fence.generation else fence
 
 

@@ -1,4 +1,4 @@
-"""Block digests: the binary sidecar that lies beside every data file. Pure; no torch.
+"""Block digests: the binary sidecar that lies beside every data file. No I/O; no torch.
 
     __0_0.distcp   |<-- item 0 -->|<----------------- item 1 ----------------->|
                                   |<- head ->|<------ payload ------>|<- tail ->|
@@ -14,6 +14,13 @@ before it belong to no item.
 
 Integers are little endian. A decoder accepts exactly what an encoder writes: anything truncated,
 foreign, damaged or of a newer version is a ManifestError, before any number in it is believed.
+
+A file that passes by, in order, is compared with the digests of what was written:
+
+    check.update(data)   the next bytes; IntegrityError as soon as a block of them differs
+    check.finish()       there are no more; IntegrityError where some are missing
+    check.sure_bytes     so many from the start are known to be right
+    check.compared       so many digests were found right
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,15 +36,18 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from ckptfs.errors import ManifestError
+from ckptfs.errors import IntegrityError, ManifestError
 
 __all__ = [
     "ALIGNMENT_BYTES",
     "BLOCK_SIZE_BYTES",
     "Block",
+    "BlockCheck",
     "BlockDigester",
+    "Check",
     "FileDigests",
     "ItemDigests",
+    "WholeCheck",
     "decode_digests",
     "encode_digests",
     "first_bad_block",
@@ -69,8 +79,14 @@ class Block:
 
 
 class ItemDigests(NamedTuple):
-    """One blob of a data file. All numbers are bytes; ``offset`` counts from the file's start,
-    ``payload_offset`` from the blob's. ``blocks`` are the digests in order.
+    """One blob of a data file. All numbers are bytes.
+
+    Attributes:
+        offset: Where it begins, from the file's start.
+        length: Its size.
+        payload_offset: Where the tensor's memory begins, from the blob's start; 0 where there is none.
+        payload_length: The size of that memory; 0 where there is none.
+        blocks: The digests in order.
     """
 
     offset: int
@@ -100,7 +116,7 @@ class ItemDigests(NamedTuple):
 
 
 class FileDigests:
-    """Everything one sidecar says: the items of a data file, by rising offset."""
+    """Everything one sidecar says: the ``items`` of a data file, by rising offset."""
 
     def __init__(self, items: Iterable[ItemDigests]) -> None:
         self._items: Sequence[ItemDigests] = tuple(items)
@@ -111,7 +127,7 @@ class FileDigests:
         return tuple(self._items)
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Start and stop in the file, and digest, of all blocks; of the padding between items, too."""
+        """Yield start and stop in the file, and digest, of all blocks; of the padding between items, too."""
         end = 0
         for item in self._items:
             if 0 < (size := item.offset - end) < ALIGNMENT_BYTES:
@@ -121,8 +137,10 @@ class FileDigests:
             end = item.offset + item.length
 
     def by_offset(self) -> Mapping[int, ItemDigests]:
-        """Items by their offset in the file. Empty items share one with their successor: the
-        longer one is kept, an empty item has no bytes to look up.
+        """Return the items by their offset in the file.
+
+        Empty items share one with their successor: the longer one is kept, an empty item has no bytes to look
+        up.
         """
         return _ByOffset(
             self._items, {item.offset: n for n, item in enumerate(self._items) if item.length}
@@ -250,7 +268,7 @@ def padding_before(offset: int) -> int:
 
 
 def encode_digests(digests: FileDigests) -> bytes:
-    """The sidecar's bytes."""
+    """The sidecar's bytes, of ``digests``."""
     blocks = array("Q")
     for item in digests.items:
         blocks.extend(item.blocks)
@@ -268,7 +286,15 @@ def encode_digests(digests: FileDigests) -> bytes:
 
 
 def decode_digests(data: bytes, where: object) -> FileDigests:
-    """The sidecar in ``data``; ManifestError naming ``where`` when it is not exactly one."""
+    """The sidecar in ``data``.
+
+    Args:
+        data: All bytes of the sidecar.
+        where: Its name, for the message.
+
+    Raises:
+        ManifestError: It is not exactly one sidecar: truncated, foreign, damaged or of a newer version.
+    """
     if len(data) < _HEADER.size + _SEAL.size or not data.startswith(_MAGIC):
         raise _damaged(where, "it is not a sidecar of block digests")
     _, version, _, block_size, item_count, block_count = _HEADER.unpack_from(data)
@@ -346,3 +372,88 @@ def _damaged(where: object, why: str) -> ManifestError:
         uri=where,
         hint='the data file may be whole: load with verify="off" to read it unverified',
     )
+
+
+Damaged = Callable[[str], IntegrityError]  # what is wrong -> an error that names the file
+
+
+class Check:
+    """Nothing to compare with: every byte is right."""
+
+    sure_bytes: int = 0
+    compared: int = 0
+
+    def update(self, data: memoryview) -> None:
+        """The next bytes; not kept."""
+
+    def finish(self) -> None:
+        """There are no more."""
+
+
+class BlockCheck(Check):
+    """By the digests of a data file's blocks; the padding between two items is zeros.
+
+    start: compare from there on only; where a block begins, as ``sure_bytes`` tells.
+    """
+
+    def __init__(self, digests: FileDigests, damaged: Damaged, start: int = 0) -> None:
+        self._damaged = damaged
+        self._blocks = (block for block in digests.blocks() if block[1] > start)
+        self._block = next(self._blocks, None)
+        self._state = xxhash.xxh3_64()
+        self._at = self.sure_bytes = start
+
+    def update(self, data: memoryview) -> None:
+        """As ``Check.update``, in pieces of any size."""
+        first, end = self._at, self._at + len(data)
+        while self._block is not None and self._block[0] < end:
+            start, stop, digest = self._block
+            low, high = max(start, first), min(stop, end)
+            piece = data[low - first : high - first]
+            if high - low == stop - start:
+                found = xxhash.xxh3_64_intdigest(piece)  # a whole block in one call
+            else:
+                self._state.update(piece)
+                if high < stop:
+                    break
+                found = self._state.intdigest()
+                self._state.reset()
+            if found != digest:
+                raise self._damaged(f"bytes {start} to {stop} differ from what was written")
+            self.sure_bytes = stop
+            self.compared += 1
+            self._block = next(self._blocks, None)
+        self._at = end
+
+    def finish(self) -> None:
+        """As ``Check.finish``."""
+        if self._block is not None:
+            start, stop, _ = self._block
+            raise self._damaged(f"bytes {start} to {stop} are missing: truncated")
+
+
+class WholeCheck(Check):
+    """By one xxh3_128 of the whole file; None: there is none to compare with, but ``digest`` tells it
+    when all has passed.
+    """
+
+    def __init__(self, digest: str | None, damaged: Damaged) -> None:
+        self._digest, self._damaged = digest, damaged
+        self._state = xxhash.xxh3_128()
+
+    @property
+    def digest(self) -> str:
+        """Of what has passed by."""
+        return self._state.hexdigest()
+
+    def update(self, data: memoryview) -> None:
+        """As ``Check.update``."""
+        self._state.update(data)
+
+    def finish(self) -> None:
+        """As ``Check.finish``."""
+        if self._digest is None:
+            return
+        if self.digest != self._digest:
+            raise self._damaged("its bytes differ from what was written")
+        self.compared = 1

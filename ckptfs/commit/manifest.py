@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.entries import (
     GENESIS,
     Generation,
     Kind,
@@ -52,11 +52,14 @@ _OPTIONAL = ("domain", "digests", "digest", "origin")  # of a file; left out whe
 class FileRecord:
     """One file of a checkpoint.
 
-    path: relative to the step directory. size_bytes. domain: the id of the domain that holds it,
-    None for all of them. digests: path of its sidecar of block digests, None where it has none.
-    digest: xxh3_128 of a small file's bytes, None for data files with a sidecar. origin: the save that
-    wrote the bytes, where that matters: of a hard link to a file of an older save, and of every
-    shared file.
+    Attributes:
+        path: Relative to the step directory.
+        size_bytes: Its size in bytes.
+        domain: The id of the domain that holds it; None for all of them.
+        digests: Path of its sidecar of block digests; None where it has none.
+        digest: xxh3_128 of a small file's bytes; None for data files with a sidecar.
+        origin: The save that wrote the bytes, where that matters: of a hard link to a file of an older save,
+            and of every shared file; else None.
     """
 
     path: str
@@ -76,7 +79,13 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class DomainRecord:
-    """A domain that holds part of the checkpoint: its id, ranks and the hosts people know."""
+    """A domain that holds part of the checkpoint.
+
+    Attributes:
+        id: Its id.
+        ranks: The ranks that saw it.
+        hosts: The hosts, for people.
+    """
 
     id: str
     ranks: tuple[Count, ...]
@@ -87,7 +96,23 @@ class DomainRecord:
 class Manifest:
     """Everything a reader needs to know before it opens a data file.
 
-    parts: what other groups of processes wrote of it; each has a manifest of its own.
+    Attributes:
+        save_id: The id of the save.
+        name: The checkpoint's name in the run.
+        step: Completed optimizer steps; None where there is no number.
+        files: Its files.
+        domains: The domains that hold it.
+        base: The generation that the save began under.
+        artifact: A checkpoint, weights or a directory.
+        world_size: How many ranks saved it.
+        created_at: When, for people; the commit order is that of the log.
+        writer: The program and its version, for people.
+        references: save_ids with files that this one uses.
+        per_rank: Keys that every rank keeps for itself.
+        format_version: The version of this format.
+        min_reader_version: The oldest reader that understands it.
+        parts: What other groups of processes wrote of it; each has a manifest of its own.
+        extra: Fields that this version does not know, kept as they are.
     """
 
     save_id: str
@@ -119,12 +144,12 @@ def needed_reader(files: Iterable[FileRecord]) -> int:
 
 
 def digest_of(data: bytes) -> str:
-    """The digest by which seals name a manifest: xxh3_128, hexadecimal."""
+    """The digest by which seals name a manifest: xxh3_128 of ``data``, hexadecimal."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's bytes: JSON that a person can read."""
+    """The bytes of ``manifest``: JSON that a person can read."""
     record: dict[str, Any] = {
         "format_version": manifest.format_version,
         "min_reader_version": manifest.min_reader_version,
@@ -197,8 +222,14 @@ _READER, _RECORD = Schema(_Reader), Schema(_Record)
 
 
 def decode_manifest(data: bytes, where: object) -> Manifest:
-    """The manifest in ``data``; ManifestError that names ``where`` when it is foreign, damaged,
-    escapes its directory, or asks for a newer reader.
+    """The manifest in ``data``.
+
+    Args:
+        data: All bytes of the file.
+        where: Its name, for the message.
+
+    Raises:
+        ManifestError: It is foreign, damaged, leads out of its directory, or asks for a newer reader.
     """
     try:
         record = parse(data)

@@ -1,14 +1,20 @@
-"""The adapter to torch.distributed.checkpoint: plans, data files, metadata, and nothing of retention.
+"""The adapter to torch.distributed.checkpoint: plans, data files and metadata. Nothing here knows of retention.
 
-planner.py  load_planner.py    what to save and to load, and every check that needs no data
-leaves.py  per_rank.py         fingerprints and safety of leaves; what each rank keeps for itself
-columns.py  exchange.py        plans as columns: what ranks say of them, sent once
-world_plan.py  emit.py         the coordinator's decision over columns, and ``.metadata`` made of them
-layout.py  engine.py           data files and their digests, written
-fetch.py                       data files, read and verified, into tensors
-metadata.py  decoding.py       ``.metadata``, byte for byte torch's, and read without trust
-metadata_pickle.py pickle_records.py its pickle, decoded and not run; its usual records, many at a time
-inventory.py what a load asks of it, by key
-pipeline.py                    plan, write, describe; plan, read: for ckptfs.save and ckptfs.load
-writer.py  reader.py           the same under torch's own dcp.save and dcp.load
+save    api -> saving  -> planning -> write -> commit
+load    api -> loading -> metadata -> read
+
+planning/       what each rank saves, and what the coordinator decides of all plans
+metadata/       ``.metadata``, written and read without trust
+write/  read/   data files and their digests
+staging/        the copy of the state that ``async_save`` writes from
+incremental/    ``unchanged="reference"``
+torch_hooks/    the same under torch's own ``dcp.save`` and ``dcp.load``
+safetensors/    directories of safetensors files
+
+api.py  async_api.py    ``save``, ``load``, ``async_save``; pending.py is what async_save returns
+saving.py  loading.py   one save and one load on an open seat, for the calls above and the manager
+worker.py               the thread that saves in the background
+object_file.py          one object in one file
+copying.py              a committed checkpoint once more, at another place
+python_gc.py            Python's garbage collector, held off while many objects are made
 """

@@ -20,29 +20,27 @@ from typing import Any, Literal, overload
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ckptfs.commit.claim import Takeover, claim
-from ckptfs.commit.locate import following, reading_seat
-from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
-from ckptfs.commit.run import Caller, Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec
-from ckptfs.commit.tickets import SealedPart, TicketPart
-from ckptfs.dcp.engine import WriteEngineName
-from ckptfs.dcp.load_planner import Allow
+from ckptfs.commit.catalog.locate import following, reading_seat
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.run import Caller, Run
+from ckptfs.commit.parts.tickets import SealedPart, TicketPart
+from ckptfs.commit.save.spec import IfExists, SaveSpec
+from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat, step_of
+from ckptfs.control.control import Control, timeout_of
+from ckptfs.control.world import World
+from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.loading import load_at
-from ckptfs.dcp.parts import save_part
-from ckptfs.dcp.reuse import Unchanged
-from ckptfs.dcp.saving import WriteOptions, plans_of, save_at
-from ckptfs.dcp.share import as_state_dict
+from ckptfs.dcp.planning.state_dicts import as_state_dict
+from ckptfs.dcp.read.load_planner import Allow
+from ckptfs.dcp.saving import WriteOptions, plans_of, save_at, save_part
+from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.errors import StateError
 from ckptfs.events import LoadResult, SaveResult
-from ckptfs.topology.control import Control, timeout_of
-from ckptfs.topology.world import World
 from ckptfs.uri import HasProtocol, Uri, options_of
 
 __all__ = ["load", "save"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.dcp")
 
 Scope = Literal["auto", "shared", "node"]
 EngineName = Literal["auto", "direct", "buffered"]
@@ -104,34 +102,70 @@ def save(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> SaveResult | SealedPart:
-    """Collective. Save a state dict to ``uri``; committed and durable when it returns.
+    """Save a state dict to ``uri``; committed and durable when it returns. Collective.
 
-    state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and
-    objects with state_dict() at the top level, called in sorted order of their keys; a module, an optimizer or
-    another such object alone lies under "state", a module without the names that wrappers add. uri: run and
-    name, ``s3://bucket/run/step_100``; the run is the parent. step: completed optimizer steps; None takes the number that ends the name.
-    if_exists: "error" is CommitConflictError when the name is committed; "replace" keeps the old
-    one until the new one is committed. run: a held Run fences the save; without it the save is
-    exclusive by name only, and "replace" claims the run for the call where something has the name: it waits
-    up to ``timeout_s`` for other calls that do so too, and is RunBusyError at once where an owner lives
-    beyond a call. A name that nobody knows claims nothing. per_rank: fnmatch patterns of
-    flattened keys whose values differ by rank and are kept for each; unasked a difference is
-    StateError. require_space: NoSpaceError before a byte is written where it cannot fit; otherwise
-    a warning. threads: data files written at once by each rank; None: one, but up to four on a
-    filesystem in memory, which takes one thread's bytes at a time in each. engine: how files are written; "auto"
-    asks the storage, "direct" goes past the page cache where that is possible at all, "buffered" through
-    it; the counters' direct_bytes tell what was done. unchanged: "reference" writes nothing of
-    what the last committed checkpoint of the run holds already, and needs ``run``. timeout_s: the longest silence of a
-    rank, and the longest time of other calls that hold the run, that is waited out, 600 s unless
-    CKPTFS_TIMEOUT_S says otherwise.
+    Before the commit any failure, on any rank, is the same error on every rank, and the old state stays.
+    After a crash there is exactly the old or the new checkpoint.
 
-    Before the commit any failure, on any rank, is the same error on every rank, and the old state
-    stands. CommitInDoubtError: the next save or prepare_run settles it. After a crash there is
-    exactly the old or the new checkpoint.
+    ``uri`` may be ``ticket.part("actor")``: this group's part of a checkpoint that several groups write. Then
+    it is sealed and durable when this returns a SealedPart, and committed by ``ticket.commit``; name, step
+    and run are the ticket's.
 
-    uri may be ``ticket.part("actor")``: this group's part of a checkpoint that several groups write.
-    Then it is sealed and durable when this returns a SealedPart, and committed by ``ticket.commit``;
-    name, step and run are the ticket's.
+    Args:
+        state_dict: Nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and objects
+            with ``state_dict()`` at the top level, called in sorted order of their keys. Tensors may have any
+            shape and dtype that torch has. A module, an optimizer or another such object alone is saved under
+            "state", a module without the names that wrappers add.
+        uri: Run and name, ``s3://bucket/run/step_100``; the run is the parent. The same on all ranks.
+        step: Completed optimizer steps; None takes the number that ends the name.
+        if_exists: "error" refuses a name that is committed; "replace" keeps the old checkpoint until the new
+            one is committed.
+        run: A held run, which fences the save. None: the save is exclusive by name only, and "replace" claims
+            the run for the call where something has the name: it waits up to ``timeout_s`` for other calls
+            that do so too. A name that is not in the log claims nothing.
+        per_rank: fnmatch patterns of flattened keys that differ by rank and are kept for each. Without a
+            pattern a difference is an error.
+        require_space: Refuse before a byte is written where the state cannot fit; otherwise that is a
+            warning.
+        threads: Data files that each rank writes at once; None: one, but up to four on a filesystem in
+            memory, which takes one thread's bytes at a time in each.
+        engine: How files are written: "auto" decides by the storage, "direct" bypasses the page cache where
+            that is possible at all, "buffered" never does. ``direct_bytes`` of the counters says what was
+            done.
+        unchanged: "write" writes everything; "reference" writes nothing of what the last committed checkpoint
+            of the run holds already, and needs ``run``.
+        process_group: The ranks that take part; None: the default group. No collective runs on it.
+        timeout_s: The longest silence of a rank, and the longest time of other calls that hold the run, that
+            is waited out, in seconds; None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+
+    Returns:
+        What was saved, on this rank and on all: a SaveResult, or for a ticket's part a SealedPart.
+
+    Raises:
+        CommitConflictError: ``if_exists`` is "error", and the name is committed already, or holds a
+            checkpoint that ckptfs did not write.
+        CommitInDoubtError: Whether it is committed is not known; the next save or ``prepare_run`` settles it.
+        FencedError: ``run`` has a newer owner. Nothing was committed.
+        RunBusyError: ``if_exists="replace"`` without ``run``, and the run has a living owner that is no such
+            call.
+        StateError: Values differ by rank and match no pattern of ``per_rank``; several ranks have no process
+            group; or the arguments contradict each other.
+        NoSpaceError: The storage is full; with ``require_space`` before a byte is written.
+        UriError: The URI cannot be read, or ranks were given different ones.
+        CollectiveError: Some ranks failed; every rank raises this same error, and ``failures`` has them.
+            Where all failed with one type, it is of that type too.
+        DeadlineError: A rank was silent for longer than ``timeout_s``.
+        ControlPlaneLostError: The store that the ranks talk through is gone.
+
+    Example:
+        result = ckptfs.save({"model": model, "step": 100}, "s3://bucket/run/step_100")
+        print(result)
     """
     started = time.perf_counter()
     state = as_state_dict(state_dict)
@@ -185,24 +219,58 @@ def load(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> LoadResult:
-    """Collective. Load a checkpoint into ``state_dict``, in place, with any number of ranks.
+    """Load a checkpoint into ``state_dict``, in place, with any number of ranks. Collective, read-only.
 
-    Tensors are filled where they are, whatever sharding they have now; objects with
-    load_state_dict() at the top level get theirs, and so does one such object alone, from "state". Missing and unexpected keys and dtypes that differ are
-    StateErrors before a byte is read. allow: one or several of "missing" (such keys keep their values, and
-    the result names them), "extra" (keys that nobody asks for are left out, and named), "dtype" (converted);
-    "stock" is what torch's dcp.load allows: "extra" and "dtype". strict: False allows all three. An
-    optimizer that would be left empty by its own state_dict(), before its first step, is StateError
-    whatever is allowed. objects: "refuse" is StateError for an object that is no plain value (numbers, text,
-    bytes, their containers), by its key; "load" takes those that are data alone. verify: "read" compares every block that is read with its digest. run: a
-    held Run, of this checkpoint or of another: the ranks talk as they do for it, so that a rank which
-    dies before it has come here is named in seconds and not after timeout_s, and nothing has to be
-    opened; process_group and timeout_s are then the run's. It need not be the newest owner.
-    Checkpoints written by stock torch load too, unverified. Reads only; repairs nothing.
+    Tensors are filled where they are, in any sharding that they have now; objects with ``load_state_dict()``
+    at the top level get theirs, and so does one such object alone, from "state". Missing and unexpected keys,
+    shapes and dtypes that differ are refused before a byte is read. An optimizer that would be left empty by
+    its own ``state_dict()``, before its first step, is a StateError in any case. Checkpoints written by stock
+    torch load too, unverified. After an error tensors are undefined.
 
-    NotFoundError, IncompleteCheckpointError: no such checkpoint, or not all of it. What single ranks
-    meet while they read (IntegrityError, ManifestError, a missing file) is a CollectiveError on all;
-    its ``failures`` name rank, URI and file. After an error tensors are undefined.
+    Args:
+        state_dict: What is to be filled: a dict, or one object with ``load_state_dict()``.
+        uri: Run and name, ``s3://bucket/run/step_100``; the same on all ranks.
+        strict: False allows all that ``allow`` can name.
+        allow: One or several of "missing" (such keys keep their values, and the result names them), "extra"
+            (keys that ``state_dict`` lacks are left out, and named), "dtype" (converted); "stock" is what
+            torch's ``dcp.load`` allows: "extra" and "dtype".
+        objects: "load" takes objects that are data alone; "refuse" refuses an object that is no plain value
+            (numbers, text, bytes, their containers), by its key.
+        verify: "read" compares every block that is read with its digest; "off" does not.
+        run: A held run, of this checkpoint or of another: the ranks talk through its control plane, so that a
+            rank which dies before this call is named in seconds and not after ``timeout_s``, and nothing has
+            to be opened. ``process_group`` and ``timeout_s`` are then the run's. It need not be the newest
+            owner. None: the call opens its own.
+        process_group: The ranks that take part; None: the default group. No collective runs on it.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+
+    Returns:
+        What was read, on this rank and on all, and the keys that were left out.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        IncompleteCheckpointError: Not all of it is there.
+        AmbiguousCheckpointError: Stock torch saved over this checkpoint.
+        StateError: Keys, shapes or dtypes do not fit, an object is refused, or several ranks have no process
+            group. Nothing was read.
+        UriError: The URI cannot be read, or ranks were given different ones.
+        CollectiveError: What single ranks meet while they read; ``failures`` names rank, URI and file. Where
+            all failed with one type, it is of that type too.
+        IntegrityError: Bytes differ from what was written; as a CollectiveError.
+        ManifestError: The description is damaged or too new; as a CollectiveError where single ranks meet it.
+        DeadlineError: A rank was silent for longer than ``timeout_s``.
+        ControlPlaneLostError: The store that the ranks talk through is gone.
+
+    Example:
+        state = {"model": model, "step": 0}
+        ckptfs.load(state, "s3://bucket/run/step_100")
     """
     started = time.perf_counter()
     state = as_state_dict(state_dict)

@@ -24,31 +24,30 @@ from typing import Any, Literal
 from torch.distributed.checkpoint.stateful import Stateful
 
 from ckptfs import _torch
-from ckptfs.commit.opening import Place, agree_uri, open_seat, step_of
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec
-from ckptfs.commit.tickets import TicketPart
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.tickets import TicketPart
+from ckptfs.commit.save.spec import IfExists, SaveSpec
+from ckptfs.commit.session import Place, Seat, agree_uri, open_seat, step_of
+from ckptfs.control.control import Control, control_opener, timeout_of
+from ckptfs.control.world import World
 from ckptfs.dcp.api import claimed, need_group
-from ckptfs.dcp.buffers import HostBuffers
-from ckptfs.dcp.engine import WriteEngineName
-from ckptfs.dcp.exchange import PlanMemory
+from ckptfs.dcp.incremental.reuse import Memory, Unchanged
 from ckptfs.dcp.pending import PendingSave, Watch
-from ckptfs.dcp.reuse import Memory, Unchanged
+from ckptfs.dcp.planning.state_dicts import as_state_dict
 from ckptfs.dcp.saving import Tell, WriteOptions, plans_of, save_at, tell_nobody
-from ckptfs.dcp.share import as_state_dict
-from ckptfs.dcp.staging import Staged, failed, stage
+from ckptfs.dcp.staging.buffers import HostBuffers
+from ckptfs.dcp.staging.staging import Staged, failed, stage
 from ckptfs.dcp.worker import SaveWorker, exit_s
+from ckptfs.dcp.write.pipeline import PlanMemory
+from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.errors import StateError, UriError
 from ckptfs.events import SaveResult
 from ckptfs.events import Staged as StagedEvent
-from ckptfs.topology.control import Control, control_opener, timeout_of
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri, mask_credentials, options_of
 
 __all__ = ["Aside", "async_save", "begin_aside", "submit_pending"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.dcp")
 
 Scope = Literal["auto", "shared", "node"]
 EngineName = Literal["auto", "direct", "buffered"]
@@ -75,22 +74,55 @@ def async_save(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> PendingSave:
-    """Collective. As ``save``, but returns when the tensors may be changed; see ``PendingSave``.
+    """As ``save``, but returns when the tensors may be changed; see ``PendingSave``. Collective.
 
-    host_memory_bytes: the most host memory that copies of this process take; None is half of what the
-    host has available, divided by its ranks. With a bound at or above the local state the call takes
-    as long as one copy of it, and talks to no other rank; below it, it blocks until all but the last
-    window is written. A single tensor that has to be copied anyway, because it lies on a device or is
-    not contiguous, may exceed it while it is written. writers_per_node: ranks of one node that write
-    at once.
+    With ``host_memory_bytes`` at or above the local state the call takes as long as one copy of it, and talks
+    to no other rank; below it, it blocks until all but the last window is written. A single tensor that has
+    to be copied anyway, because it is on a device or not contiguous, may exceed the bound while it is
+    written.
 
-    Saves of one process are written one after another in the order of the calls, which has to be the
-    same on all ranks. Nothing is sent over the process group, which may be destroyed meanwhile. At the
-    end of the interpreter saves under way get CKPTFS_EXIT_S seconds, 60 by default.
+    Saves of one process are written one after another in the order of the calls, which has to be the same on
+    all ranks. Nothing is sent over the process group, which may be destroyed before the save ends. At the end
+    of the interpreter saves under way get CKPTFS_EXIT_S seconds, 60 by default.
 
-    What fails, while staging too, fails on all ranks with the same error: it is in the futures, and
-    logged. Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there
-    is exactly the old or the new checkpoint.
+    What fails, while staging too, fails on all ranks with the same error: it is in the futures, and logged.
+    Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there is exactly the
+    old or the new checkpoint.
+
+    Args:
+        state_dict: As for ``save``.
+        uri: Run and name, as for ``save``, but no part of a ticket.
+        step: Completed optimizer steps; None takes the number that ends the name.
+        if_exists: "error" or "replace", as for ``save``.
+        run: A held run, which fences the save; None: exclusive by name only, as for ``save``.
+        per_rank: fnmatch patterns of flattened keys that differ by rank and are kept for each.
+        require_space: Refuse before a byte is written where the state cannot fit; otherwise that is a
+            warning.
+        threads: Data files that each rank writes at once; None: as for ``save``.
+        engine: "auto", "direct" or "buffered", as for ``save``.
+        writers_per_node: Ranks of one node that write at once; None: all.
+        unchanged: "write" or "reference", as for ``save``.
+        host_memory_bytes: The most bytes of host memory that copies of this process take; None: half of what
+            the host has available, divided by its ranks.
+        process_group: The ranks that take part; None: the default group.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: "auto", "shared" or "node", as for ``save``.
+        domain: A name in place of ``scope``, as for ``save``; None: by ``scope``.
+
+    Returns:
+        The save under way; its futures have the result or the error, which are those of ``save``.
+
+    Raises:
+        StateError: ``uri`` is a ticket's part, which is saved synchronously; an argument is none of its
+            choices; or several ranks have no process group. Every other error is in the futures.
+
+    Example:
+        pending = ckptfs.async_save({"model": model}, "s3://bucket/run/step_100")
+        ...  # train on
+        result = pending.result(timeout_s=600)
     """
     state = as_state_dict(state_dict)
     if isinstance(uri, TicketPart):

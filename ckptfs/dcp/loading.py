@@ -1,40 +1,280 @@
-"""One load on an open seat: what ``load`` and the manager's ``restore`` have in common.
+"""A load of a checkpoint that was found: what ``load`` and the manager's ``restore`` have in common.
 
-    metadata  plan (checks)  read and verify  hand over to stateful objects     -> LoadResult
+    inventory_of (step)  ->  plan_load (step)  ->  read (local)  ->  restore_stateful     -> LoadResult
 
-Collective on the seat's control; reads only.
+Every rank makes its own plan from the metadata. What travels are the keys that it asks for, so that all
+ranks know of a key that nobody wants. Collective on the seat's control; reads only.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.catalog import Found
-from ckptfs.commit.opening import step_of
-from ckptfs.commit.seat import Seat, naming
-from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.inventory import Inventory, Whole
-from ckptfs.dcp.load_pipeline import (
-    PlannedLoad,
-    plan_load,
-    read,
-    refuse_meta,
-    restore_stateful,
+from ckptfs import _torch
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.manifest import digest_of
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.session import Seat, naming, step_of
+from ckptfs.control.control import Control
+from ckptfs.dcp.metadata.metadata_reader import (
+    Inventory,
+    Renamed,
+    Whole,
+    decode_metadata,
+    read_inventory,
 )
-from ckptfs.dcp.load_planner import Allow
-from ckptfs.dcp.opened import inventory_of, source_of, who_holds
-from ckptfs.dcp.share import stateful_keys, unwrap_stateful
-from ckptfs.errors import IncompleteCheckpointError
+from ckptfs.dcp.planning.state_dicts import (
+    listed,
+    module_of,
+    own_keys,
+    stateful_keys,
+    unwrap_stateful,
+)
+from ckptfs.dcp.python_gc import gc_paused
+from ckptfs.dcp.read.data_file import Source, Verify
+from ckptfs.dcp.read.load_planner import (
+    OPTIMIZER_HINT,
+    Allow,
+    Allowed,
+    LoadPlanner,
+    RequestedKeys,
+    unexpected_keys,
+)
+from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.scheduler import fetch_reads
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NotFoundError, StateError
 from ckptfs.events import Counters, LoadResult
-from ckptfs.progress import progress
+from ckptfs.progress import SILENT, Meter, progress
+from ckptfs.storage.base import Storage
+from ckptfs.storage.inflight import log_fields
 from ckptfs.uri import Uri
 
-__all__ = ["Loadable", "load_at", "load_into"]
+__all__ = [
+    "Loadable",
+    "load_at",
+    "load_into",
+    "plan_load",
+    "read",
+    "read_metadata",
+    "source_of",
+    "who_holds",
+]
+
+
+def read_metadata(storage: Storage, found: Found) -> Metadata:
+    """The checkpoint's ``.metadata``, as sealed where it was sealed, with the manifest's own paths.
+    Executes nothing.
+
+    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing where a
+    manifest speaks for it. ManifestError: it is no DCP metadata.
+    """
+    return decode_metadata(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
+
+
+def inventory_of(storage: Storage, found: Found) -> Inventory:
+    """The same for a load: what is not asked for is not made. Errors are ``read_metadata``'s."""
+    return read_inventory(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
+
+
+def _sealed(storage: Storage, found: Found) -> bytes:
+    manifest, where = found.manifest, storage.uri(found.metadata)
+    try:
+        raw = found.metadata_bytes
+        if raw is None:
+            raw = read_limited(storage, found.metadata)
+    except NotFoundError as error:
+        if manifest is None:
+            raise
+        raise IncompleteCheckpointError(
+            "the metadata is missing",
+            uri=where,
+            hint="ckptfs verify tells what else is; restore the file, or load another checkpoint",
+        ) from error
+    if manifest is not None:
+        path = f"{manifest.save_id}/{METADATA}"
+        # Several where domains have copies of their own; a copied directory may have come from any.
+        sealed = {f.digest for f in manifest.files if f.path == path}
+        if sealed and digest_of(raw) not in sealed:
+            raise IntegrityError(
+                "the metadata is not what was saved",
+                uri=where,
+                hint="the file was changed after the commit; load another checkpoint",
+            )
+    return raw
+
+
+def _shared(found: Found) -> frozenset[str]:
+    files = () if found.manifest is None else found.manifest.files
+    return frozenset(f.path for f in files if f.is_shared)
+
+
+def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
+    """Where this rank reads data files and their digests."""
+    files = () if found.manifest is None else found.manifest.files
+    sidecars = {f.path: f.digests for f in files if f.digests is not None}
+    return Source(storage, found.home, sidecars, verify, rank, _shared(found), ranks=ranks)
+
+
+def who_holds(uri: str, found: Found) -> str | None:
+    """Which ranks and nodes hold a file that this one does not see; None on shared storage."""
+    if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
+        return None
+    # The digests of a data file lie beside it, and which of the two is missed first is chance.
+    record = next(
+        (f for f in found.manifest.files if uri.endswith((f.path, f.digests or f.path))), None
+    )
+    domain = next((d for d in found.manifest.domains if record and d.id == record.domain), None)
+    if domain is None:
+        return None
+    ranks = ", ".join(str(rank) for rank in domain.ranks)
+    return (
+        f"domain {domain.id} holds it, written by ranks {ranks} on {', '.join(domain.hosts)}: "
+        "start these ranks there again, or copy the shards together first"
+    )
+
+
+_OPTIMIZER_STATE = re.compile(r"(.+?\.)?state\.[^.]")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """A load that all ranks agreed on; nothing was read but metadata. reads: what this rank reads."""
+
+    reads: tuple[Read, ...]
+    planner: LoadPlanner
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
+    plan_s: float
+
+
+def plan_load(
+    state_dict: dict[str, Any] | Callable[[], dict[str, Any]],
+    metadata: Metadata | Inventory,
+    control: Control,
+    *,
+    strict: bool = True,
+    allow: Allow = (),
+    saved_world: int | None = None,
+    weights_only: bool = True,
+    objects: Literal["load", "refuse"] = "load",
+    handed_over: Collection[str] = (),
+) -> PlannedLoad:
+    """Collective. Who reads what, with every check that needs no data. No tensor is changed
+    (but those on the meta device get memory).
+
+    state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
+    user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
+    world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
+    nobody asks for. strict, allow, objects: as for ``ckptfs.load``. handed_over: top-level keys of objects
+    that get what was loaded; known when ``state_dict`` was called.
+    """
+    started = time.perf_counter()
+    inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
+    planners: list[LoadPlanner] = []
+    held: list[list[Read]] = []
+
+    def local() -> RequestedKeys:
+        flat = state_dict() if callable(state_dict) else state_dict
+        # Here, because the words that it is given may be wrong on one rank alone.
+        planner = LoadPlanner(
+            strict=strict, allow=allow, weights_only=weights_only, objects=objects
+        )
+        planners.append(planner)
+        planner.handed_over = handed_over
+        planner.set_up_planner(flat, is_coordinator=control.rank == 0)
+        with gc_paused():
+            mine = own_keys(
+                inventory.keys, control.rank, control.size, saved_world, planner.state_dict.keys()
+            )
+            seen = Renamed(inventory, mine) if mine else inventory
+            held.append(planner.create_reads(seen))
+            if planner.allowed:
+                planner.refuse_empty(seen)
+            return RequestedKeys.of(inventory.keys, planner.state_dict.keys())
+
+    def decide(requested: list[RequestedKeys]) -> tuple[str, ...]:
+        unexpected = unexpected_keys(inventory.keys, requested)
+        if unexpected and Allowed.EXTRA not in planners[0].allowed:
+            raise StateError(
+                f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
+                hint=_hint_for(unexpected, inventory.keys),
+            )
+        return unexpected
+
+    unexpected = control.step("plan the load", local, decide)
+    planner = planners[0]
+    return PlannedLoad(
+        tuple(held[0]), planner, planner.missing, unexpected, time.perf_counter() - started
+    )
+
+
+def _hint_for(unexpected: Sequence[str], saved: Collection[str]) -> str:
+    """What to do about keys that nobody asks for. An optimizer has no state before its first step: what
+    it says of itself then asks for none.
+    """
+    names = {at[1] or "" for key in unexpected if (at := _OPTIMIZER_STATE.match(key))}
+    empty = sorted(
+        name.removesuffix(".") or "the state dict"
+        for name in names
+        if any(key.startswith(f"{name}param_groups") for key in saved)
+    )
+    if not empty:
+        return 'allow="extra" leaves them out'
+    return f"{empty[0]!r} is an optimizer without state: {OPTIMIZER_HINT}"
+
+
+def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counters:
+    """Local. Read this rank's part into its tensors, verified as ``source.verify`` says.
+
+    IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
+    undefined.
+    """
+    planner = planned.planner
+    counters = fetch_reads(
+        source, planned.reads, lambda read, stream: planner.load_object(read.key, stream), meter
+    )
+    return dataclasses.replace(counters, plan_s=planned.plan_s)
+
+
+def refuse_meta(state_dict: Mapping[str, Any]) -> None:
+    """StateError for a module that has no memory: it would take what was loaded, and keep nothing."""
+    for key in stateful_keys(state_dict):
+        module = module_of(state_dict[key])
+        if module is None:
+            continue
+        unsaved = {
+            f"{path}.{name}".lstrip(".")
+            for path, inner in module.named_modules()
+            for name in _torch.unsaved_buffers(inner)
+        }
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            if name not in unsaved and not _torch.is_sharded_tensor(value) and value.is_meta:
+                raise StateError(
+                    f"{key}: {name!r} is on the meta device",
+                    hint="give the module memory first: module.to_empty(device=...)",
+                )
+
+
+def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local.
+
+    Objects last, in sorted order of their keys, because they may talk to other ranks meanwhile.
+    """
+    objects = stateful_keys(state_dict)
+    theirs = frozenset(objects)
+    for key in list(state_dict):  # and no tuples of items: 20,000 of them wake the collector
+        if key not in theirs:
+            state_dict[key] = loaded[key]
+    for key in objects:
+        state_dict[key].load_state_dict(loaded[key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +315,32 @@ def load_at(
         flat.update(unwrap_stateful(state_dict))
         return flat
 
-    been_read = _plan_and_read(
-        unwrapped,
-        held.pop(),
-        seat,
-        target,
-        found,
-        strict=strict,
-        allow=allow,
-        objects=objects,
-        handed_over=handed_over,
-        verify=Verify(verify),
-    )
-    loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
-    return _hand_over(loadable, been_read, seat, target, found, started)
+    with log_fields(**_fields(seat.storage.root, seat.control.rank, found)):
+        been_read = _plan_and_read(
+            unwrapped,
+            held.pop(),
+            seat,
+            target,
+            found,
+            strict=strict,
+            allow=allow,
+            objects=objects,
+            handed_over=handed_over,
+            verify=Verify(verify),
+        )
+        loadable = Loadable(flat, lambda: restore_stateful(state_dict, flat))
+        return _hand_over(loadable, been_read, seat, target, found, started)
+
+
+def _fields(run: Uri, rank: int, found: Found) -> dict[str, Any]:
+    """What records of a load say of it."""
+    known = found.seal or found.manifest
+    return {
+        "run": str(run),
+        "step": None if known is None else known.step,
+        "rank": rank,
+        "save_id": None if known is None else known.save_id,
+    }
 
 
 def load_into(
@@ -109,18 +361,19 @@ def load_into(
     Nobody's ``hand_over`` runs before every rank has read all of its part. Errors are as for
     ``ckptfs.load``.
     """
-    been_read = _plan_and_read(
-        loadable.state_dict,
-        Whole(metadata),
-        seat,
-        target,
-        found,
-        strict=strict,
-        allow=allow,
-        objects=objects,
-        verify=Verify(verify),
-    )
-    return _hand_over(loadable, been_read, seat, target, found, started)
+    with log_fields(**_fields(seat.storage.root, seat.control.rank, found)):
+        been_read = _plan_and_read(
+            loadable.state_dict,
+            Whole(metadata),
+            seat,
+            target,
+            found,
+            strict=strict,
+            allow=allow,
+            objects=objects,
+            verify=Verify(verify),
+        )
+        return _hand_over(loadable, been_read, seat, target, found, started)
 
 
 @dataclass(frozen=True, slots=True)

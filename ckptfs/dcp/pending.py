@@ -79,12 +79,19 @@ class Watch:
 
 
 class PendingSave:
-    """An asynchronous save. Any thread may ask; cancelling is not possible.
+    """An asynchronous save. Any thread may call its methods; cancelling is not possible.
 
-    staged: done when the tensors may be changed, which is before ``async_save`` returns. durable:
-    this rank's files are on the storage (its counters); nothing is committed. committed: the
-    checkpoint exists (the SaveResult), or every rank has the same error. uri is the local reading of
-    what was asked for, credentials masked. stall_s: how long the call blocked.
+    Args:
+        uri: The checkpoint as this rank read it, credentials masked.
+        step: Completed optimizer steps; None where there is no number.
+
+    Attributes:
+        staged: Done when the tensors may be changed, which is before ``async_save`` returns.
+        durable: Done when this rank's files are on the storage, with its counters; nothing is committed.
+        committed: Done when the checkpoint exists, with the SaveResult; or with the error that every rank
+            has.
+        began: When the call began, by ``time.perf_counter``.
+        stall_s: How long the call blocked, in seconds.
     """
 
     def __init__(self, uri: str, step: int | None) -> None:
@@ -99,10 +106,19 @@ class PendingSave:
         self._progress = Progress(Phase.QUEUED)
 
     def result(self, timeout_s: float | None = None) -> SaveResult:
-        """Wait for the commit. DeadlineError after ``timeout_s`` seconds: the save goes on.
+        """Wait for the commit.
 
-        Any other error is that of the save, the same on every rank; the failed ranks' tracebacks are
-        in its notes and in ``failures``.
+        Args:
+            timeout_s: How long, in seconds; None: as long as it takes.
+
+        Returns:
+            The result, the same object that ``committed`` holds.
+
+        Raises:
+            DeadlineError: Not committed within ``timeout_s``. The save continues, and the call can be
+                repeated.
+            CkptfsError: That of the save, the same on every rank; the failed ranks' tracebacks are in its
+                notes and in ``failures``.
         """
         try:
             return self.committed.result(timeout_s)
@@ -122,7 +138,7 @@ class PendingSave:
         return self.committed.done()
 
     def progress(self) -> Progress:
-        """How far this rank has come; costs nothing."""
+        """Return how far this rank has come; costs nothing."""
         with self._lock:
             return self._progress
 
@@ -132,7 +148,7 @@ class PendingSave:
     # -- for the threads that save -----------------------------------------------------------
 
     def advance(self, **changes: Any) -> None:
-        """Fields of the progress that are other now. Of two ends the first counts."""
+        """Set the fields of the progress that ``changes`` names. Of two ends the first counts."""
         with self._lock:
             if self._progress.phase in _ENDS:
                 changes.pop("phase", None)
@@ -140,7 +156,7 @@ class PendingSave:
             self._progress = Progress(**known | changes)
 
     def wrote(self, size_bytes: int) -> None:
-        """One more item is written."""
+        """Count one more item as written, of ``size_bytes`` bytes."""
         with self._lock:
             now = self._progress
             self._progress = Progress(
@@ -152,7 +168,7 @@ class PendingSave:
             )
 
     def has_staged(self, error: BaseException | None) -> None:
-        """The caller goes on; error: why not all was staged."""
+        """The caller continues; ``error`` says why not all was staged, None that all was."""
         self.stall_s = time.perf_counter() - self.began
         if error is None:
             self.staged.set_result(None)
@@ -160,7 +176,7 @@ class PendingSave:
             self.staged.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
-        """It has failed: whoever waits is told. ``staged`` is its caller's."""
+        """End with ``error``; only the first end counts."""
         self.advance(phase=Phase.FAILED)
         if self.progress().phase is not Phase.FAILED:
             return
@@ -169,7 +185,7 @@ class PendingSave:
                 future.set_exception(error)
 
     def succeed(self, result: SaveResult) -> None:
-        """It is committed."""
+        """End with ``result``; only the first end counts."""
         self.advance(phase=Phase.COMMITTED)
         if self.progress().phase is Phase.COMMITTED:  # or it hung for so long that it was given up
             with contextlib.suppress(
@@ -178,11 +194,11 @@ class PendingSave:
                 self.committed.set_result(result)
 
     def watch(self) -> Watch:
-        """What ``save_at`` tells, told to this save."""
-        return _Told(self)
+        """Return what ``save_at`` reports to, so that this save follows it."""
+        return _PendingWatch(self)
 
 
-class _Told(Watch):
+class _PendingWatch(Watch):
     def __init__(self, pending: PendingSave) -> None:
         self._pending = pending
 

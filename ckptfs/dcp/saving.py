@@ -2,41 +2,74 @@
 
     plan (checks, who writes what)  space  begin  write  seal  project     -> SaveResult
 
+    save_at      a checkpoint of its own
+    save_part    save_part(state, ticket.part("actor"), ...) -> SealedPart, the same on every rank: what is
+                 written is sealed for its ticket, and becomes part of a checkpoint when the process that
+                 began the ticket commits it
+
+At most so many ranks of a run write on a node at once (``writers_per_node``), also where they are processes
+that know nothing of each other:
+
+    with writer_slot(run_uri, node, limit):      waits for one of ``limit`` slots
+        write                                    a slot is a lock (flock) on a file in a directory of
+                                                 this user's, which the kernel frees when its holder dies
+
+Containers with a ``/tmp`` of their own do not see each other's slots.
+
 Collective on the seat's control, and on nothing else: it runs as well on a thread of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat, naming
-from ckptfs.commit.spec import Committed, SaveSpec, SmallFile, WrittenPart
-from ckptfs.dcp.engine import WriteEngineName, engine_for
-from ckptfs.dcp.exchange import PlanMemory
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.parts import PartAttempt, agreed_plan
+from ckptfs.commit.parts.tickets import SealedPart, TicketPart
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import Committed, SaveSpec, SmallFile, WrittenPart
+from ckptfs.commit.session import Place, Seat, naming, open_seat
+from ckptfs.commit.state import part_name
+from ckptfs.control.control import Control, hearing
+from ckptfs.dcp.incremental.reuse import Memory, RankItems, Site, Unchanged, need_run, write_changed
 from ckptfs.dcp.pending import Phase, Watch
-from ckptfs.dcp.pipeline import PlannedSave, finish_save, item_bytes, plan_save, write
-from ckptfs.dcp.planner import SavePlanner
-from ckptfs.dcp.resolve import Loan
-from ckptfs.dcp.reuse import Memory, Site, Unchanged, need_run
-from ckptfs.dcp.reuse_write import Mine, write_changed
-from ckptfs.dcp.share import Share
-from ckptfs.dcp.slots import writer_slot
-from ckptfs.dcp.space import check_space
-from ckptfs.errors import CkptfsError
+from ckptfs.dcp.planning.save_planner import Share
+from ckptfs.dcp.write.pipeline import (
+    PlanMemory,
+    PlannedSave,
+    check_space,
+    finish_save,
+    plan_save,
+    write,
+)
+from ckptfs.dcp.write.rank_files import WriteEngineName, engine_for
+from ckptfs.errors import CkptfsError, StateError
 from ckptfs.events import Event, SaveResult, Written
 from ckptfs.progress import SILENT, Meter, progress
-from ckptfs.topology.control import hearing
+from ckptfs.storage.inflight import log_fields
 from ckptfs.uri import Uri
 
-__all__ = ["Tell", "WriteOptions", "followed", "plans_of", "save_at", "tell_nobody"]
+__all__ = [
+    "Tell",
+    "WriteOptions",
+    "followed",
+    "plans_of",
+    "save_at",
+    "save_part",
+    "slot_directory",
+    "tell_nobody",
+    "writer_slot",
+]
 
 Tell = Callable[[Event], None]
 
@@ -107,7 +140,8 @@ def save_at(
     watch = watch or Watch()
     watch.enter(Phase.PLAN)
     domains = {d.id: d.ranks for d in seat.placement.domains}
-    with naming(target):
+    fields = {"run": str(seat.storage.root), "step": spec.step, "rank": control.rank}
+    with naming(target), log_fields(**fields):
         planned = plan_save(
             state_dict,
             control,
@@ -116,14 +150,14 @@ def save_at(
             memory=options.plans,
         )
         watch.planned(planned.size_bytes, len(planned.items))
-        room = check_space(seat, planned, options.threads, required=options.require_space)
+        space = check_space(seat, planned, options.threads, required=options.require_space)
     attempt = attempt or Attempt(seat, spec)
 
     def write_mine() -> WrittenPart:
         with writer_slot(str(target.parent), control.world.node, options.writers_per_node):
             watch.enter(Phase.WRITE)
-            with room.told(), _meter(target, planned, shows=shows) as meter:
-                part = _write(_metered(planned, meter), seat, attempt, options)
+            with space.told(), _meter(target, planned, shows=shows) as meter:
+                part = _write(planned, seat, attempt, options, meter)
         tell(Written(str(target), spec.step, part.counters))
         watch.durable(part.counters)
         watch.enter(Phase.COMMIT)
@@ -141,7 +175,7 @@ def save_at(
 
     def result_of(committed: Committed) -> SaveResult:
         wall_s = time.perf_counter() - started
-        return committed.result(str(target), spec.step, control.rank, wall_s, room.warnings)
+        return committed.result(str(target), spec.step, control.rank, wall_s, space.warnings)
 
     try:
         with followed(attempt, watch, result_of):
@@ -179,50 +213,17 @@ def _meter(target: Uri, planned: PlannedSave, *, shows: bool) -> AbstractContext
     return progress(f"saving {target}", planned.size_bytes, rank=planned.rank)
 
 
-def _metered(planned: PlannedSave, meter: Meter) -> PlannedSave:
-    return planned if meter is SILENT else replace(planned, share=_Metered(planned.share, meter))
-
-
-@dataclass(frozen=True, slots=True)
-class _Metered:
-    """A share whose items are counted when the writer has them. A ``Share``."""
-
-    share: Share
-    meter: Meter
-
-    @property
-    def planner(self) -> SavePlanner:
-        return self.share.planner
-
-    def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
-        return self.share.plan(rank, per_rank)
-
-    def take_on(self, items: Sequence[WriteItem]) -> None:
-        self.share.take_on(items)
-
-    def resolve(self, item: WriteItem) -> Loan:
-        data = self.share.resolve(item)
-        loan = data if isinstance(data, Loan) else Loan(data)
-
-        def done() -> None:
-            loan.done()
-            self.meter.advance(item_bytes(item))
-
-        return replace(loan, done=done)
-
-
 def _write(
-    planned: PlannedSave, seat: Seat, attempt: Attempt, options: WriteOptions
+    planned: PlannedSave, seat: Seat, attempt: Attempt, options: WriteOptions, meter: Meter
 ) -> WrittenPart:
     domain = seat.placement.mine.id
     if options.unchanged is Unchanged.REFERENCE:
         site = Site(seat.storage, seat.caps, attempt.keys, domain)
-        mine = Mine(planned.rank, planned.items, planned.resolve)
-        previous = attempt.previous
+        items_here = RankItems(planned.rank, planned.items, planned.counted(meter))
         part = write_changed(
-            mine,
+            items_here,
             site,
-            previous,
+            attempt.previous,
             options.memory,
             threads=options.threads,
             engine=engine_for(options.engine),
@@ -236,4 +237,100 @@ def _write(
         domain=domain,
         threads=options.threads,
         engine=engine_for(options.engine),
+        meter=meter,
+        sync_names=not seat.placement.is_owner,
     )
+
+
+def save_part(
+    state_dict: Mapping[str, Any],
+    ticket: TicketPart,
+    control: Control,
+    place: Place,
+    *,
+    per_rank: tuple[str, ...] = (),
+    options: WriteOptions = WriteOptions(),
+) -> SealedPart:
+    """Collective over the group's own control. Write and seal one part; durable when it returns.
+
+    place: how this group reaches the run. CommitConflictError: the ticket was committed or given up.
+    FencedError: the run has a newer owner. Other errors, and what is left after them, are as for
+    ``ckptfs.save``; the part may be saved again with the same ticket.
+    """
+    started = time.perf_counter()
+    plan = control.step("ticket", lambda: ticket.plan, agreed_plan)
+    with open_seat(ticket.run, control, place, write=True) as seat:
+        spec = SaveSpec(
+            part_name(plan.name, plan.part),
+            plan.step,
+            run=plan.word.generation,
+            per_rank=per_rank,
+        )
+        attempt = PartAttempt(seat, plan, spec)
+        result = save_at(
+            state_dict, seat, ticket.uri, spec, options, started=started, attempt=attempt
+        )
+        return SealedPart(plan.part, plan.of, attempt.ref, result)
+
+
+_LOOK_S = (0.005, 0.1)  # from, to: a slot that comes free is found so soon
+
+
+@contextlib.contextmanager
+def writer_slot(
+    run: str, node: str, limit: int | None, look: Callable[[float], None] = time.sleep
+) -> Iterator[None]:
+    """Hold one of ``limit`` slots (None: no limit). Waits as long as it takes; look: how to rest."""
+    if limit is None:
+        yield
+        return
+    if limit < 1:
+        raise StateError(f"writers_per_node is {limit}; at least one has to write")
+    held = _acquire(run, node, limit, look)
+    try:
+        yield
+    finally:
+        os.close(held)
+
+
+def _acquire(run: str, node: str, limit: int, look: Callable[[float], None]) -> int:
+    name = hashlib.sha256(f"{node}\0{run}".encode()).hexdigest()[:32]
+    paths = [f"{slot_directory()}/{name}-{number}" for number in range(limit)]
+    first = os.getpid() % limit  # so that not all try the same one first
+    rest_s, longest_s = _LOOK_S
+    while True:
+        for path in paths[first:] + paths[:first]:
+            held = _try(path)
+            if held is not None:
+                return held
+        look(rest_s)
+        rest_s = min(2 * rest_s, longest_s)
+
+
+def _try(path: str) -> int | None:
+    # Never unlinked: a lock on an unlinked file would be one that nobody else sees.
+    held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return None
+    except BaseException:
+        os.close(held)
+        raise
+    return held
+
+
+def slot_directory() -> str:
+    """This user's own directory for locks. StateError where somebody else made it."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    path = f"{base}/ckptfs-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StateError(
+            f"{path} belongs to somebody else",
+            hint="set XDG_RUNTIME_DIR to a directory of your own, or leave writers_per_node out",
+        )
+    return path

@@ -23,7 +23,18 @@ _UNITS = {
 
 
 def parse_size(size: int | str, *, least: int = 1) -> int:
-    """Bytes of ``5_000_000_000``, "1.5GB" (powers of ten) or "5GiB"; StateError below ``least``."""
+    """Read a size as people write it.
+
+    Args:
+        size: A number of bytes, or a text such as "1.5GB" (powers of ten) or "5GiB".
+        least: The smallest number that is accepted.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        StateError: It is no size, or below ``least``.
+    """
     match = re.fullmatch(
         r"\s*(\d+)(\.\d+)?\s*([KMGT]i?B|B)?\s*", str(size), re.IGNORECASE | re.ASCII
     )

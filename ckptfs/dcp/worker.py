@@ -27,12 +27,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from ckptfs.control.control import Control
 from ckptfs.errors import StateError
-from ckptfs.topology.control import Control
 
 __all__ = ["SaveWorker", "exit_s"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.dcp")
 
 T = TypeVar("T")
 

@@ -29,13 +29,13 @@ from accelerate import Accelerator
 from accelerate.utils import RNG_STATE_NAME
 from accelerate.utils import load as load_file
 
-from ckptfs.commit.artifact import leaving_together
-from ckptfs.commit.scratch import NodeScratch
+from ckptfs.commit.directory_checkpoints.read import NodeScratch
+from ckptfs.commit.directory_checkpoints.write import leaving_together
+from ckptfs.control.control import Control, open_control
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import StateError
 from ckptfs.events import SaveResult, SaveSkipped
-from ckptfs.manager.directories import DirectoryManager
-from ckptfs.topology.control import Control, open_control
+from ckptfs.manager.directory_manager import DirectoryManager
 
 __all__ = ["CkptfsState"]
 
@@ -45,14 +45,22 @@ _PREFIX = "ckptfs-accelerate-"
 class CkptfsState:
     """An Accelerator's state, saved and retained at ``uri``. Every rank makes one.
 
-    mode: "async" returns from ``save`` when the state is written to scratch (option scratch=, by
-    default the temporary directory), and commits in the background. keep_latest, keep_every,
-    keep_best, max_in_flight, name, storage_options and all other options: as for
-    ``ckptfs.DirectoryManager``; manager: that one, for steps, pins, ``should_save``.
+    Accelerate's own naming and total_limit delete before they write: total_limit must be None, else that is a
+    StateError, and automatic_checkpoint_naming only numbers the saves without a ``step``. Errors are the same
+    on all ranks. After a crash exactly the committed checkpoints are there.
 
-    Accelerate's own naming and total_limit delete before they write: total_limit must be None
-    (StateError), and automatic_checkpoint_naming only numbers the steps that ``save`` is not told.
-    Errors are the same on all ranks. After a crash exactly the committed checkpoints are there.
+    Args:
+        accelerator: The Accelerator, with everything prepared and registered.
+        uri: The run, the same on all ranks.
+        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state is written
+            to scratch (option ``scratch``, by default the temporary directory), and commits in the
+            background.
+        name: Template of the names, matched exactly.
+        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best, max_in_flight,
+            storage_options and all others.
+
+    Attributes:
+        manager: The DirectoryManager, for steps, pins, ``should_save``.
     """
 
     def __init__(
@@ -85,13 +93,24 @@ class CkptfsState:
         metrics: Mapping[str, float] | None = None,
         **options: Any,
     ) -> SaveResult | PendingSave | SaveSkipped | None:
-        """Collective. ``accelerator.save_state`` as the checkpoint of ``step``; committed on return, or
-        on its way in async mode.
+        """``accelerator.save_state`` as the checkpoint of ``step``. Collective.
 
-        step: by default ``accelerator.save_iteration``, which counts saves. metrics: for keep_best.
-        options: as for ``save_state``. What a rank fails of is raised on all ranks and nothing is
-        committed; what was committed before stays. CommitConflictError: the step is committed.
-        Asynchronous: what failed is raised by the next save, ``manager.wait`` or ``close``.
+        Committed on return, or under way in async mode: then what failed is raised by the next save,
+        ``manager.wait`` or ``close``. What a rank fails at is raised on all ranks and nothing is committed;
+        what was committed before stays.
+
+        Args:
+            step: Completed optimizer steps; None: ``accelerator.save_iteration``, which counts saves.
+            metrics: Numbers for ``keep_best``; None: none.
+            options: As for ``save_state``.
+
+        Returns:
+            None in sync mode: it is committed. In async mode a PendingSave, or a SaveSkipped
+            (``if_slow="skip"``).
+
+        Raises:
+            CommitConflictError: The step is committed already.
+            CkptfsError: As for ``DirectoryManager.save``.
         """
         step = int(self._accelerator.save_iteration) if step is None else step
         if self._mode == "sync":
@@ -142,13 +161,25 @@ class CkptfsState:
         per_rank: Literal["error", "drop"] = "error",
         **options: Any,
     ) -> int | None:
-        """Collective, read-only. ``accelerator.load_state`` of the newest committed checkpoint, or of
-        ``step``; returns its step, None only where nothing was ever saved.
+        """``accelerator.load_state`` of the newest committed checkpoint, or of ``step``. Collective, read-only.
 
-        per_rank: Accelerate goes on with other random numbers, without a word, where the states of this
-        rank are missing (another number of ranks) or unreadable; "error" does not, "drop" does.
-        options: as for ``load_state``. The next save is numbered after this one. NotFoundError,
-        IncompleteCheckpointError, IntegrityError; what one rank fails of is raised on all.
+        The next save is numbered after this one.
+
+        Args:
+            step: Exactly this one; None: the newest.
+            per_rank: What happens where the random states of this rank are missing (another number of ranks)
+                or unreadable: Accelerate continues with other random numbers, without a word. "error" does
+                not, "drop" does.
+            options: As for ``load_state``.
+
+        Returns:
+            The step; None only where nothing was ever saved.
+
+        Raises:
+            NotFoundError: There is no such step.
+            IncompleteCheckpointError: It is not whole.
+            IntegrityError: A file differs from what was written.
+            CollectiveError: Some ranks failed; every rank raises this same error.
         """
         with self.manager.reading(step) as opened:
             if opened is None:

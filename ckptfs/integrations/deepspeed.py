@@ -31,19 +31,19 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 import ckptfs
-from ckptfs.commit.looking import looking_at
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.control.control import Control, open_control
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CkptfsError, CommitConflictError, StateError
 from ckptfs.events import SaveSkipped
-from ckptfs.manager.local_root import LocalRoot, is_lead
-from ckptfs.manager.naming import Template
-from ckptfs.manager.pointer import Pointer
-from ckptfs.topology.control import Control, open_control
+from ckptfs.integrations._support.local_root import LocalRoot, is_lead
+from ckptfs.manager.claimed_run import Pointer
+from ckptfs.manager.options import Template
 from ckptfs.uri import Uri
 
 __all__ = ["CkptfsEngine"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.integrations")
 
 _Stock = Callable[..., Any]  # what DeepSpeed's engine would do
 _POINTER = Pointer("latest")
@@ -67,18 +67,26 @@ class _Save:
 
 
 class CkptfsEngine(CheckpointEngine):
-    """A DeepSpeed checkpoint engine whose checkpoints are commits at ``uri``. Every rank makes one, and
-    attaches it after ``deepspeed.initialize``.
+    """A DeepSpeed checkpoint engine with commits at ``uri`` for checkpoints.
 
-    root: the directory that ``save_checkpoint`` and ``load_checkpoint`` are called with, on each
-    node's own disk or shared; it holds the newest checkpoint and those on their way. Others are
-    DeepSpeed's business. name: template of the tags. All other options: as for
-    ``ckptfs.DirectoryManager``. metrics: set it before a save that keep_best is to judge.
+    Every rank makes one, and attaches it after ``deepspeed.initialize``. Errors are the same on all ranks:
+    CollectiveError for what a rank could not write, StateError for a tag that the template does not make,
+    CommitConflictError for one that is committed. Asynchronous: what failed is raised by the next save,
+    ``wait`` or ``close``. After a crash at any time exactly the committed checkpoints are there, and
+    ``latest`` names one of them.
 
-    Errors are the same on all ranks: CollectiveError for what a rank could not write, StateError for a
-    tag that the template does not make, CommitConflictError for one that is committed. Asynchronous:
-    what failed is raised by the next save, ``wait`` or ``close``. After a crash at any time exactly the
-    committed checkpoints are there, and ``latest`` names one of them.
+    Args:
+        root: The directory that ``save_checkpoint`` and ``load_checkpoint`` are called with, on each node's
+            own disk or shared; it holds the newest checkpoint and those under way. Other directories are left
+            to DeepSpeed.
+        uri: The run, the same on all ranks.
+        name: Template of the tags.
+        mode: "sync" commits before ``save_checkpoint`` returns; "async" commits in the background.
+        options: As for ``ckptfs.DirectoryManager``.
+
+    Attributes:
+        manager: The DirectoryManager, for steps, pins, ``should_save``.
+        metrics: Numbers for ``keep_best``: set them before the save that they belong to.
     """
 
     def __init__(
@@ -109,10 +117,19 @@ class CkptfsEngine(CheckpointEngine):
         self._going: dict[str, PendingSave] = {}
 
     def attach(self, engine: Any) -> Self:
-        """Local. Make an engine save and load through this one; returns self.
+        """Make an engine save and load through this one. Local.
 
-        Setting ``engine.checkpoint_engine`` alone would do without three things: a load that fetches
-        first, an exception of one rank that comes to all, a local ``latest`` that is never empty.
+        Setting ``engine.checkpoint_engine`` alone would do without three things: a load that fetches first,
+        an exception of one rank that is raised on all, a local ``latest`` that is never empty.
+
+        Args:
+            engine: DeepSpeed's.
+
+        Returns:
+            This engine.
+
+        Raises:
+            StateError: DeepSpeed's own decoupled writer is configured.
         """
         if engine.checkpoint_engine.is_decoupled():
             raise StateError(
@@ -289,9 +306,21 @@ class CkptfsEngine(CheckpointEngine):
         return stock(load_dir, tag, *args, **options)
 
     def fetch(self, tag: str | None = None) -> str | None:
-        """Collective, read-only at the URI. Bring the newest committed checkpoint, or that of ``tag``, to
-        root on every node, digests verified; returns its tag; None: nothing was ever saved. What stock
-        wrote is found by its ``latest``. NotFoundError, IncompleteCheckpointError, IntegrityError.
+        """Bring the newest committed checkpoint, or that of ``tag``, to ``root`` on every node, digests
+        verified. Collective, read-only at the URI.
+
+        What stock wrote is found by its ``latest``.
+
+        Args:
+            tag: Exactly this one; None: the newest.
+
+        Returns:
+            Its tag; None: nothing was ever saved.
+
+        Raises:
+            NotFoundError: There is no such tag.
+            IncompleteCheckpointError: It is not whole.
+            IntegrityError: A file differs from what was written.
         """
         self.wait()
         step = None if tag is None else self._names.step_of(tag)
@@ -305,7 +334,9 @@ class CkptfsEngine(CheckpointEngine):
         def open_there(stack: contextlib.ExitStack, into: str) -> str | None:
             steps, pointed = self._ranks.step("look", look)[0]
             stock = (None if steps else pointed) if tag is None else tag
-            if stock is None or step in steps:
+            # A run that lost its disk: what it had is in its copies, and no tag of stock is there to read.
+            is_lost = not steps and step is not None and bool(self._options.get("copies"))
+            if stock is None or step in steps or is_lost:
                 opened = stack.enter_context(self.manager.reading(step, into=into))
                 return None if opened is None else opened.uri.name
             asked = {name: self._options[name] for name in _READING & self._options.keys()}

@@ -5,7 +5,7 @@
 
     last_checkpoint("s3://bucket/run") -> ckpt_path, or None where nothing was ever saved
 
-Which files may be removed, and when, is decided by ``ckptfs.manager.object_files``. Strategies that
+Which files may be removed, and when, is decided by ``ckptfs.integrations._support.object_files``. Strategies that
 shard the model (FSDP, ModelParallel) are in ``ckptfs.integrations.lightning_strategies``.
 """
 
@@ -19,11 +19,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 
 from ckptfs.api import latest
+from ckptfs.control.framework_collectives import from_rank_zero
 from ckptfs.errors import NotFoundError, StateError
+from ckptfs.integrations._support.object_files import ObjectFiles, written_before
 from ckptfs.integrations.fsspec.listings import forget_listing
-from ckptfs.manager.object_files import ObjectFiles, written_before
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.relay import from_rank_zero
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["CkptfsDDPStrategy", "CkptfsIO", "last_checkpoint"]
@@ -35,11 +35,15 @@ Options = Mapping[str, Any] | None
 class CkptfsIO(CheckpointIO):
     """Single-file checkpoints at any URI, each whole or not at all: ``Trainer(plugins=[CkptfsIO()])``.
 
-    mode: "async" returns when the checkpoint is pickled in host memory, and writes it in the
-    background; at most ``max_in_flight`` at once. What a save fails of is raised by the next save, or
-    at the end of ``fit``. A checkpoint is removed when the one that replaces it is committed, and only
-    if this run wrote it; what the run was resumed from stays. Fabric ends no plugin: call
-    ``teardown`` when the training is done. storage_options: as in fsspec.
+    What an asynchronous save fails at is raised by the next save, or at the end of ``fit``. A checkpoint is
+    removed when the one that replaces it is committed, and only if this run wrote it; what the run was
+    resumed from stays. Fabric ends no plugin: call ``teardown`` when the training is done.
+
+    Args:
+        mode: "sync" returns when the checkpoint is written; "async" returns when it is pickled in host
+            memory, and writes it in the background.
+        storage_options: As in fsspec; None: no options.
+        max_in_flight: How many checkpoints are written in the background at once.
     """
 
     def __init__(
@@ -61,7 +65,12 @@ class CkptfsIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: Any = None
     ) -> dict[str, Any]:
-        """Called on every rank. NotFoundError (a FileNotFoundError), IntegrityError."""
+        """Read one checkpoint. Called on every rank.
+
+        Raises:
+            NotFoundError: There is no such file; it is a FileNotFoundError.
+            IntegrityError: The file is damaged.
+        """
         where = "cpu" if map_location is None else map_location
         loaded: dict[str, Any] = self._files.load(
             path, map_location=where, weights_only=weights_only
@@ -85,12 +94,23 @@ class CkptfsIO(CheckpointIO):
 def last_checkpoint(
     dirpath: Any, name: str = "last", *, storage_options: Options = None
 ) -> str | None:
-    """What to resume from in a ModelCheckpoint's directory: ``fit(ckpt_path=last_checkpoint(uri))``.
+    """What to resume from in a ModelCheckpoint's directory: ``fit(ckpt_path=last_checkpoint(uri))``. Local, any
+    rank.
 
-    The last committed sharded checkpoint, else ``last.ckpt`` or its highest version. None only where
-    nothing was ever saved: ``ckpt_path="last"`` begins anew where the directory is remote. Local: every
-    rank may call it. NotFoundError: there are checkpoints, and none is called so. StateError: there are
-    both sharded ones and files.
+    The last committed sharded checkpoint, else ``last.ckpt`` or its highest version. Lightning's own
+    ``ckpt_path="last"`` begins from the start where the directory is remote.
+
+    Args:
+        dirpath: ModelCheckpoint's directory.
+        name: The name of its last checkpoint, without a suffix.
+        storage_options: As in fsspec; None: no options.
+
+    Returns:
+        The URI; None only where nothing was ever saved.
+
+    Raises:
+        NotFoundError: There are checkpoints, and none has that name.
+        StateError: There are both sharded ones and files.
     """
     root, options = Uri.parse(dirpath), {**options_of(dirpath), **(storage_options or {})}
     sharded = latest(root, storage_options=options)
@@ -140,7 +160,11 @@ class CkptfsDDPStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Collective. The error of rank 0 as it is there, as a CollectiveError elsewhere."""
+        """Save one checkpoint. Collective.
+
+        Raises:
+            CollectiveError: Rank 0 failed: its own error is raised there, this one on the others.
+        """
 
         def act() -> None:
             self.checkpoint_io.save_checkpoint(

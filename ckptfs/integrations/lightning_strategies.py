@@ -37,15 +37,15 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.opening import control_for
-from ckptfs.dcp.objectfile import copy_file, freeze, read_object
-from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.session import control_for
+from ckptfs.control.framework_collectives import from_rank_zero
+from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
+from ckptfs.dcp.object_file import copy_file, freeze, read_object
 from ckptfs.errors import StateError
+from ckptfs.integrations._support.named_checkpoints import Shelves
+from ckptfs.integrations._support.object_files import ObjectFiles, written_before
 from ckptfs.integrations.fsspec.listings import forget_listing
-from ckptfs.manager.object_files import ObjectFiles, written_before
-from ckptfs.manager.shelves import Shelves
-from ckptfs.topology.relay import from_rank_zero
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -193,7 +193,12 @@ class _TrainerSaving(_Saving):
         self._save(filepath, state, checkpoint, checkpoint.get("global_step"), kind)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: Any = None) -> dict[str, Any]:
-        """Collective. Ours, a directory that stock wrote, or a single file. NotFoundError, ..."""
+        """Load one of ours, a directory that stock wrote, or a single file. Collective.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            CkptfsError: As for ``ckptfs.load``.
+        """
         this: Any = self
         target = self._agreed(checkpoint_path)
         if self._is_file(target):
@@ -283,7 +288,12 @@ class _FabricSaving(_Saving):
         strict: Any = True,  # noqa: FBT002 - Lightning's signature
         weights_only: Any = None,
     ) -> dict[str, Any]:
-        """Collective. Fills ``state``; returns what of meta.pt was not asked for."""
+        """Fill ``state``; return what of meta.pt ``state`` does not name. Collective.
+
+        Raises:
+            KeyError: The checkpoint lacks a key of ``state``, and ``strict`` is True.
+            CkptfsError: As for ``ckptfs.load``.
+        """
         target = self._agreed(path)
         if not isinstance(state, dict) or not state or self._is_file(target):
             with self._local_copy(target) as local:

@@ -36,23 +36,23 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.train import CheckpointConsistencyMode, CheckpointUploadMode
 from ray.train.collective import broadcast_from_rank_zero
 
-from ckptfs.commit.entries import GENESIS
-from ckptfs.commit.layout import MANIFEST
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.protocol import catalog
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.log.entries import GENESIS
+from ckptfs.commit.paths import MANIFEST
+from ckptfs.commit.state import catalog
+from ckptfs.control.framework_collectives import from_rank_zero
 from ckptfs.dcp.api import load
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import Restored, SaveResult, SaveSkipped
-from ckptfs.manager.directories import DirectoryManager, OpenedDirectory
+from ckptfs.manager.directory_manager import DirectoryManager, OpenedDirectory
 from ckptfs.manager.manager import CheckpointManager
-from ckptfs.manager.naming import Template
-from ckptfs.topology.relay import from_rank_zero
+from ckptfs.manager.options import Template
 from ckptfs.uri import Uri
 
 __all__ = ["RayCheckpoints", "RayDirectories", "experiment_uri", "storage"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.integrations")
 
 # What pyarrow calls its own filesystems, and their URIs.
 _SCHEMES = {"local": "file://", "s3": "s3://", "gcs": "gs://", "abfs": "az://"}
@@ -64,10 +64,17 @@ ManagerT = TypeVar("ManagerT", CheckpointManager, DirectoryManager)
 
 
 def storage(uri: Any, storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``RunConfig(**storage("s3://bucket/runs"))``: Ray's own files go through ckptfs too.
+    """``RunConfig(**storage("s3://bucket/runs"))``: Ray's own files are written by ckptfs too.
 
-    As storage_path="fsspec+ckptfs+s3://bucket/runs", with options for the client, and checkpoints
-    that Ray lets go are left to the workers, which hold the run and delete by its log.
+    As ``storage_path="fsspec+ckptfs+s3://bucket/runs"``, with options for the client. Checkpoints that Ray
+    deletes are left to the workers, which hold the run and delete by its log.
+
+    Args:
+        uri: Ray's storage path.
+        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+
+    Returns:
+        Arguments for ``RunConfig``.
     """
     text = f"ckptfs+{Uri.parse(uri).full}"
     files, path = fsspec.core.url_to_fs(text, **(storage_options or {}))
@@ -172,6 +179,10 @@ class _Reported(Generic[ManagerT]):
             mode = CheckpointUploadMode.NO_UPLOAD
             ray.train.report(metrics, _checkpoint(name), checkpoint_upload_mode=mode)
 
+    def _is_here(self, uri: Uri) -> bool:
+        """Whether Ray can be told of it: what was restored from a copy lies outside of its experiment."""
+        return uri.parent == Uri.parse(self._uri)
+
     def _follow(self, timeout_s: float) -> None:
         """Collective. Delete what Ray let go, entry first."""
 
@@ -214,11 +225,15 @@ class _Reported(Generic[ManagerT]):
 class RayCheckpoints(_Reported[CheckpointManager]):
     """Saves, reports and restores the state of one experiment. Every worker makes one.
 
-    mode: "async" returns from ``report`` when the state is staged. uri, storage_options: how ckptfs
-    reaches the experiment's directory where Ray's filesystem does not tell. options: as for
-    ``CheckpointManager``, but for those that say what stays: that is Ray's ``CheckpointConfig``.
-
     ``manager`` is the CheckpointManager: ``should_save``, listeners, weights and what else it has.
+
+    Args:
+        mode: "sync" commits before ``report`` returns; "async" returns from ``report`` when the state is
+            staged.
+        uri: How ckptfs reaches the experiment's directory; None: as Ray's filesystem says.
+        storage_options: What fsspec's filesystem of that protocol takes; None: as Ray's filesystem has them.
+        options: As for ``ckptfs.CheckpointManager``, but for those that say what stays: that is Ray's
+            ``CheckpointConfig``.
     """
 
     def __init__(
@@ -232,22 +247,40 @@ class RayCheckpoints(_Reported[CheckpointManager]):
         super().__init__(CheckpointManager, uri, storage_options, {**options, "mode": mode})
 
     def report(self, metrics: Mapping[str, Any], state: Any, step: int, **options: Any) -> None:
-        """Collective. Save ``state`` as the checkpoint of ``step``, then ``ray.train.report`` it.
+        """Save ``state`` as the checkpoint of ``step``, then ``ray.train.report`` it. Collective.
 
-        Ray hears of it once it is committed: what ``get_checkpoint`` names is whole. metrics: Ray's,
-        and its numbers go into ckptfs' log. options: for ``ray.train.report``, such as validation.
-        Errors are those of ``CheckpointManager.save``, on all workers, and nothing is reported then.
-        In async mode they also end the training function as Ray does it, before the next save.
+        Ray learns of it once it is committed: what ``get_checkpoint`` names is whole. In async mode errors
+        also end the training function as Ray does it, before the next save.
+
+        Args:
+            metrics: Ray's, and its numbers are written to ckptfs's log.
+            state: As for ``CheckpointManager.save``.
+            step: Completed optimizer steps.
+            options: For ``ray.train.report``, such as validation.
+
+        Raises:
+            CkptfsError: As for ``CheckpointManager.save``, on all workers, and nothing is reported then.
         """
         self._follow(0.0)
         self._report(self.manager.save(step, state, _numbers(metrics)), metrics, options)
 
     def restore(self, state: Any, step: int | None = None, **options: Any) -> Restored | None:
-        """Collective. Restore the newest committed checkpoint, in place; None where there is none.
+        """Restore the newest committed checkpoint, in place. Collective, read-only.
 
-        One that was committed and not reported, because its worker died in between, is the newest
-        all the same, and is reported now. step, options: as for ``CheckpointManager.restore``. Where
-        there is none by this manager's name=, the one that Ray names is loaded, if it is one of DCP.
+        One that was committed and not reported, because its worker died in between, is the newest all the
+        same, and is reported now. Where there is none by this manager's name, the one that Ray names is
+        loaded, if it is one of DCP.
+
+        Args:
+            state: As for ``CheckpointManager.restore``.
+            step: Exactly this one; None: the newest.
+            options: As for ``CheckpointManager.restore``.
+
+        Returns:
+            What was restored; None where there is nothing.
+
+        Raises:
+            CkptfsError: As for ``CheckpointManager.restore``.
         """
         named = None if step is not None else ray.train.get_checkpoint()
         if named is not None and not self._has_steps():
@@ -255,7 +288,7 @@ class RayCheckpoints(_Reported[CheckpointManager]):
             result = load(state, uri, storage_options=self._options)
             return Restored(str(uri), None, (), result.wall_s)  # a foreign name tells no step
         restored = self.manager.restore(state, step, **options)
-        if restored is not None and step is None:
+        if restored is not None and step is None and self._is_here(Uri.parse(restored.uri)):
             self._report_unheard(Uri.parse(restored.uri).name)
         return restored
 
@@ -302,7 +335,7 @@ class RayDirectories(_Reported[DirectoryManager]):
     def restore(self, step: int | None = None) -> Iterator[OpenedDirectory | None]:
         """Collective. A local path with the newest committed directory; None where there is none."""
         with self.manager.reading(step) as opened:
-            if opened is not None and step is None:
+            if opened is not None and step is None and self._is_here(opened.uri):
                 self._report_unheard(opened.uri.name)
             yield opened
 

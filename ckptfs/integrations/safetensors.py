@@ -24,19 +24,17 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.locate import locate_directory, reading_seat
-from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat, step_of
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat, step_of
 from ckptfs.dcp.api import need_group
-from ckptfs.dcp.datafile import Verify
-from ckptfs.dcp.load_pipeline import plan_load, read
-from ckptfs.dcp.opened import source_of
-from ckptfs.dcp.safetensors_layout import Layout, read_layout, with_aliases
-from ckptfs.dcp.safetensors_save import Export, plan_export
+from ckptfs.dcp.loading import plan_load, read, source_of
+from ckptfs.dcp.read.data_file import Verify
+from ckptfs.dcp.safetensors.exporter import Export, plan_export
+from ckptfs.dcp.safetensors.safetensors_reader import Layout, read_layout, with_aliases
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
 from ckptfs.events import Counters, LoadResult, SaveResult
@@ -63,20 +61,39 @@ def save_safetensors(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> SaveResult:
-    """Collective. Export tensors as a Hugging Face checkpoint; committed and durable on return.
+    """Export tensors as a Hugging Face checkpoint; committed and durable on return. Collective.
 
-    state_dict: key -> tensor or DTensor, flat, with the same keys on all ranks that share a tensor.
-    max_shard_size: of a file; there are more files than it asks for where that lets ranks write in
-    parallel. fqn_to_index_mapping: key -> number of its file, from 1, instead. files: further small
-    files, such as config.json, from rank 0. metadata: text for the header of every file, beside
-    {"format": "pt"}. Tied weights are written once, under the first of their keys, and the header
-    names the others, as safetensors.torch.save_model does.
+    Names are fixed, so a committed name is refused and stays as it is. Tied weights are written once, under
+    the first of their keys, and the header names the others, as ``safetensors.torch.save_model`` does. A
+    failure of one rank is the same error on all, and nothing is visible; what torch's own gather raises on
+    single ranks, the others learn from their group. After a crash there is the whole export, or none.
 
-    Names are fixed, so a committed name is CommitConflictError and stays as it is. StateError, on
-    every rank and before a byte is written: no tensor, a dtype that the format has not, plain tensors
-    that differ between ranks, disks that not all nodes see. A failure of one rank is the same
-    CollectiveError on all, and nothing is visible; what torch's own gather raises on single ranks,
-    the others hear of from their group. After a crash there is the whole export, or none.
+    Args:
+        state_dict: A tensor or DTensor by key, flat, with the same keys on all ranks that share a tensor.
+        uri: Run and name, the same on all ranks.
+        max_shard_size: The size of a file, in bytes or as "5GB"; there are more files than it asks for where
+            that lets ranks write in parallel.
+        fqn_to_index_mapping: In its place the number of each key's file, from 1; None: by ``max_shard_size``.
+        files: Further small files by name, such as config.json, from rank 0; None: none.
+        metadata: Text for the header of every file, in addition to {"format": "pt"}; None: none.
+        step: Completed optimizer steps; None takes the number that ends the name.
+        run: A held run, which fences the save; None: exclusive by name only.
+        process_group: The ranks that take part; None: the default group.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: "auto", "shared" or "node", as for ``ckptfs.save``.
+        domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
+
+    Returns:
+        What was saved, on this rank and on all.
+
+    Raises:
+        CommitConflictError: The name is committed already.
+        StateError: On every rank and before a byte is written: no tensor, a dtype that the format lacks,
+            plain tensors that differ between ranks, disks that not all nodes see.
+        CollectiveError: Some ranks failed; every rank raises this same error.
     """
     started = time.perf_counter()
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
@@ -125,18 +142,38 @@ def load_safetensors(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> LoadResult:
-    """Collective. Fill ``state_dict`` in place from a Hugging Face checkpoint, whoever wrote it.
+    """Fill ``state_dict`` in place from a Hugging Face checkpoint, written by any tool. Collective, read-only.
 
-    Every rank reads only the byte ranges of its own shards, whatever sharding its tensors have now:
-    from one model.safetensors, from several with an index, or from the shards of torch's
-    HuggingFaceStorageWriter. Headers are read once, by rank 0. strict: keys missing or not asked for,
-    and dtypes that differ, are StateErrors before a byte is read; otherwise they are skipped, named in
-    the result, or converted. A tied weight is found under any of its keys. verify: compares every
-    block that is read with its digest, where ckptfs wrote the files.
+    Every rank reads only the byte ranges of its own shards, in any sharding that its tensors have now: from
+    one model.safetensors, from several with an index, or from the shards of torch's HuggingFaceStorageWriter.
+    Headers are read once, by rank 0. A tied weight is found under any of its keys. After an error of reading,
+    tensors are undefined.
 
-    NotFoundError, IncompleteCheckpointError: nothing there, or not all of it. ManifestError: a header
-    or index that cannot be. IntegrityError: cut short, or changed. After an error of reading, tensors
-    are undefined.
+    Args:
+        state_dict: The tensors to fill, by key.
+        uri: The checkpoint, the same on all ranks.
+        strict: Missing and unexpected keys, and dtypes that differ, are refused before a byte is read; False
+            skips them, names them in the result, or converts.
+        verify: "read" compares every block that is read with its digest, where ckptfs wrote the files; "off"
+            does not.
+        process_group: The ranks that take part; None: the default group.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: "auto", "shared" or "node", as for ``ckptfs.save``.
+        domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
+
+    Returns:
+        What was read, on this rank and on all, and the keys that were left out.
+
+    Raises:
+        NotFoundError: There is nothing.
+        IncompleteCheckpointError: Not all of it is there.
+        ManifestError: A header or index that cannot be.
+        IntegrityError: A file is cut short, or changed.
+        StateError: Keys or dtypes do not fit, and ``strict`` is True.
+        CollectiveError: Some ranks failed; every rank raises this same error.
     """
     started, checking = time.perf_counter(), Verify(verify)
     place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)

@@ -32,10 +32,10 @@ from torchtitan.config.override import derive, override
 from torchtitan.tools.utils import GarbageCollection
 
 import ckptfs
-from ckptfs.commit.opening import control_for
+from ckptfs.commit.session import control_for
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import StateError
-from ckptfs.manager.naming import Template
+from ckptfs.manager.options import Template
 from ckptfs.uri import Uri
 
 __all__ = ["CheckpointManager", "CheckpointStorage", "checkpoint_manager"]
@@ -47,14 +47,22 @@ _NAMES = Template("step-{N}")
 class CheckpointManager(StockManager):
     """torchtitan's CheckpointManager over ``ckptfs.CheckpointManager``.
 
-    Made and called as torchtitan's trainer does: save, load and close on every rank. folder: a path
-    or any URI of ckptfs, with or without ``ckptfs+``. async_mode: both asynchronous modes are one
-    here, staged into pinned host memory and written by a thread. keep_latest_k: so many committed
-    checkpoints stay; 0 keeps all.
+    Made and called as torchtitan's trainer does: save, load and close on every rank. Of its configuration,
+    folder is a path or any URI of ckptfs, with or without ``ckptfs+``.
 
-    Errors are typed and the same on all ranks: RunBusyError at the first save beside a living owner,
-    CollectiveError for what a rank failed of; of an asynchronous save at the next save or at close,
-    and the save before stays. After a crash exactly the committed checkpoints are there.
+    Errors are typed and the same on all ranks: RunBusyError at the first save while another owner lives,
+    CollectiveError for what a rank failed at; of an asynchronous save at the next save or at close, and the
+    save before stays. After a crash exactly the committed checkpoints are there.
+
+    Args:
+        config: torchtitan's configuration.
+        parts: What torchtitan's trainer passes: model_parts, optimizers, ..., base_folder.
+
+    Attributes:
+        async_mode: torchtitan's word; both asynchronous modes are one here, staged into pinned host memory
+            and written by a thread.
+        keep_latest_k: So many committed checkpoints stay; 0 keeps all.
+        storage_options: What fsspec's filesystem of that protocol takes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -100,9 +108,21 @@ class CheckpointManager(StockManager):
         enable_garbage_collection: bool = False,  # noqa: FBT001, FBT002 - torchtitan's signature
         to_hf: bool = False,  # noqa: FBT001, FBT002
     ) -> Any:
-        """Collective. Save one state; a future of its commit where async_mode says so.
+        """Save one state. Collective.
 
-        to_hf: torchtitan writes safetensors into a directory that is committed as a whole.
+        Args:
+            state_dict: What torchtitan saves, by key.
+            checkpoint_id: Where, ``.../step-N``.
+            async_mode: torchtitan's; where it is not disabled, the save is committed in the background.
+            enable_garbage_collection: torchtitan's: collect garbage afterwards.
+            to_hf: torchtitan writes safetensors into a directory that is committed as a whole.
+
+        Returns:
+            A future of the commit in the background; else None.
+
+        Raises:
+            StateError: The name is not ``step-N``.
+            CkptfsError: As for ``ckptfs.CheckpointManager.save``.
         """
         if to_hf:
             options = self.storage_options
@@ -218,7 +238,16 @@ def checkpoint_manager(
     storage_options: dict[str, Any] | None = None,
     per_rank: list[str] | None = None,
 ) -> CheckpointManager.Config:
-    """torchtitan's ``--override.imports ckptfs.integrations.torchtitan.checkpoint_manager``."""
+    """torchtitan's ``--override.imports ckptfs.integrations.torchtitan.checkpoint_manager``.
+
+    Args:
+        config: torchtitan's configuration of its own manager.
+        storage_options: What fsspec's filesystem of that protocol takes; None: no options.
+        per_rank: fnmatch patterns of keys that every rank keeps for itself; None: none.
+
+    Returns:
+        The same configuration for this manager.
+    """
     more = {"storage_options": dict(storage_options or {}), "per_rank": list(per_rank or ())}
     made: CheckpointManager.Config = derive(config, CheckpointManager.Config, **more)
     return made
@@ -227,31 +256,37 @@ def checkpoint_manager(
 class CheckpointStorage:
     """torchtitan's CheckpointStorage (its next release): what its managers ask of paths, by any URI.
 
-    storage_options: as in fsspec. A checkpoint that is removed is deleted as ckptfs deletes: entered
-    in the run's log, then its bytes.
+    A checkpoint that is removed is deleted as ckptfs deletes: entered in the run's log, then its bytes.
+
+    Args:
+        storage_options: As in fsspec; None: no options.
     """
 
     def __init__(self, storage_options: Mapping[str, Any] | None = None) -> None:
         self._options = dict(storage_options or {})
 
     def isdir(self, path: str) -> bool:
-        """Whether there is such a directory: on object stores, whether anything is below it."""
+        """Whether there is a directory ``path``: on object stores, whether anything is below it."""
         files, key = self._at(path)
         return bool(files.isdir(key))
 
     def isfile(self, path: str) -> bool:
-        """Whether there is something that is no directory."""
+        """Whether ``path`` is something that is no directory."""
         files, key = self._at(path)
         return bool(files.isfile(key))
 
     def listdir(self, path: str) -> list[str]:
-        """The names directly below a directory. FileNotFoundError."""
+        """The names directly below the directory ``path``.
+
+        Raises:
+            FileNotFoundError: There is no such directory.
+        """
         files, key = self._at(path)
         entries = (entry.rstrip("/") for entry in files.ls(key, detail=False))
         return sorted(posixpath.basename(one) for one in entries if one != key.rstrip("/"))
 
     def remove(self, path: str) -> None:
-        """Delete a directory and what is in it; absent is success."""
+        """Delete a directory ``path`` and what is in it; absent is success."""
         files, key = self._at(path)
         try:
             files.rm(key, recursive=True)

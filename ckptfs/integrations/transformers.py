@@ -28,37 +28,42 @@ from typing import Any, Literal, Self
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from ckptfs.control.control import Control, open_control
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import SaveSkipped
-from ckptfs.manager.directories import DirectoryManager
-from ckptfs.manager.local_root import LocalRoot, is_lead
-from ckptfs.manager.retention import Best
-from ckptfs.topology.control import Control, open_control
+from ckptfs.integrations._support.local_root import LocalRoot, is_lead
+from ckptfs.manager.directory_manager import DirectoryManager
+from ckptfs.retention.policy import Best
 from ckptfs.uri import Uri
 
 __all__ = ["CkptfsCallback"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.integrations")
 
 
 class CkptfsCallback(TrainerCallback):
     """Saves, retains and resumes a Trainer's checkpoints at ``uri``. Every rank makes one.
 
-    mode: "async" publishes in the background; local disks then hold max_in_flight + 1 checkpoints.
-    keep_latest, keep_every, keep_best, max_in_flight, if_slow, preempt_signals, every_s,
-    storage_options and all other options: as for ``ckptfs.DirectoryManager``. keep_best goes by what
-    the Trainer logs at the step of the save: ``Best("eval_loss")``; with load_best_model_at_end it is
-    the Trainer's own criterion unless told. final_save: save once more at the end of a training whose
-    last step was not saved. When to save is the Trainer's: save_strategy, save_steps.
+    When to save is the Trainer's decision: save_strategy, save_steps. ``keep_best`` uses what the Trainer
+    logs at the step of the save: ``Best("eval_loss")``; with load_best_model_at_end it is the Trainer's own
+    criterion by default. save_total_limit must be None, save_on_each_node False, and output_dir a local path,
+    else that is a StateError. Errors are the same on all ranks. Asynchronous: what a save failed at is raised
+    by the next one, or at the end of training. After a crash at any time exactly the committed checkpoints
+    are there.
 
-    save_total_limit must be None, save_on_each_node False, and output_dir a local path: StateError.
-    Errors are the same on all ranks. Asynchronous: what a save failed of is raised by the next one, or
-    at the end of training. After a crash at any time exactly the committed checkpoints are there.
+    Leave it with ``with`` where an exception of the training shall not cut off a save under way.
 
-    step: the one that was saved last, or resumed from; None before.
+    Args:
+        uri: The run, the same on all ranks.
+        mode: "sync" commits before the training continues; "async" publishes in the background: local disks
+            then hold max_in_flight + 1 checkpoints.
+        final_save: Save once more at the end of a training if its last step was not saved.
+        options: As for ``ckptfs.DirectoryManager``: keep_latest, keep_every, keep_best, max_in_flight,
+            if_slow, preempt_signals, every_s, storage_options and all others.
 
-    Leave it with ``with`` where an exception of the training shall not cut off a save on its way.
+    Attributes:
+        step: The one that was saved last, or resumed from; None before.
     """
 
     def __init__(
@@ -81,11 +86,20 @@ class CkptfsCallback(TrainerCallback):
     # -- resuming ---------------------------------------------------------------------------
 
     def resume(self, args: TrainingArguments) -> str | None:
-        """Collective, read-only. A path for ``trainer.train(resume_from_checkpoint=...)``: the newest
-        committed checkpoint, None only where nothing was ever saved. output_dir is not looked at.
+        """A path for ``trainer.train(resume_from_checkpoint=...)``: the newest committed checkpoint. Collective,
+        read-only.
 
-        The path is good until training has read it. IncompleteCheckpointError, IntegrityError: it is
-        damaged; nothing older is taken unasked.
+        output_dir is not read. The path is good until training has read it.
+
+        Args:
+            args: The Trainer's arguments.
+
+        Returns:
+            The path; None only where nothing was ever saved.
+
+        Raises:
+            IncompleteCheckpointError: The newest is not whole; an older one is not used in its place.
+            IntegrityError: The newest is damaged; an older one is not used in its place.
         """
         manager = self._open(args)
         opened = self._reading.enter_context(manager.reading())
@@ -105,7 +119,11 @@ class CkptfsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Collective. StateError: the run is further than this training, which was not resumed."""
+        """Check that the training was resumed. Collective.
+
+        Raises:
+            StateError: The run is further than this training, which was not resumed.
+        """
         if state.is_hyper_param_search:
             raise StateError(
                 "a search over hyperparameters is many runs",
@@ -116,10 +134,10 @@ class CkptfsCallback(TrainerCallback):
         root.on_nodes(self._ranks, "forget", lambda: root.forget(best))
 
         def decide(_: object) -> None:
-            newest = manager.latest
-            if self._options.get("begin_again") or newest is None:
+            if self._options.get("begin_again"):
                 return
-            if (newest.step or 0) > state.global_step:
+            newest = manager.latest
+            if newest is not None and (newest.step or 0) > state.global_step:
                 raise StateError(
                     f"training begins at step {state.global_step}, and step {newest.step} of its run "
                     "is committed",

@@ -24,13 +24,17 @@ from typing import Any, ClassVar, Literal
 
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from ckptfs.commit.opening import Place
-from ckptfs.commit.tickets import SealedPart, Ticket, TicketPart
+from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
+from ckptfs.commit.session import Place
 from ckptfs.errors import StateError
-from ckptfs.manager.directories import DirectoryManager
-from ckptfs.manager.driving import Saving, StepDriver
-from ckptfs.manager.part_saving import PartSaver, reading_part
-from ckptfs.manager.pointer import Pointer
+from ckptfs.manager.claimed_run import Pointer
+from ckptfs.manager.directory_manager import (
+    DirectoryManager,
+    PartSaver,
+    Saving,
+    StepDriver,
+    reading_part,
+)
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
@@ -51,14 +55,19 @@ def plug() -> None:
 
 
 class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
-    """verl's manager, whose files go to a URI. Calls are collective over the default process group.
-
-    remote_dir: the run, for groups whose driver passes no ticket; else ``remote_dir`` of
-    checkpoint_config, else the variable CKPTFS_URI. mode: "async" returns when this rank's files lie
-    in ``scratch``, and uploads them in the background; by default as checkpoint_config.async_save
-    says. storage_options: for remote_dir, and for loads.
+    """verl's manager, with its files at a URI. Calls are collective over the default process group.
 
     A failure on any rank, between verl's barriers too, is raised on all; nothing is visible then.
+
+    Args:
+        args: verl's own.
+        remote_dir: The run, for groups without a ticket from their driver; None: ``remote_dir`` of
+            checkpoint_config, else the variable CKPTFS_URI.
+        mode: "sync" commits before the call returns; "async" returns when this rank's files are in
+            ``scratch``, and uploads them in the background. None: as checkpoint_config.async_save says.
+        scratch: Where files are kept until they are uploaded; None: the temporary directory.
+        storage_options: For ``remote_dir``, and for loads; None: no options.
+        kwargs: verl's own.
     """
 
     def __init__(
@@ -87,12 +96,18 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> SealedPart | None:
-        """Save what verl saves. First raises what the save before failed of, on all ranks.
+        """Save what verl saves. The error of the save before is raised first, on all ranks.
 
-        local_path: ``.../global_step_N/actor``; only its end counts. None saves nothing: it waits.
-        hdfs_path: the driver's ``part("actor")``; it is sealed when this returns (in async mode later),
-        and the driver commits it. Without one this group is alone in its step: it commits, and keeps
-        max_ckpt_to_keep steps. CommitConflictError: the step is committed already.
+        Args:
+            local_path: ``.../global_step_N/actor``; only its end counts. None saves nothing: it waits.
+            hdfs_path: The driver's ``part("actor")``; it is sealed when this returns (in async mode later),
+                and the driver commits it. None: this group is alone in its step: it commits.
+            global_step: The step.
+            max_ckpt_to_keep: How many steps a group that is alone keeps; None: all.
+
+        Raises:
+            CommitConflictError: The step is committed already.
+            CkptfsError: As for ``DirectoryManager.save``.
         """
         self.wait()
         if local_path is None:
@@ -121,9 +136,16 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
     ) -> None:
         """Load what verl loads, on as many ranks as saved it; nothing is deleted.
 
-        From hdfs_path if the driver told it, else from the step that local_path names below remote_dir,
-        else, where that has no such step, from local_path: what stock verl wrote there.
-        NotFoundError, IncompleteCheckpointError: it is nowhere, or not whole. StateError: other ranks.
+        Args:
+            local_path: Names the step below ``remote_dir``; where that has no such step, what stock verl
+                wrote at this path is loaded. None loads nothing.
+            hdfs_path: Where the driver says that it is; None: see ``local_path``.
+            del_local_after_load: verl's word; nothing is deleted.
+
+        Raises:
+            NotFoundError: It is nowhere.
+            IncompleteCheckpointError: It is not whole.
+            StateError: Another number of ranks saved it.
         """
         self.wait()
         if local_path is None:
@@ -192,9 +214,16 @@ def _check_world(path: str, size: int) -> None:
 
 
 class CkptfsDriver(StepDriver):
-    """The process outside of every group. remote_dir: the run. local_dir: verl's default_local_dir, where
-    ``resume`` lays out what the driver reads; by default a temporary one. options: of ``StepDriver``,
-    such as keep_latest.
+    """The process outside of every group.
+
+    Args:
+        remote_dir: The run.
+        local_dir: verl's default_local_dir, where ``resume`` puts what the driver reads; None: a temporary
+            one.
+        options: Of ``StepDriver``, such as keep_latest.
+
+    Attributes:
+        uri: The run's URI.
     """
 
     def __init__(
@@ -210,9 +239,16 @@ class CkptfsDriver(StepDriver):
         self._local = Uri.parse(os.path.abspath(local))
 
     def resume(self, step: int | None = None) -> str | None:
-        """The newest committed step, or ``step``, as a folder of local_dir with the driver's files and
-        the tracker beside it, for verl's own resume; None where nothing was ever saved. Which is the
-        newest the run's log says, whatever a tracker says.
+        """The newest committed step as a folder of ``local_dir``, for verl's own resume.
+
+        The folder has the driver's files, and the tracker is next to it. Which step is the newest the run's
+        log says, in spite of what a tracker says.
+
+        Args:
+            step: Exactly this one; None: the newest.
+
+        Returns:
+            The folder; None where nothing was ever saved.
         """
         found = self.fetch(self._folder, step)
         if found is None:
@@ -222,8 +258,16 @@ class CkptfsDriver(StepDriver):
         return self._folder(found)
 
     def remote(self, step: int, group: str) -> str:
-        """What a group passes as ``hdfs_path`` to load its part of a step."""
-        return (self.uri / NAME.format(N=step) / group).full
+        """Return what a group passes as ``hdfs_path`` to load its part of a step.
+
+        That of a copy where ``resume`` took the step from one.
+
+        Args:
+            step: The step.
+            group: The name of the group's part.
+        """
+        whole = self.fetched_from(step) or self.uri / NAME.format(N=step)
+        return (whole / group).full
 
     def _folder(self, step: int) -> str:
         return (self._local / NAME.format(N=step)).local_path
@@ -232,19 +276,29 @@ class CkptfsDriver(StepDriver):
 class CkptfsTrainer:
     """Mixed in before a trainer of verl's: ``class Trainer(CkptfsTrainer, RayPPOTrainer)``.
 
-    verl's ``_save_checkpoint`` and ``_load_checkpoint`` run as they are. While they do, worker groups
-    are told a part of the driver's ticket, and default_local_dir is a place that the commit takes the
-    driver's files from: data.pt, and whatever else a version of verl puts there.
+    verl's ``_save_checkpoint`` and ``_load_checkpoint`` run as they are. While they do, worker groups get a
+    part of the driver's ticket, and default_local_dir is a place that the commit takes the driver's files
+    from: data.pt, and all else that a version of verl puts there.
 
-    ckptfs: options of ``CkptfsDriver``. By default remote_dir is the variable CKPTFS_URI, keep_latest is
-    max_actor_ckpt_to_keep, mode what async_save says.
+    Attributes:
+        ckptfs_driver: The driver, made of the options in the class attribute ``ckptfs``: those of
+            ``CkptfsDriver``. By default remote_dir is the variable CKPTFS_URI, keep_latest is
+            max_actor_ckpt_to_keep, mode what async_save says.
     """
 
     ckptfs: ClassVar[Mapping[str, Any]] = {}
     ckptfs_driver: CkptfsDriver | None = None
 
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train, then see that everything is committed; raises what is not."""
+        """Train, then check that everything is committed; raises what is not.
+
+        Args:
+            args: verl's own.
+            kwargs: verl's own.
+
+        Returns:
+            What verl's ``fit`` returns.
+        """
         with self._driver():
             result = super().fit(*args, **kwargs)  # type: ignore[misc]
             self._flush()

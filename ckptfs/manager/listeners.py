@@ -45,7 +45,7 @@ from ckptfs.events import (
 
 __all__ = ["Bell", "EveryRank", "Listener", "LogListener", "MetricsListener", "TimedListener"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.manager")
 
 Listener = Callable[[Event], None]
 
@@ -63,12 +63,21 @@ class TimedListener(ABC):
 
     @abstractmethod
     def hear(self, event: Event, at_ns: int) -> None:
-        """at_ns: when it was told, in nanoseconds of Unix time; hearing may come later."""
+        """Take one event.
+
+        Args:
+            event: What happened.
+            at_ns: When it happened, in nanoseconds of Unix time; the call may come later.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class EveryRank:
-    """``listeners=[EveryRank(listener)]``: told on every rank, what happened on that rank."""
+    """``listeners=[EveryRank(listener)]``: called on every rank, with what happened on that rank.
+
+    Attributes:
+        listener: The listener.
+    """
 
     listener: Listener
 
@@ -226,9 +235,12 @@ def _kind_of(listener: Listener) -> str:
 
 
 class LogListener:
-    """One line per commit, failure, skip, delete and copy. log: where to; None: ckptfs's own.
+    """One line per commit, failure, skip, delete and copy.
 
     INFO for what went well, WARNING for the rest; deletes and retention at DEBUG.
+
+    Args:
+        log: The logger; None: ckptfs's own.
     """
 
     def __init__(self, log: logging.Logger | None = None) -> None:
@@ -291,13 +303,16 @@ class MetricsListener:
     """Calls ``callback(metrics, step)`` with flat names, units last: ``ckptfs/checkpoint/stall_s``.
 
     Per commit, under ``ckptfs/checkpoint/`` or ``ckptfs/weights/``: stall_s, wall_s, plan_s, stage_s,
-    write_s, sync_s, commit_s (of the slowest rank each), size_bytes, mib_per_s, and
-    rank_min_mib_per_s and rank_max_mib_per_s. Otherwise counts since the start: ``ckptfs/failures``,
-    ``ckptfs/skipped``, ``ckptfs/deleted``, ``ckptfs/delete_failures``, ``ckptfs/copies``,
-    ``ckptfs/copy_failures``, and ``ckptfs/kept``.
+    write_s, sync_s, commit_s (of the slowest rank each), size_bytes, mib_per_s, and rank_min_mib_per_s and
+    rank_max_mib_per_s. Otherwise counts since the start: ``ckptfs/failures``, ``ckptfs/skipped``,
+    ``ckptfs/deleted``, ``ckptfs/delete_failures``, ``ckptfs/copies``, ``ckptfs/copy_failures``, and
+    ``ckptfs/kept``.
 
-    The callback runs on the bell's thread, after the commit: an asynchronous save of step 100 is
-    reported when training may be at step 105.
+    The callback runs on the bell's thread, after the commit: an asynchronous save of step 100 is reported
+    when training may be at step 105.
+
+    Args:
+        callback: Takes the numbers by name, and the step.
     """
 
     def __init__(self, callback: Callable[[dict[str, float], int], Any]) -> None:

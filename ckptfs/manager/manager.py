@@ -19,39 +19,37 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ckptfs.commit.catalog import Checkpoint
-from ckptfs.commit.claim import Takeover
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.opening import Place
-from ckptfs.commit.spec import IfExists, SaveSpec
-from ckptfs.commit.tickets import Ticket
-from ckptfs.commit.unlogged import Unlogged
-from ckptfs.dcp.engine import WriteEngineName
-from ckptfs.dcp.load_planner import Allow
+from ckptfs.commit.catalog.catalog import Checkpoint
+from ckptfs.commit.catalog.unlogged import Unlogged
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.ownership.claim import Takeover
+from ckptfs.commit.parts.tickets import Ticket
+from ckptfs.commit.save.spec import IfExists, SaveSpec
+from ckptfs.commit.session import Place
+from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.pending import PendingSave
-from ckptfs.dcp.reuse import Unchanged
+from ckptfs.dcp.read.load_planner import Allow
 from ckptfs.dcp.saving import WriteOptions
+from ckptfs.dcp.write.rank_files import WriteEngineName
 from ckptfs.events import Restored, SaveResult, SaveSkipped
-from ckptfs.manager.base import RunManager
-from ckptfs.manager.blanks import Reshard
-from ckptfs.manager.candidates import Fallback, PerRankPolicy, RestoreRequest
-from ckptfs.manager.copies import copies_of, open_copies
-from ckptfs.manager.crew import StartingPoint
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.listeners import Listener
-from ckptfs.manager.naming import Template
-from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, metrics_of
+from ckptfs.manager.load_targets import Reshard
+from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
 from ckptfs.manager.preemption import SignalName
-from ckptfs.manager.restoring import restore
-from ckptfs.manager.retention import Best, Keep
-from ckptfs.manager.saver import StateJob
+from ckptfs.manager.restore import restore
+from ckptfs.manager.restore_candidates import Fallback, PerRankPolicy, RestoreRequest
+from ckptfs.manager.run_manager import RunManager
 from ckptfs.manager.schedule import Rules
-from ckptfs.manager.state import Saveable, Untold, saveable
+from ckptfs.manager.session import StartingPoint, StateJob
+from ckptfs.manager.state_dict import Saveable, Untold, saveable
+from ckptfs.replication.tiers import copies_of, open_copies
+from ckptfs.retention.policy import Best, Keep
 from ckptfs.uri import options_of
 
 __all__ = ["CheckpointManager"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.manager")
 
 Kinds = Literal["checkpoint", "weights"]
 
@@ -59,40 +57,63 @@ Kinds = Literal["checkpoint", "weights"]
 class CheckpointManager(RunManager):
     """Saves, retains and restores the checkpoints of one run. Every rank makes one.
 
-    uri: the run. mode: "async" returns from ``save`` when the state is staged, and commits in the
-    background.
+    Making one appends nothing, so an evaluation job may: the first ``save`` claims the run, and RunBusyError
+    names the living owner. Options that make no sense are a StateError. After a crash of any rank at any time
+    exactly the committed checkpoints are there.
 
-    What stays: keep_latest: so many of each kind, None deletes nothing; keep_every: steps that it
-    divides stay for ever; keep_best: ``Best("loss")``; delete_grace_s: how long a deleted checkpoint
-    stays whole for readers that found it before. name, weights_name: templates of directory names,
-    matched exactly: what they do not match is never deleted.
+    Args:
+        uri: The run, the same on all ranks.
+        keep_latest: How many of the last commits of each kind stay; None deletes nothing.
+        keep_every: Steps that it divides are always kept; None: no such steps.
+        keep_best: ``Best("loss")``: the best saves by a metric stay too; None: no such saves.
+        mode: "sync" commits before ``save`` returns; "async" returns from ``save`` when the state is staged,
+            and commits in the background.
+        name: Template of the names of full checkpoints, matched exactly: what it does not match is never
+            deleted.
+        weights_name: The same for ``kind="weights"``.
+        every_steps: ``should_save`` is true at steps that it divides; None: not by steps.
+        every_s: ``should_save`` is true when the last save returned so many seconds ago; None: not by time.
+        preempt_signals: Signals by which a launcher announces the end; ``should_save`` is true after one.
+        grace_s: How many seconds the launcher waits after a signal.
+        max_in_flight: Asynchronous saves under way at once.
+        if_slow: What one more does: "delay" waits for the oldest, "skip" saves nothing this time.
+        host_memory_bytes: As for ``async_save``: the most bytes of host memory that staging takes; None: half
+            of what is available, divided by the host's ranks.
+        threads: Data files that each rank writes at once; None: as for ``ckptfs.save``.
+        engine: "auto", "direct" or "buffered", as for ``ckptfs.save``.
+        writers_per_node: Ranks of one node that write at once; None: all.
+        unchanged: "write" writes everything, "reference" writes no bytes for tensors that are as in the last
+            checkpoint.
+        delete_grace_s: How many seconds a deleted checkpoint stays whole for readers that found it before.
+        copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
+            background; what waits for a copy is not deleted.
+        listeners: Called with every event of ``ckptfs.events``, on the coordinator.
+        on_commit: Called with the URI of every commit, on the coordinator; None: no call.
+        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself, as for ``ckptfs.save``.
+        takeover: "auto", "never" or "force", as for ``prepare_run``.
+        begin_again: Train from the beginning in a run that has checkpoints, on purpose. Without it the first
+            full checkpoint of a manager that restored nothing is refused unless it is further than the newest
+            one, and retention keeps all that is further than what this job saves; see docs/howto/resume.md.
+        unlogged: What ``restore`` does where stock torch saved into the run after its newest commit, unless
+            the call says: "error", or "ignore", for wrappers that call it without an argument.
+        process_group: The ranks that take part; None: the default group. No collective runs on it.
+        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
+            CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+            some.
+        scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
+            with "node" those of a node.
+        domain: A name in place of ``scope``: ranks with the same name see the same storage; None: by
+            ``scope``.
+        ground: What it uses in place of opening it, for wrappers; None: it opens its own.
 
-    When: every_steps, every_s and preempt_signals are what ``should_save`` goes by; grace_s: how
-    long the launcher waits after a signal.
-
-    Asynchronous: max_in_flight saves at once; if_slow: "delay" waits for the oldest, "skip" saves
-    nothing this time; host_memory_bytes: as for ``async_save``; writers_per_node: as there.
-
-    unchanged: "reference" writes no bytes for tensors that are what the last checkpoint has.
-
-    copies: URIs, or ``Copy(uri, keep=Keep(10))``, that committed checkpoints are copied to in the
-    background; what waits for a copy is not deleted.
-
-    begin_again: train from the beginning in a run that has checkpoints, on purpose. Without it the first
-    full checkpoint of a manager that restored nothing is CommitConflictError unless it is further than the
-    newest one, and retention keeps whatever is further than what this job saves; see docs/howto/resume.md.
-
-    unlogged: what ``restore`` does where stock torch saved into the run after its newest commit, unless it is
-    told itself: "error", or "ignore", for wrappers that call it without an argument.
-
-    threads, engine, per_rank, process_group, timeout_s, storage_options, scope, domain: as for
-    ``ckptfs.save``. takeover: as for ``prepare_run``. listeners hear every event of ``ckptfs.events``
-    on the coordinator, on_commit the URI of every commit. ground: what it stands on instead of
-    opening it, for wrappers.
-
-    Making one appends nothing, so an evaluation job may: the first ``save`` claims the run, and
-    RunBusyError names the living owner. StateError: options that make no sense. After a crash of any
-    rank at any time exactly the committed checkpoints are there.
+    Example:
+        with ckptfs.CheckpointManager("s3://bucket/run", keep_latest=3, every_steps=1000) as manager:
+            restored = manager.restore(state)
+            for step in range(1 if restored is None else restored.step + 1, last + 1):
+                train()
+                if manager.should_save(step):
+                    manager.save(step, state)
     """
 
     def __init__(
@@ -170,26 +191,42 @@ class CheckpointManager(RunManager):
         failure: bool = False,
         reach_s: float = 60.0,
     ) -> SaveResult | PendingSave | SaveSkipped:
-        """Collective. Save ``state`` as the checkpoint of ``step``: completed optimizer steps.
+        """Save ``state`` as the checkpoint of ``step``. Collective.
 
-        state: any nest of tensors, plain values and objects with state_dict (see docs/howto/resume.md);
-        it needs no copy: with mode="async" tensors may be changed when this returns. metrics: numbers
-        for keep_best and the log. kind: "weights" lies beside full checkpoints and has its own
-        latest. A step that exists is replaced: the old one stays until the new one is committed, and where an
-        earlier job saved it, the log says so.
+        A step that exists is replaced: the old one stays until the new one is committed, and where an earlier
+        job saved it, the log says so. The error of an earlier asynchronous save is raised first, on all ranks
+        at the same call, and nothing is saved then: call again. After a crash there is exactly the old or the
+        new checkpoint.
 
-        CommitConflictError: this manager restored nothing and has saved no full checkpoint, and the run has
-        come to this step or further, or the name is taken. ``restore()``, take another run, or pass
-        begin_again=True.
+        Args:
+            step: Completed optimizer steps.
+            state: Any nest of tensors, plain values and objects with ``state_dict`` (see
+                docs/howto/resume.md). It needs no copy: with ``mode="async"`` tensors may be changed when
+                this returns.
+            metrics: Numbers for ``keep_best`` and the log; None: none.
+            kind: "checkpoint", or "weights", which are saved next to full checkpoints and have their own
+                latest.
+            failure: A save by a run that is failing: it is made only if every rank calls within ``reach_s``,
+                and is never ``latest``. It does not replace a step that is saved healthily.
+            reach_s: How many seconds the ranks have to call, with ``failure``.
 
-        failure: a save by a run that is failing: it is made only if every rank calls within
-        ``reach_s`` seconds, and is never ``latest``; CommitConflictError where the step is saved
-        healthily, which it does not replace.
+        Returns:
+            A SaveResult; in async mode a PendingSave; or a SaveSkipped (``if_slow="skip"``) when the save
+            before it is still under way on some rank.
 
-        Returns the SaveResult, in async mode a PendingSave, or SaveSkipped (if_slow="skip") when the
-        save before it is still on its way on some rank. What an earlier asynchronous save failed of
-        is raised first, on all ranks at the same call, and nothing is saved then: call again.
-        RunBusyError, FencedError: the run has another owner.
+        Raises:
+            CommitConflictError: This manager restored nothing and has saved no full checkpoint, and the run
+                has come to this step or further, or the name is taken: call ``restore()``, use another run,
+                or pass ``begin_again=True``. With ``failure``: the step is saved healthily.
+            RunBusyError: The run has a living owner.
+            FencedError: The run has a newer owner. Nothing was committed.
+            CommitInDoubtError: Whether it is committed is not known; the next save settles it.
+            StateError: The state cannot be saved as it is, such as values that differ by rank without
+                ``per_rank``.
+            NoSpaceError: The storage is full.
+            DeadlineError: With ``failure``: not every rank called within ``reach_s``. Or a rank was silent
+                for longer than ``timeout_s``.
+            CollectiveError: Some ranks failed; every rank raises this same error.
         """
         started = time.perf_counter()
         artifact = Kind(kind)
@@ -233,13 +270,25 @@ class CheckpointManager(RunManager):
         *,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Ticket:
-        """Collective over this manager's ranks: begin a checkpoint that several groups write.
+        """Begin a checkpoint that several groups write. Collective over this manager's ranks.
 
-        Send ``ticket.part(name)`` to each group, which calls ``ckptfs.save(state, part)``; bring what
-        that returns back here and call ``ticket.commit``. Nothing is visible before. A step that
-        exists is replaced. storage_options: how the groups reach the run; by default as this manager
-        does, and they travel with the ticket. Retention and listeners have their turn after the
-        commit. Errors are as for ``save``.
+        Send ``ticket.part(name)`` to each group, which calls ``ckptfs.save(state, part)``; bring what that
+        returns back here and call ``ticket.commit``. Nothing is visible before. A step that exists is
+        replaced. Retention and listeners have their turn after the commit. After a crash the next owner of
+        the run gives up what was not committed.
+
+        Args:
+            step: Completed optimizer steps.
+            parts: The name of each group's part.
+            storage_options: How the groups reach the run; they travel with the ticket. None: as this manager
+                does.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            StateError: The names of the parts are empty, repeated, or no names.
+            CkptfsError: As for ``save``.
         """
         name = self._settings.names.of(Kind.CHECKPOINT).name(step)
         self._settle(1)
@@ -271,22 +320,42 @@ class CheckpointManager(RunManager):
         part: str | None = None,
         unlogged: Literal["error", "ignore"] | None = None,
     ) -> Restored | None:
-        """Collective, read-only. Restore ``state``, in place, from the newest whole checkpoint.
+        """Restore ``state``, in place, from the newest whole checkpoint. Collective, read-only.
 
-        The newest commit that is whole on all domains, decided once for all ranks; a copy of the same
-        save where the run has lost it. None only where nothing was ever saved: step 0 is not nothing,
-        so ask ``is None``. state: shaped like what was saved; fresh objects will do.
+        That is the newest commit that is whole on all domains, decided once for all ranks; a copy of the same
+        save where the run has lost it. After an error tensors are undefined.
 
-        step: exactly this one. fallback: "older" goes on from the newest whole one, and says in
-        ``Restored.skipped`` what that costs; "error" never goes back unasked. Under another number of
-        ranks what each rank kept for itself is StateError, unless per_rank="drop" leaves it out or
-        reshard={pattern: function} makes the new state of the old ones. part: this group's, of a
-        checkpoint that several groups wrote. strict, allow, objects: as for ``ckptfs.load``.
+        Args:
+            state: Shaped like what was saved; fresh objects will do.
+            step: Exactly this one; None: the newest.
+            kind: "checkpoint" or "weights".
+            fallback: What happens where the newest is damaged: "error" never uses an older one, "older" uses
+                the newest whole one, and says in ``Restored.skipped`` what that costs.
+            per_rank: What happens under another number of ranks with what each rank kept for itself: "error"
+                refuses, "drop" leaves it out.
+            reshard: Functions that make the new states of the old ones, by pattern of keys; None: none.
+            include_failures: Saves of a failing run count too.
+            strict: As for ``ckptfs.load``: False allows all that ``allow`` can name.
+            allow: As for ``ckptfs.load``: "missing", "extra", "dtype" or "stock".
+            objects: "load" or "refuse", as for ``ckptfs.load``.
+            part: This group's part, of a checkpoint that several groups wrote; None: the whole.
+            unlogged: "error" or "ignore": what happens where stock torch saved into the run after the newest
+                commit; None: as the manager was made.
 
-        NotFoundError: no such step. IncompleteCheckpointError, IntegrityError, ManifestError: the
-        newest is damaged, and what is missing where. AmbiguousCheckpointError: stock torch saved into the run
-        after the newest commit; unlogged="ignore" goes back to that, None does as the manager was made to.
-        After an error tensors are undefined.
+        Returns:
+            What was restored. None only where nothing was ever saved: step 0 is not nothing, so test ``is
+            None``.
+
+        Raises:
+            NotFoundError: There is no such step.
+            IncompleteCheckpointError: The newest is not whole; the message says what is missing where.
+            IntegrityError: The newest is damaged; its bytes differ from what was written.
+            ManifestError: The newest, or the log, is damaged or too new.
+            AmbiguousCheckpointError: Stock torch saved into the run after the newest commit, and ``unlogged``
+                is "error".
+            StateError: The checkpoint does not fit ``state``, or another number of ranks saved what each kept
+                for itself.
+            CollectiveError: Some ranks failed; every rank raises this same error.
         """
         self._settle(1)
         request = RestoreRequest(
@@ -319,5 +388,12 @@ class CheckpointManager(RunManager):
     # -- looking: local, read-only, any time ------------------------------------------------
 
     def latest_of(self, kind: Kinds) -> Checkpoint | None:
-        """The last committed save of a kind, by commit order; those of a failing run apart."""
+        """The last committed save of ``kind``, by commit order; those of a failing run apart. Local, read-only.
+
+        Args:
+            kind: "checkpoint" or "weights".
+
+        Raises:
+            IncompleteCheckpointError: It was removed by hand; ``ckptfs rm`` records that.
+        """
         return self._latest(Kind(kind))

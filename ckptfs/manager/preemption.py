@@ -30,7 +30,7 @@ from ckptfs.errors import StateError
 
 __all__ = ["PreemptSignals", "SignalName", "WorkerShield", "signals_of"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.manager")
 
 SignalName = int | str
 _Handler = Callable[[int, FrameType | None], Any]
@@ -156,11 +156,14 @@ class _Hook:
 class WorkerShield:
     """``DataLoader(..., worker_init_fn=WorkerShield((SIGTERM,)))``: workers outlive the signal.
 
-    Launchers stop a job by a signal to every process of it, workers too; a worker that dies of it
-    raises RuntimeError in the training loop, before the last save. Only what the worker's parent
-    sends still ends it: that is how a loader gets rid of its workers, and ignoring it would hang the
-    end of the program. then: your own worker_init_fn. Picklable if ``then`` is. Linux; does nothing
-    elsewhere.
+    Launchers stop a job by a signal to every process of it, workers too; a worker that dies of it raises
+    RuntimeError in the training loop, before the last save. Only what the worker's parent sends still ends
+    it: that is how a loader ends its workers, and ignoring it would hang the end of the program. Picklable if
+    ``then`` is. Linux; does nothing elsewhere.
+
+    Attributes:
+        signals: Names or numbers of the signals.
+        then: Your own worker_init_fn; None: none.
     """
 
     signals: tuple[SignalName, ...]

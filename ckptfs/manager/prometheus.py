@@ -194,14 +194,18 @@ def _number(value: float) -> str:
 
 
 class PrometheusTextfile(TimedListener):
-    """Writes the file anew after each event that changes a figure; on the coordinator alone.
+    """Writes the file again after each event that changes a figure; on the coordinator alone.
 
-    path_or_uri: the file; its directory exists and node_exporter reads it (``*.prom``). labels: put
-    on every sample; two jobs of one node need two files and different labels. With ``EveryRank``
-    every rank needs a file of its own. storage_options: as for ``ckptfs.save``.
+    With ``EveryRank`` every rank needs a file of its own. A name of a label that Prometheus does not take is
+    a StateError. Failures of writing are logged, and no save fails because of them; the next event writes
+    again. A crash leaves the file of the event before.
 
-    StateError: not a label's name. StorageErrors of writing are logged by the bell that calls it, and
-    no save fails of them; the next event writes again. A crash leaves the file of the event before.
+    Args:
+        path_or_uri: The file; its directory exists and node_exporter reads it (``*.prom``).
+        labels: Put on every sample; two jobs of one node need two files and different labels. None: no
+            labels.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``path_or_uri``,
+            where it has some.
     """
 
     def __init__(

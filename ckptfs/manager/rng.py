@@ -28,15 +28,18 @@ from ckptfs.errors import StateError
 
 __all__ = ["RngState"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.manager")
 
 
 class RngState:
     """The random generators of this process, as an object of a state.
 
-    skipped: what the last restore could not restore and why, one line each; () before and when all
-    was restored. Generators that you made yourself (``numpy.random.default_rng()``,
-    ``torch.Generator()``) are not in it: save their states in the state dict.
+    Generators that you made yourself (``numpy.random.default_rng()``, ``torch.Generator()``) are not in it:
+    save their states in the state dict.
+
+    Attributes:
+        skipped: What the last restore could not restore and why, one line each; () before and when all was
+            restored.
     """
 
     def __init__(self) -> None:
@@ -56,7 +59,7 @@ class RngState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what is there and fits; ``skipped`` tells the rest. Never raises for content."""
+        """Restore what is in ``state`` and fits; ``skipped`` has the rest. Never raises for content."""
         self.skipped = ()
         self._take("python", state, _set_python)
         self._take("torch", state, _set_torch)
@@ -72,7 +75,7 @@ class RngState:
             self.skip(f"{name}: saved, and there is none here")
 
     def skip(self, why: str) -> None:
-        """Note one generator that was not restored."""
+        """Note one generator that was not restored, and ``why``."""
         self.skipped = (*self.skipped, why)
         logger.warning("random generator not restored: %s", why)
 

@@ -14,13 +14,13 @@ import posixpath
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import CONTROL, LOG, MANIFEST, METADATA, SHARED
-from ckptfs.commit.log import check_whole
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.delete.shared_data import file_key
+from ckptfs.commit.log.append import check_whole
+from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.ops import List, Program, Refresh, StatOf
-from ckptfs.commit.shared_data import file_key
+from ckptfs.commit.operations import List, Program, Refresh, StatOf
+from ckptfs.commit.paths import CONTROL, LOG, MANIFEST, METADATA, SHARED
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Entry, Shape
 

@@ -45,8 +45,12 @@ class _Saving:
 class TelemetryListener(TimedListener):
     """Spans and metrics of saves, on the coordinator; ``EveryRank`` makes it each rank's.
 
-    tracer_provider, meter_provider: OpenTelemetry's, None: the global ones. attributes: put on every
-    span and metric. MissingDriverError: opentelemetry-api is not installed.
+    Where opentelemetry-api is not installed, making one is a MissingDriverError.
+
+    Args:
+        tracer_provider: OpenTelemetry's; None: the global one.
+        meter_provider: OpenTelemetry's; None: the global one.
+        attributes: Put on every span and metric; None: no attributes.
     """
 
     def __init__(

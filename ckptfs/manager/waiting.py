@@ -31,14 +31,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from ckptfs.commit.advisory import AdvisoryLog, LogKind, kind_of_log
-from ckptfs.commit.catalog import Checkpoint, logged, read_domain
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Live, Views, catalog, commits, history, order_key, seal_of
-from ckptfs.commit.unlogged import Unlogged, check_unlogged
+from ckptfs.commit.catalog.catalog import Checkpoint, logged, read_domain
+from ckptfs.commit.catalog.unlogged import Unlogged, check_unlogged, views_if_gone
+from ckptfs.commit.log.advisory_log import AdvisoryLog, LogKind, kind_of_log
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.state import Live, Views, catalog, commits, history, order_key, seal_of
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,
@@ -53,7 +53,7 @@ from ckptfs.uri import Uri, options_of
 
 __all__ = ["Pace", "Watcher", "newer_than", "wait_for_new"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.manager")
 
 After = int | Checkpoint | None
 Kinds = Literal["checkpoint", "weights"]
@@ -88,21 +88,36 @@ def wait_for_new(
     unlogged: Literal["error", "ignore"] = "error",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Wait until a run has a checkpoint that the caller has not seen; the newest there is. Local.
+    """Wait until a run has a checkpoint that the caller has not seen; the newest there is. Local, read-only.
 
-    after: what the caller has seen last: the Checkpoint that this function returned, or its step, or
-    None for nothing. A step stands for the last commit of it; one that the run never committed stands
-    for nothing. kind: "checkpoint" or "weights", each with a newest of its own; saves of a failing
-    run are not announced. timeout_s: DeadlineError (a TimeoutError) after so many seconds, with one
-    last look; 0 looks once, None waits for as long as it takes. The run need not exist yet.
+    The checkpoint is committed and whole. It stays whole for the manager's ``delete_grace_s`` after it was
+    deleted, so an inference server has that long to read it. On node-local disks this node's log answers.
+    Checkpoints without a log (copied, or of stock torch) and saves of a failing run are not announced. Read
+    permission is enough. Failures of the storage other than those below are waited out. Ctrl-C ends it at any
+    time.
 
-    The checkpoint is committed and whole. It stays whole for the manager's ``delete_grace_s`` after
-    it was deleted, so an inference server has that long to read it. On node-local disks this node's
-    log answers. Checkpoints without a log (copied, or of stock torch) are not announced; StateError where
-    stock torch saved one after the newest commit, unless unlogged="ignore".
+    Args:
+        run_uri: The run; it need not exist yet.
+        after: What the caller has seen last: the Checkpoint that this function returned, or its step; None
+            for nothing. A step means the last commit of it; one that the run never committed means nothing.
+        kind: "checkpoint" or "weights", each with a newest of its own.
+        timeout_s: How long, in seconds, with one last look; 0 looks once, None waits for as long as it takes.
+        unlogged: "error" raises AmbiguousCheckpointError where stock torch saved into the run after its
+            newest commit; "ignore" does not look.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
+            has some.
 
-    Read permission is enough. AccessError, CredentialsError, UriError, ManifestError at once; other
-    failures of the storage are waited out. Ctrl-C ends it at any time.
+    Returns:
+        The newest checkpoint.
+
+    Raises:
+        DeadlineError: Nothing new within ``timeout_s``. It is a TimeoutError.
+        AmbiguousCheckpointError: Stock torch saved a checkpoint after the newest commit.
+        IncompleteCheckpointError: The newest one was removed by hand: ``ckptfs rm`` records that.
+        StateError: ``kind`` is another word.
+        UriError: The URI cannot be read, or its driver is not installed.
+        AccessError: The log may not be read; with CredentialsError.
+        ManifestError: The log is damaged or too new.
     """
     with Watcher(run_uri, kind, unlogged=unlogged, storage_options=storage_options) as watcher:
         found = watcher.wait(after, timeout_s)
@@ -114,9 +129,21 @@ def wait_for_new(
 class Watcher:
     """A place in a run's log. One thread waits at a time; any thread may ``stop`` it.
 
-    Iterating yields the newest checkpoint each time there is a newer one, the one that is there
-    already first, until stopped. run_uri, kind, unlogged, storage_options: as for ``wait_for_new``; pace: the
-    rests between polls. rest: waits so many seconds and tells whether to stop; for tests.
+    Iterating yields the newest checkpoint each time there is a newer one, the one that is there already
+    first, until stopped.
+
+    Args:
+        run_uri: The run; it need not exist yet.
+        kind: "checkpoint" or "weights", as for ``wait_for_new``.
+        unlogged: "error" or "ignore", as for ``wait_for_new``.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``run_uri``, where it
+            has some.
+        pace: The pauses between polls; None: 0.5 s, growing up to 10 s.
+        storage: The run's storage, opened by the caller; None: opened here.
+        rest: Waits so many seconds and returns whether to stop; for tests. None: until ``stop``.
+
+    Attributes:
+        root: The run's URI.
     """
 
     def __init__(
@@ -145,7 +172,19 @@ class Watcher:
         self._last: Checkpoint | None = None
 
     def wait(self, after: After = None, timeout_s: float | None = None) -> Checkpoint | None:
-        """As ``wait_for_new``; None once it was stopped."""
+        """As ``wait_for_new``; None once it was stopped.
+
+        Args:
+            after: What the caller has seen last, as for ``wait_for_new``; None for nothing.
+            timeout_s: How long, in seconds; None: as long as it takes.
+
+        Returns:
+            The newest checkpoint; None once it was stopped.
+
+        Raises:
+            DeadlineError: Nothing new within ``timeout_s``.
+            CkptfsError: As for ``wait_for_new``.
+        """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         idle, trouble = 0, ""
         judged: Views | None = None
@@ -157,16 +196,16 @@ class Watcher:
                 is_round = idle > 0 and idle % _LOOK_ROUND_EVERY == 0
                 if views is not None and (views is not self._checked or is_round):
                     self._refuse_unlogged(views)
-                trouble = ""
+                if views is not None and views is not judged:
+                    found = newer_than(after, self._kind, views)
+                    if found is not None and self._still_exists(found.seal, views):
+                        mine = found.seal.save_id
+                        return next(c for c in logged(views, self.root) if c.save_id == mine)
+                judged, trouble = views, ""
             except (TransientError, AnswerLostError, CommitInDoubtError) as error:
                 if not trouble:
                     logger.warning("waiting for %s goes on: %s", self.root, error)
-                trouble, views = str(error), judged
-            if views is not None and views is not judged:
-                judged, found = views, newer_than(after, self._kind, views)
-                if found is not None:
-                    mine = found.seal.save_id
-                    return next(c for c in logged(views, self.root) if c.save_id == mine)
+                trouble = str(error)
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 raise self._too_late(timeout_s or 0.0, trouble)
@@ -184,6 +223,15 @@ class Watcher:
             with contextlib.suppress(AccessError):
                 program = check_unlogged(views, self.root, shape)
                 drive(program, self._end.log, deadline_s=_READ_S)
+
+    def _still_exists(self, seal: Seal, views: Views) -> bool:
+        """False where the save was deleted since ``views``: the next poll folds that."""
+        shape = self._plain.capabilities.shape
+        # Who may not look cannot know: the load tells.
+        with contextlib.suppress(AccessError):
+            program = views_if_gone(seal, views, self.root, shape)
+            return drive(program, self._end.log, deadline_s=_READ_S) is None
+        return True
 
     def __iter__(self) -> Iterator[Checkpoint]:
         while (found := self.wait(self._last)) is not None:

@@ -7,6 +7,7 @@ A ``Storage`` is opened at one root (a run) and takes *keys*: relative POSIX pat
     object       there are only keys; ``make_dir`` does nothing, ``rename`` is refused
 
     small files        read_small  read_ahead  create  replace  stat  list    (log entries, manifests)
+    several calls      at_once, together where each is a slow request
     large, in order    open_write -> DataWriter, open_read -> DataReader
     large, in windows  open_parallel -> ParallelWriter, where windows may be written in any order
     names              make_dir  rename  link  remove  remove_many  remove_tree  sweep_uploads
@@ -22,9 +23,10 @@ from __future__ import annotations
 import functools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from ckptfs.errors import NotFoundError, StorageError, UnsupportedError, UriError
 from ckptfs.storage.io import DataReader, DataWriter, Engine, ParallelWriter, Reach
@@ -48,66 +50,100 @@ __all__ = [
     "first_of",
 ]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
+
+T = TypeVar("T")
 
 # The default limit for small files.
 SMALL_BYTES = 64 << 20
 
 
 class Shape(Enum):
-    """Whether directories are real."""
+    """Whether directories are real.
 
-    FILESYSTEM = "filesystem"  # a tree of directories
-    OBJECT = "object"  # keys only
+    Attributes:
+        FILESYSTEM: A tree of directories.
+        OBJECT: Keys only.
+    """
+
+    FILESYSTEM = "filesystem"
+    OBJECT = "object"
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What this storage really does: found by a probe of the storage, never derived from its scheme."""
+    """What this storage really does: found by a probe of the storage, never derived from its scheme.
 
-    shape: Shape  # FILESYSTEM if a directory can be renamed in one step
-    exclusive_create: (
-        bool  # of several ``create`` calls one wins, and the name appears with its bytes
-    )
-    atomic_replace: (
-        bool  # during ``replace`` a reader sees the old or the new bytes, never a mix or nothing
-    )
-    conditional_replace: bool  # ``replace(if_match=)`` is honoured
-    durable: bool  # a change survives a power cut once the call has returned
+    Attributes:
+        shape: FILESYSTEM if a directory can be renamed in one step.
+        exclusive_create: Of several ``create`` calls one wins, and the name appears with its bytes.
+        atomic_replace: During ``replace`` a reader sees the old or the new bytes, never a mix or nothing.
+        conditional_replace: ``replace(if_match=)`` is honoured.
+        durable: A change survives a power cut once the call has returned.
+    """
+
+    shape: Shape
+    exclusive_create: bool
+    atomic_replace: bool
+    conditional_replace: bool
+    durable: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """What ``Storage.stat`` returns."""
+    """What ``Storage.stat`` returns.
 
-    size_bytes: int  # 0 for a directory
+    Attributes:
+        size_bytes: Its size in bytes; 0 for a directory.
+        is_dir: It is a directory.
+        etag: Identifies the bytes; None where the storage has no etags.
+        modified_s: When it was written, in seconds of Unix time on the server's clock; None where that is not
+            known. It is for people and for clean-ups of what is days old; the commit protocol never decides
+            by it.
+    """
+
+    size_bytes: int
     is_dir: bool
-    etag: str | None = None  # identifies the bytes, where the store has etags
-    # When it was written, on the server's clock (Unix time), if known. It is for people and for clean-ups
-    # of what is days old; the commit protocol never decides by it.
+    etag: str | None = None
     modified_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """An upload that is not complete."""
+    """An upload that is not complete.
 
-    key: str  # the object that it would become
-    age_s: float  # on the server's clock
+    Attributes:
+        key: The object that it would become.
+        age_s: Its age in seconds, on the server's clock.
+    """
+
+    key: str
+    age_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name directly under a directory."""
+    """One name directly under a directory.
+
+    Attributes:
+        name: The name.
+        is_dir: It is a directory, or a link to one.
+        is_link: It is a link.
+    """
 
     name: str
-    is_dir: bool  # true for a directory and for a link to one
+    is_dir: bool
     is_link: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Free bytes and free inodes for this user; None where unknown."""
+    """What is free for this user.
+
+    Attributes:
+        free_bytes: Free bytes; None where unknown.
+        free_inodes: Free inodes; None where unknown.
+    """
 
     free_bytes: int | None
     free_inodes: int | None
@@ -118,6 +154,9 @@ class Storage(ABC):
 
     All errors are subclasses of ``ckptfs.errors.StorageError`` and name the full URI. No method retries for
     longer than its client library does by itself, because how long to wait is the caller's decision.
+
+    Attributes:
+        root: The URI that keys are relative to.
     """
 
     root: Uri
@@ -133,6 +172,12 @@ class Storage(ABC):
         The probe uses names of its own directly below ``key`` and removes them. A writer calls it before it
         decides by the capabilities. It runs once per process; repeating the call costs nothing.
 
+        Args:
+            key: The directory to probe in.
+
+        Returns:
+            What was found.
+
         Raises:
             StorageError: The probe failed without an answer.
         """
@@ -140,7 +185,7 @@ class Storage(ABC):
         return self.capabilities
 
     def uri(self, key: str) -> Uri:
-        """Return the full URI of a key."""
+        """Return the full URI of ``key``."""
         return self.root / key if key else self.root
 
     # -- small files -------------------------------------------------------------------
@@ -148,6 +193,12 @@ class Storage(ABC):
     @abstractmethod
     def read(self, key: str) -> bytes:
         """Read all bytes of a small file.
+
+        Args:
+            key: The file.
+
+        Returns:
+            Its bytes.
 
         Raises:
             NotFoundError: The file does not exist.
@@ -157,12 +208,15 @@ class Storage(ABC):
     def read_small(self, key: str, limit_bytes: int) -> bytes:
         """As ``read``, of a file that has at most ``limit_bytes``.
 
-        Use it for every file that somebody else may have written, because such a file may be there to fill the
-        memory.
+        Use it for every file that somebody else may have written, because such a file may be there to fill
+        the memory.
 
         Args:
             key: The file.
-            limit_bytes: The largest size that is accepted.
+            limit_bytes: The largest size that is accepted, in bytes.
+
+        Returns:
+            Its bytes.
 
         Raises:
             StorageError: The file is larger (EFBIG), which is found before its bytes are read where the
@@ -183,7 +237,7 @@ class Storage(ABC):
 
         Args:
             keys: The files, in the order in which they were written.
-            limit_bytes: The largest size of each that is accepted, as for ``read_small``.
+            limit_bytes: The largest size of each that is accepted, in bytes, as for ``read_small``.
 
         Returns:
             The bytes of the files before the first missing one.
@@ -198,6 +252,26 @@ class Storage(ABC):
             except NotFoundError:
                 break
         return tuple(found)
+
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T | StorageError]:
+        """Make calls to this storage that do not depend on each other.
+
+        Storages with slow requests make them at the same time; others one after another.
+
+        Args:
+            calls: Functions that call methods of this storage.
+
+        Returns:
+            What each call returned, in order; a ``StorageError`` in the place of a call that raised it. Any
+            other error is raised when all calls have ended.
+        """
+        found: list[T | StorageError] = []
+        for call in calls:
+            try:
+                found.append(call())
+            except StorageError as error:
+                found.append(error)
+        return found
 
     @abstractmethod
     def create(self, key: str, data: bytes, *, staging: str) -> None:
@@ -228,7 +302,8 @@ class Storage(ABC):
         Args:
             key: What to write.
             data: All of its bytes.
-            if_match: Write only if the key still has this etag (of ``stat``), or, for ``""``, is absent.
+            if_match: Write only if the key still has this etag (of ``stat``), or, for ``""``, is absent;
+                None: in any case.
 
         Raises:
             AlreadyExistsError: ``if_match`` does not hold.
@@ -239,7 +314,7 @@ class Storage(ABC):
 
     @abstractmethod
     def stat(self, key: str) -> Stat:
-        """Return size, kind and etag.
+        """Return size, kind and etag of ``key``.
 
         Raises:
             NotFoundError: Nothing exists at ``key``.
@@ -249,8 +324,11 @@ class Storage(ABC):
     def list(self, key: str) -> list[Entry]:
         """List the names directly under a directory or prefix, sorted.
 
-        A listing is a hint: another process may change the directory meanwhile, and a client may have cached
-        it. A name that cannot be a key is skipped with a warning.
+        A listing is a hint: another process may change the directory at any time, and a client may have
+        cached it. A name that cannot be a key is skipped with a warning.
+
+        Args:
+            key: The directory or prefix.
 
         Raises:
             NotFoundError: The directory is absent. On an object store the listing is empty instead.
@@ -259,17 +337,27 @@ class Storage(ABC):
     def refusing_links(self, top: str) -> Storage:
         """Return a view of this storage that does not follow symbolic links out of ``top``.
 
-        Reading through a link below ``top`` that leads out of ``top`` is a SymlinkError. ``top`` itself may be
-        reached through links. Use it when the bytes are copied elsewhere. Close this storage, not the view.
+        Reading through a link below ``top`` that leads out of ``top`` is a ``SymlinkError``. ``top`` itself
+        may be reached through links. Use it when the bytes are copied elsewhere. Close this storage, not the
+        view.
+
+        Args:
+            top: The directory that links may not leave.
         """
         self.uri(top)
         return self
 
     def refuse_link(self, key: str) -> None:
-        """Raise SymlinkError if a symbolic link exists at ``key``. Absent is fine; object stores have no links.
+        """Check that no symbolic link is at ``key``. Absent is fine; object stores have no links.
 
         This check only gives an early error: operations that write, move or delete never follow a link below
         the root.
+
+        Args:
+            key: What to check.
+
+        Raises:
+            SymlinkError: There is a link.
         """
         self.uri(key)
 
@@ -279,11 +367,16 @@ class Storage(ABC):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         """Begin a new file, written in order. It replaces an existing file when it is closed.
 
-        If several processes write the same key, the last to close wins.
+        If several processes write the same key, the last to close wins. After a crash the old file is there,
+        or the new one.
 
         Args:
             key: The file. On a filesystem its parent directory must exist.
-            size_hint_bytes: About how large it will be, if known: object stores choose the part size by it.
+            size_hint_bytes: About how many bytes it will have; object stores choose the part size by it.
+                None: not known.
+
+        Returns:
+            The writer.
 
         Raises:
             NotFoundError: The parent directory is absent.
@@ -295,6 +388,12 @@ class Storage(ABC):
         On a filesystem this writes to what plain ``open`` would write to: to the target of a link, and to a
         device in place. A file that is replaced keeps its mode.
 
+        Args:
+            key: The file.
+
+        Returns:
+            The writer.
+
         Raises:
             AlreadyExistsError: It is a directory.
         """
@@ -304,8 +403,16 @@ class Storage(ABC):
         """As ``open_write``, but the unfinished file outlives an abort and this process.
 
         The next ``open_kept`` of the key continues it. The caller guarantees that the bytes are the same each
-        time. Filesystems keep a partial file, S3 the parts of an upload (through s3fs); other storages keep
-        nothing.
+        time. Filesystems keep a partial file; other storages keep nothing, because obstore and fsspec neither
+        list the parts of an upload nor add to one that another process began. It is a method of every storage
+        all the same, so that a caller that copies a file does not ask where it is copied to.
+
+        Args:
+            key: The file.
+            size_bytes: Its size in bytes.
+
+        Returns:
+            The writer; ``there_bytes`` of it are there already.
 
         Raises:
             AlreadyExistsError: Another living process is writing it, where that can be detected.
@@ -313,9 +420,16 @@ class Storage(ABC):
         return self.open_write(key, size_hint_bytes=size_bytes)
 
     def files_at_once(self, key: str, size_bytes: int) -> int:
-        """How many files below ``key`` one process should write ``size_bytes`` into, at the same time.
+        """How many files below ``key`` one process should write ``size_bytes`` bytes into, at the same time.
 
         1 where a single file is as fast as the storage. A hint: any other number is correct, too.
+
+        Args:
+            key: The directory.
+            size_bytes: How many bytes are to be written, in all.
+
+        Returns:
+            The number of files.
         """
         del size_bytes
         self.uri(key)
@@ -328,8 +442,8 @@ class Storage(ABC):
 
         Args:
             key: The file.
-            size_bytes: Its exact size.
-            engine: DIRECT or BUFFERED if the caller insists. By default what is fast on this storage.
+            size_bytes: Its exact size in bytes.
+            engine: DIRECT or BUFFERED if the caller insists; None: what is fast on this storage.
 
         Returns:
             The writer, or None where that is not possible: use ``open_write`` then.
@@ -341,6 +455,12 @@ class Storage(ABC):
     @abstractmethod
     def open_read(self, key: str) -> DataReader:
         """Open one file for ranged reads.
+
+        Args:
+            key: The file.
+
+        Returns:
+            The reader.
 
         Raises:
             NotFoundError: The file does not exist.
@@ -354,6 +474,9 @@ class Storage(ABC):
 
         The mode is 0o777 & ~umask; setgid and default ACLs are inherited. Several processes may call it at
         once. On an object store it does nothing.
+
+        Args:
+            key: The directory.
         """
 
     @abstractmethod
@@ -362,6 +485,10 @@ class Storage(ABC):
 
         A file replaces an existing file atomically; a directory may replace an empty one. The move is durable
         after ``sync`` of both parents.
+
+        Args:
+            source: What to move.
+            target: Its new key.
 
         Raises:
             AlreadyExistsError: The target is a non-empty directory. Source and target stay.
@@ -375,6 +502,10 @@ class Storage(ABC):
 
         The new name is durable after ``sync`` of its directory.
 
+        Args:
+            source: The file.
+            target: Its second key.
+
         Raises:
             NotFoundError: The source or the target's parent does not exist.
             AlreadyExistsError: The target exists, and stays.
@@ -385,12 +516,15 @@ class Storage(ABC):
 
     @abstractmethod
     def remove(self, key: str) -> None:
-        """Unlink one file or delete one object. An absent key is success."""
+        """Unlink one file or delete one object, ``key``. An absent key is success."""
 
     def remove_many(self, keys: Sequence[str]) -> None:
         """Remove the given files in as few requests as the store allows. Nothing is listed.
 
         Absent keys are success. All removals are tried before an error is raised.
+
+        Args:
+            keys: The files.
 
         Raises:
             StorageError: The first failure, with the number of failures.
@@ -406,7 +540,7 @@ class Storage(ABC):
 
     @abstractmethod
     def remove_dir(self, key: str) -> None:
-        """Remove one directory if it is empty. Absent is success; on an object store it does nothing.
+        """Remove the directory ``key`` if it is empty. Absent is success; on an object store it does nothing.
 
         Raises:
             AlreadyExistsError: The directory is not empty (ENOTEMPTY). Everything stays.
@@ -417,29 +551,36 @@ class Storage(ABC):
         """Remove a directory and everything below it. Never follows links.
 
         Not atomic: after a crash some of it may be left. Files that are already absent are success. The
-        caller must own the name (see commit/erase.py).
+        caller must own the name (see commit/delete/erase.py).
+
+        Args:
+            key: The directory.
         """
 
     # -- durability --------------------------------------------------------------------
 
     @abstractmethod
     def sync(self, key: str) -> None:
-        """Make the names in a directory durable (fsync). On an object store it does nothing."""
+        """Make the names in the directory ``key`` durable (fsync). On an object store it does nothing."""
 
     @abstractmethod
     def refresh(self, key: str) -> None:
         """Drop what a network client cached of a directory (NFS: open and fstat).
 
-        Never raises NotFoundError: an absent directory has nothing to refresh.
+        Never raises ``NotFoundError``: an absent directory has nothing to refresh.
+
+        Args:
+            key: The directory.
         """
 
     def touch(self, key: str) -> None:
-        """Update a directory's timestamps, so that NFSv3 readers look again. Optional."""
+        """Update the timestamps of the directory ``key``, so that NFSv3 readers look again. Optional."""
 
     def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
         """List the uploads below the root that are in progress or that a dead writer left.
 
-        Empty where there are no uploads.
+        Returns:
+            The uploads; empty where the storage has none.
 
         Raises:
             AccessError: Listing them is not permitted.
@@ -450,7 +591,7 @@ class Storage(ABC):
         """Abort old incomplete uploads below the root.
 
         Args:
-            older_than_s: The least age of an upload, on the server's clock.
+            older_than_s: The least age of an upload, in seconds on the server's clock.
             keys: Only uploads for these keys; None for all.
 
         Returns:
@@ -466,7 +607,7 @@ class Storage(ABC):
         """Return the free space at the root, or None where there is no such limit."""
 
     def local_path(self, key: str) -> str | None:
-        """Return a path for plain ``open``, or None if this is not a mounted filesystem."""
+        """Return a path for plain ``open`` of ``key``, or None if this is not a mounted filesystem."""
         return None
 
     def close(self) -> None:
@@ -480,9 +621,13 @@ def _warn_once(where: str, why: str) -> None:
 
 
 class Listing(list[Entry]):
-    """The sorted result of a listing."""
+    """The sorted result of a listing.
 
-    passed_by: tuple[str, ...] = ()  # names that cannot be keys, which the listing left out
+    Attributes:
+        passed_by: Names that cannot be keys, which the listing left out.
+    """
+
+    passed_by: tuple[str, ...] = ()
 
 
 def usable(found: Iterable[Entry], where: Uri) -> Listing:
@@ -505,7 +650,7 @@ def usable(found: Iterable[Entry], where: Uri) -> Listing:
 
 
 def first_of(failures: Sequence[StorageError], asked: int) -> StorageError:
-    """Return the first of several failures, with their number added to its message."""
+    """Return the first of several ``failures``, with their number of ``asked`` added to its message."""
     first = failures[0]
     first.message = f"{len(failures)} of {asked} failed, the first: {first.message}"
     return first

@@ -1,14 +1,14 @@
-"""Deletes: in batches, every key tried, and not asked again and again where they are refused.
+"""Deletes in batches. Every key is tried; where deletes are refused, they are not requested again and again.
 
-    delete_keys   known names, as few requests as the store takes; the first failure with its number
-    delete_tree   list below "key/", delete, list again, until a listing is empty
-    Holds         names below which a delete was refused for want of permission
+    delete_keys     known names, in as few requests as the store takes; raises the first failure with their number
+    delete_tree     lists below "key/", deletes, lists again, until a listing is empty
+    DeleteBackoff   names below which a delete was refused because a permission is missing
 
-An object lock, a retention rule or a policy without the permission to delete answers every try with
-the same "no". The first is told as a warning; after it nothing below that name is asked for a minute,
-then two, up to an hour: callers get the same AccessError without a request, and their next try, much
-later, goes through if the lock has ended. A name is the root's key and the first component below it, one
-checkpoint of one run; below ``.ckptfs``, which all checkpoints share, it is the whole key.
+An object lock, a retention rule or a policy without the permission to delete refuses every try in the same
+way. The first refusal is logged as a warning. After it no delete below that name is requested for one minute,
+then two, up to an hour: callers get the same AccessError without a request. If the lock has ended, a much
+later try succeeds. A name is the root's key and the first component below it, that is one checkpoint of one
+run; below ``.ckptfs``, which all checkpoints share, it is the whole key.
 """
 
 from __future__ import annotations
@@ -31,49 +31,53 @@ from ckptfs.storage.clients.base import ObjectClient
 from ckptfs.storage.retry import IDEMPOTENT, Retrier
 from ckptfs.uri import Uri
 
-__all__ = ["Deleter", "Holds"]
+__all__ = ["DeleteBackoff", "Deleter"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
-_FIRST_HOLD_S = 60.0
-_LONGEST_HOLD_S = 3600.0
+_FIRST_WAIT_S = 60.0
+_LONGEST_WAIT_S = 3600.0
 _SWEEPS = 4
 _SHARED = ".ckptfs"
 
 
 @dataclass(frozen=True, slots=True)
-class _Hold:
+class _Backoff:
     since_s: float
     length_s: float
 
 
-class Holds:
-    """Which names' deletes are not asked for now. Thread-safe; one per bucket and process."""
+class DeleteBackoff:
+    """The names below which no delete is requested for now. Thread-safe; one per bucket and process."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: dict[str, _Hold] = {}
-        self._told = False
+        self._backoffs: dict[str, _Backoff] = {}
+        self._has_warned = False
         self._lock = threading.Lock()
 
     def left_s(self, name: str) -> float:
-        """Seconds until deletes below ``name`` may be tried again, 0 for now."""
+        """Return the seconds until deletes below ``name`` may be tried again; 0 if they may be now."""
         with self._lock:
-            hold = self._held.get(name)
-            return 0.0 if hold is None else max(0.0, hold.since_s + hold.length_s - self._clock())
+            backoff = self._backoffs.get(name)
+            return (
+                0.0
+                if backoff is None
+                else max(0.0, backoff.since_s + backoff.length_s - self._clock())
+            )
 
     def refused(self, name: str, error: AccessError) -> None:
-        """A delete was refused: hold the next ones, twice as long as the last time."""
+        """Record a refused delete: the next ones wait, twice as long as the last time."""
         with self._lock:
-            before = self._held.get(name)
+            before = self._backoffs.get(name)
             now_s = self._clock()
             if before is not None and now_s < before.since_s + before.length_s:
                 return  # of several refused at once, the first counts
             length_s = (
-                _FIRST_HOLD_S if before is None else min(2 * before.length_s, _LONGEST_HOLD_S)
+                _FIRST_WAIT_S if before is None else min(2 * before.length_s, _LONGEST_WAIT_S)
             )
-            self._held[name] = _Hold(now_s, length_s)
-            first, self._told = not self._told, True
+            self._backoffs[name] = _Backoff(now_s, length_s)
+            first, self._has_warned = not self._has_warned, True
         log.log(
             logging.WARNING if first else logging.DEBUG,
             "deletes are refused, their bytes stay and cost; tried again later: %s",
@@ -81,29 +85,37 @@ class Holds:
         )
 
     def allowed(self, name: str) -> None:
-        """A delete went through."""
+        """Record that a delete succeeded."""
         with self._lock:
-            self._held.pop(name, None)
+            self._backoffs.pop(name, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Deleter:
-    """The deletes of one root. ``prefix``: "" or the root's key with a slash."""
+    """Deletes objects below one root."""
 
     client: ObjectClient
     retrier: Retrier
-    holds: Holds
+    backoff: DeleteBackoff
     root: Uri
-    prefix: str
+    prefix: str  # "" or the root's key with a slash
 
     def delete_keys(self, keys: Sequence[str]) -> None:
-        """Delete objects by name; absent is success. All are tried, then the first failure."""
+        """Delete objects by name. Absent ones are success, and all are tried.
+
+        Raises:
+            StorageError: The first failure, with the number of failures.
+        """
         failures = self._delete(keys)
         if failures:
             raise first_of(failures, len(keys)) if len(keys) > 1 else failures[0]
 
     def delete_tree(self, key: str) -> None:
-        """Delete all below ``key``, or the object of that name. TransientError: others keep writing."""
+        """Delete everything below ``key``, or the object of that name.
+
+        Raises:
+            TransientError: Others keep writing there.
+        """
         for _ in range(_SWEEPS):
             below = self.retrier.run(
                 lambda: [
@@ -130,8 +142,8 @@ class Deleter:
     def _delete(self, keys: Sequence[str]) -> list[StorageError]:
         by_name: dict[str, list[str]] = {}
         for key in keys:
-            by_name.setdefault(self._name(key), []).append(key)
-        held = {name: left for name in by_name if (left := self.holds.left_s(name))}
+            by_name.setdefault(self._backoff_name(key), []).append(key)
+        waiting = {name: left for name in by_name if (left := self.backoff.left_s(name))}
         failures: list[StorageError] = [
             AccessError(
                 "not deleted: the store refused before",
@@ -139,30 +151,32 @@ class Deleter:
                 hint=f"asked again in {left_s:.0f} s; see the object lock, the retention rule or "
                 "the permission to delete",
             )
-            for name, left_s in held.items()
+            for name, left_s in waiting.items()
             for key in by_name[name]
         ]
-        asked = [key for name, group in by_name.items() if name not in held for key in group]
-        for key, error in self._ask(asked):
+        allowed_keys = [
+            key for name, group in by_name.items() if name not in waiting for key in group
+        ]
+        for key, error in self._send_batches(allowed_keys):
             failures.append(error)
             if isinstance(error, AccessError) and not isinstance(error, CredentialsError):
-                self.holds.refused(self._name(key), error)
+                self.backoff.refused(self._backoff_name(key), error)
         if not failures:
             for name in by_name:
-                self.holds.allowed(name)
+                self.backoff.allowed(name)
         return failures
 
-    def _name(self, key: str) -> str:
-        """What a refusal of this key holds. With the root: step_1 of another run is another one."""
+    def _backoff_name(self, key: str) -> str:
+        """The name that a refusal of this key is recorded for. It has the root in it: another run has a step_1, too."""
         first = key.partition("/")[0]
         return self.prefix + (key if first == _SHARED else first)
 
-    def _ask(self, keys: Sequence[str]) -> Iterable[tuple[str, StorageError]]:
+    def _send_batches(self, keys: Sequence[str]) -> Iterable[tuple[str, StorageError]]:
         size = max(1, self.client.limits.delete_batch)
         for start in range(0, len(keys), size):
             batch = keys[start : start + size]
             try:
-                refused = self.retrier.run(lambda b=batch: self._once(b))  # type: ignore[misc]
+                refused = self.retrier.run(lambda b=batch: self._send_batch(b))  # type: ignore[misc]
             except IDEMPOTENT as error:
                 # Retried until the time was over: the endpoint is out of reach for the rest too.
                 yield from ((key, error) for key in keys[start:])
@@ -172,8 +186,8 @@ class Deleter:
                 continue
             yield from refused
 
-    def _once(self, keys: Sequence[str]) -> list[tuple[str, StorageError]]:
-        """One request. What a retry may cure is raised, so that the batch goes again whole."""
+    def _send_batch(self, keys: Sequence[str]) -> list[tuple[str, StorageError]]:
+        """One request. An error that a retry may cure is raised, so that the whole batch is sent again."""
         answers = self.client.delete([self.prefix + key for key in keys])
         refused = [
             (answer.key.removeprefix(self.prefix), self._typed(answer.key, answer.error))

@@ -1,19 +1,19 @@
-"""Which conditions a bucket honours: seen by asking for them, never told by a name.
+"""Finds out which conditional writes a bucket honours, by making some; never by the name of the store.
 
     put if absent      "first"                   must be done
     put if absent      "second"                  must be refused     else: no exclusive create
     get                                          "first", and its etag
-    put if it matches  "third"   the right etag  must be done        as it was told, else unquoted
+    put if it matches  "third"   the right etag  must be done        as it was given, else unquoted
     put if it matches  "fourth"  the old etag    must be refused     else: no conditional replace
     delete
 
-On a key of our own, once per process and bucket, before the first conditional write; six requests. Some servers
-ignore conditions and write; some (radosgw 16.2) refuse every etag in quotation marks, which is how
-they tell it; some answer "not implemented". All of them are called S3.
+The probe uses a key of its own, once per process and bucket, before the first conditional write; it takes six
+requests. Some servers ignore conditions and write; some (radosgw 16.2) refuse every etag in quotation marks,
+although they return them so; some answer "not implemented". All of them are called S3.
 
-A library may repeat a request whose answer was lost, and nobody hears of that. The repeat meets our own
-object, so "exists already" is no verdict before the object was read back: of "first", whose key
-nobody else knows, all begins anew on another key; of "third", which can be read, it was done.
+A library may silently repeat a request whose answer was lost. The repeated request finds our own object, so
+"exists already" means nothing before the object has been read back. For "first", whose key nobody else knows,
+the probe starts again on another key. For "third", reading it back shows that the write was done.
 """
 
 from __future__ import annotations
@@ -33,56 +33,69 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import IF_ABSENT, Condition, IfMatch, ObjectClient
-from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.retry import NOT_DONE, Retrier
+from ckptfs.storage.threads import ProcessLock
 from ckptfs.uri import mask_credentials
 
-__all__ = ["NOTHING", "Honoured", "Spelling", "Verdict", "probe_conditions"]
+__all__ = [
+    "NO_CONDITIONS",
+    "ConditionProbe",
+    "EtagSpelling",
+    "HonouredConditions",
+    "probe_conditions",
+]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
 PROBE_PREFIX = ".partial-probe-"
 _KEYS = 4  # that are tried where each first put seems to be repeated below us
 
 
-class Spelling(Enum):
+class EtagSpelling(Enum):
     """How an etag is written in a condition."""
 
-    AS_TOLD = "as told"
-    BARE = "without quotation marks"
+    AS_GIVEN = "as told"
+    UNQUOTED = "without quotation marks"
 
     def of(self, etag: str) -> str:
-        """The etag in this spelling."""
-        return etag if self is Spelling.AS_TOLD else etag.strip('"')
+        """Return the etag in this spelling."""
+        return etag if self is EtagSpelling.AS_GIVEN else etag.strip('"')
 
 
 @dataclass(frozen=True, slots=True)
-class Honoured:
-    """if_absent: of several creates one wins. if_match: how, or None where replacing by etag (and
-    "only if absent") cannot be relied on.
-    """
+class HonouredConditions:
+    """Which conditional writes can be relied on."""
 
-    if_absent: bool
-    if_match: Spelling | None
-
-
-NOTHING = Honoured(if_absent=False, if_match=None)
+    if_absent: bool  # of several creates one wins
+    if_match: (
+        EtagSpelling | None
+    )  # how the etag is written; None: replacing by etag cannot be relied on
 
 
-def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> Honoured:
-    """Probe on a fresh key below ``folder`` ("" or ending in a slash): six requests, a few more where
-    an etag is refused.
+NO_CONDITIONS = HonouredConditions(if_absent=False, if_match=None)
 
-    StorageError: whatever is no answer, such as no permission to put. After an answer that was lost,
-    here or below us, all begins anew, on another key. A key that cannot be deleted stays, and is told.
+
+def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> HonouredConditions:
+    """Probe with a fresh key: six requests, a few more if an etag is refused.
+
+    If an answer is lost, here or in a library, the probe starts again on another key. A key that cannot be deleted
+    stays, with a warning.
+
+    Args:
+        client: The client of the bucket.
+        folder: Where the key is created: "" or a prefix that ends in a slash.
+        retrier: Retries the requests.
+
+    Raises:
+        StorageError: There was no answer to the question, for example because a permission to put is missing.
     """
     if not client.conditions.if_absent:
-        return NOTHING
+        return NO_CONDITIONS
 
-    def once() -> Honoured | None:
-        probe = _Probe(client, f"{folder}{PROBE_PREFIX}{secrets.token_hex(8)}", retrier)
+    def once() -> HonouredConditions | None:
+        probe = _ProbeObject(client, f"{folder}{PROBE_PREFIX}{secrets.token_hex(8)}", retrier)
         try:
-            return probe.ask()
+            return probe.run()
         finally:
             probe.clean()
 
@@ -101,28 +114,28 @@ def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> Hon
     )
 
 
-class _Answer(Enum):
-    """To one conditional put: done, the condition did not hold, no such request here."""
+class _PutOutcome(Enum):
+    """The outcome of one conditional put: done, the condition did not hold, or no such request here."""
 
     DONE = "done"
     NO = "no"
     UNKNOWN = "unknown"
 
 
-class Verdict:
-    """What was found of one bucket, by whichever thread of this process came first."""
+class ConditionProbe:
+    """The result for one bucket, from whichever thread of this process probed first."""
 
     def __init__(self) -> None:
-        self._found: Honoured | None = None
+        self._found: HonouredConditions | None = None
         self._lock = ProcessLock()  # held over requests: a child that is forked then has its own
 
     @property
-    def found(self) -> Honoured | None:
-        """The answer, or None: nobody asked yet."""
+    def found(self) -> HonouredConditions | None:
+        """The result, or None if nobody has probed yet."""
         return self._found
 
-    def settle(self, probe: Callable[[], Honoured]) -> Honoured:
-        """The answer, probed now where there is none. A probe that fails leaves it open."""
+    def settle(self, probe: Callable[[], HonouredConditions]) -> HonouredConditions:
+        """Return the result, and probe now if there is none. A probe that fails leaves it open."""
         with self._lock:
             if self._found is None:
                 self._found = probe()
@@ -130,60 +143,60 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Probe:
-    """may_exist: some put was done, or nobody knows whether it was."""
+class _ProbeObject:
+    """The key that one probe writes to."""
 
     client: ObjectClient
     key: str
     retrier: Retrier
-    may_exist: bool = False
+    may_exist: bool = False  # some put was done, or may have been
 
-    def ask(self) -> Honoured | None:
-        """None: the first answer was about our own first put, so that it tells nothing."""
+    def run(self) -> HonouredConditions | None:
+        """Run the probe. None: the first answer was about our own first put, so that it means nothing."""
         match self._put(b"first", IF_ABSENT):
-            case _Answer.NO:
-                return None if self._holds(b"first") else NOTHING
-            case _Answer.UNKNOWN:
-                return NOTHING
-        if self._put(b"second", IF_ABSENT) is _Answer.DONE:
-            return NOTHING
+            case _PutOutcome.NO:
+                return None if self._holds(b"first") else NO_CONDITIONS
+            case _PutOutcome.UNKNOWN:
+                return NO_CONDITIONS
+        if self._put(b"second", IF_ABSENT) is _PutOutcome.DONE:
+            return NO_CONDITIONS
         data, etag = self._read()
         if data != b"first":
-            return NOTHING  # it said no, and did it
-        return Honoured(if_absent=True, if_match=self._ask_by(etag))
+            return NO_CONDITIONS  # it said no, and did it
+        return HonouredConditions(if_absent=True, if_match=self._probe_etag(etag))
 
-    def _ask_by(self, etag: str | None) -> Spelling | None:
+    def _probe_etag(self, etag: str | None) -> EtagSpelling | None:
         if etag is None or not self.client.conditions.if_match:
             return None
-        for spelling in Spelling:
-            if spelling is Spelling.BARE and spelling.of(etag) == etag:
+        for spelling in EtagSpelling:
+            if spelling is EtagSpelling.UNQUOTED and spelling.of(etag) == etag:
                 continue
             right = IfMatch(spelling.of(etag))
             answer = self._put(b"third", right)
-            done = answer is _Answer.DONE
-            if done or (answer is _Answer.NO and self._holds(b"third")):
+            done = answer is _PutOutcome.DONE
+            if done or (answer is _PutOutcome.NO and self._holds(b"third")):
                 # "third" took that etag away.
-                ignored = self._put(b"fourth", right) is _Answer.DONE
+                ignored = self._put(b"fourth", right) is _PutOutcome.DONE
                 # What was refused and done once may be a server that always says no, and does it.
                 honoured = not ignored and (done or self._holds(b"third"))
                 return spelling if honoured else None
         return None
 
-    def _put(self, data: bytes, condition: Condition) -> _Answer:
+    def _put(self, data: bytes, condition: Condition) -> _PutOutcome:
         try:
             self.retrier.run(lambda: self.client.put(self.key, data, condition), after=NOT_DONE)
         except AlreadyExistsError:
             self.may_exist = True
-            return _Answer.NO
+            return _PutOutcome.NO
         except UnsupportedError:
-            return _Answer.UNKNOWN
+            return _PutOutcome.UNKNOWN
         except (AccessError, NotFoundError):
             raise  # refused, or no such bucket: this put has made nothing
         except StorageError:
             self.may_exist = True
             raise
         self.may_exist = True
-        return _Answer.DONE
+        return _PutOutcome.DONE
 
     def _read(self) -> tuple[bytes, str | None]:
         return self.retrier.run(lambda: self.client.get(self.key))

@@ -1,12 +1,14 @@
-"""One fsspec client: opened lazily, once per process, its errors typed and its secrets masked.
+"""One fsspec filesystem: opened lazily and once per process, its errors typed and its secrets masked.
 
-    Client.fs       the filesystem, listing caches off; a new one after a fork
-    Client.at(key)  the path of a key in the filesystem's own spelling
-    Client.below    what lies below a key;  Client.move  one file over another: no glob patterns
-    Client.said     a context: whatever the library raises becomes a typed error with the URI
+    FsspecClient.fs             the filesystem, without listing caches; a new one after a fork
+    FsspecClient.path_of(key)   the path of a key, as the filesystem writes it
+    FsspecClient.below          everything below a key, without glob patterns
+    FsspecClient.move           moves one file over another, without glob patterns
+    FsspecClient.translating    a context: whatever the library raises becomes a typed error with the URI
 
-Client libraries raise what they like, OSErrors with and without an errno, and types of their own:
-all are caught here, at the edge, and only here.
+Client libraries raise OSErrors with and without an errno, and types of their own. All of them are caught
+here, at the edge, and only here. Of an object store the error is that of ``http_errors``, which clients on
+obstore raise too.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from ckptfs.errors import (
-    AccessError,
     AnswerLostError,
     CkptfsError,
     CredentialsError,
@@ -34,48 +36,56 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import BucketLibrary
-from ckptfs.storage.clients.forks import ProcessLock
-from ckptfs.storage.clients.reasons import CODES, STATUSES, Reason
+from ckptfs.storage.clients.choose import dialect_of
+from ckptfs.storage.clients.http_errors import (
+    Reason,
+    RequestContext,
+    clean,
+    library_error,
+    origin_of,
+    reason_error,
+)
 from ckptfs.storage.os_errors import typed
+from ckptfs.storage.threads import ProcessLock
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["Client"]
+__all__ = ["FsspecClient"]
 
 # One connection that answers one question after another: two threads would read each other's answers.
 _ONE_AT_A_TIME = frozenset(("sftp", "ssh", "ftp"))
 _WEBDAV = frozenset(("webdav", "dav"))
 _BUCKETS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"))
 _AZURE = frozenset(("az", "abfs", "abfss"))
+_WEB = frozenset(("http", "https"))
 # libhdfs: a Java virtual machine in this process.
 _JAVA = frozenset(("hdfs", "arrow_hdfs"))
 _JAVA_LIBRARIES = ("libjvm", "libhdfs", "JNI")
-# Of libraries that give a refusal no errno: adlfs, gcsfs.
-_REFUSALS: Final[dict[Reason | None, tuple[type[StorageError], str]]] = {
-    Reason.FORBIDDEN: (
-        AccessError,
-        "these credentials may not do that here: allow it, or use others",
-    ),
-    Reason.WRONG_CREDENTIALS: (CredentialsError, "check the credentials, or when they end"),
-    Reason.NO_CREDENTIALS: (CredentialsError, "give credentials in storage_options"),
-    Reason.EXPIRED: (CredentialsError, "renew the credentials"),
-}
 _JAVA_ERRORS = (None, errno.EIO, 255)  # a Java exception that has no errno of its own
-_SERVER_ERRORS = 500
 _GCSFS_LISTING = re.compile(
     r"b/[^/]+/o"
 )  # the path of a request for a bucket, not for an object in it
-# What an answer says of a change by itself: it was not done, or nobody knows.
-_NOT_DONE = frozenset(
-    (Reason.THROTTLED, Reason.CONFLICT, Reason.SLOW_BODY, Reason.DAMAGED, Reason.CLOCK)
-)
+# What ``FsspecStorage`` does, as the table of permissions and the clients on obstore call it.
+_ACTIONS: Final = {
+    "read": "get",
+    "stat": "head",
+    "create": "put",
+    "replace": "put",
+    "write": "upload",
+    "remove": "delete",
+    "remove_tree": "delete",
+}
 _NETWORK = ("Timeout", "Connection", "Disconnected", "ServerError", "ServiceUnavailable")
 
 
-class Client:
-    """The library behind one root. Picklable (with its options, secrets included); thread-safe.
+class FsspecClient:
+    """The library behind one root. Thread-safe, and picklable with its options, secrets included.
 
-    is_bucket: an object store, where a stream can be thrown away and a PUT is one step. library: how
-    requests are made that fsspec has no word for; it then holds the options.
+    ``is_bucket`` is true for an object store, where a stream can be discarded and a PUT is one step.
+
+    Args:
+        root: What keys are relative to.
+        options: Those of the filesystem.
+        library: Makes the requests that fsspec has no method for. It then holds the options.
     """
 
     def __init__(
@@ -85,25 +95,25 @@ class Client:
         self.library = library
         self.protocol = root.protocol.removeprefix("fsspec+")
         self.is_bucket = self.protocol in _BUCKETS
-        self.bucket = root.userinfo or root.authority if library is not None else ""
+        self.bucket = library.bucket(root) if library is not None else ""
         self._options = dict(options)
         self._set_locks()
 
     def _set_locks(self) -> None:
-        self._lock, self._turn = ProcessLock(), ProcessLock()
-        self._made: set[str] = set()  # directories that were there, or made
-        self._open: tuple[int, Any, str] | None = None
+        self._lock, self._exclusive = ProcessLock(), ProcessLock()
+        self._made_dirs: set[str] = set()  # directories that were there, or made
+        self._opened_fs: tuple[int, Any, str] | None = None
         self._has_container = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_lock": None, "_turn": None, "_open": None}
+        return self.__dict__ | {"_lock": None, "_exclusive": None, "_opened_fs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._set_locks()
 
     def uri(self, key: str) -> Uri:
-        """The full URI of a key."""
+        """Return the full URI of a key."""
         return self.root / key
 
     @property
@@ -111,14 +121,14 @@ class Client:
         """The filesystem of this process. fsspec's event loop does not survive a fork."""
         return self._opened()[1]
 
-    def at(self, key: str) -> str:
-        """The path of a key, as the filesystem writes it."""
+    def path_of(self, key: str) -> str:
+        """Return the path of a key, as the filesystem writes it."""
         tail = self.uri(key).path.removeprefix(self.root.path).lstrip("/")
         base = self._opened()[2].rstrip("/")
         return f"{base}/{tail}" if tail else base or "/"
 
     def info(self, path: str) -> dict[str, Any]:
-        """What stands at a path. FileNotFoundError: nothing does."""
+        """Return what fsspec knows of a path. FileNotFoundError: nothing exists there."""
         try:
             found: dict[str, Any] = self.fs.info(path)
         except FileNotFoundError:
@@ -131,16 +141,19 @@ class Client:
         return found
 
     def read_range(self, path: str, begin: int, end: int) -> bytes:
-        """The bytes from ``begin`` up to ``end`` of one file."""
+        """Return the bytes of one file from ``begin`` up to ``end``."""
         # fsspec opens hdfs:// as a stream for a range that begins at 0, and then cannot seek in it.
         more = {"seekable": True} if self.protocol in _JAVA else {}
         return bytes(self.fs.cat_file(path, start=begin, end=end, **more))
 
     def below(self, key: str) -> tuple[list[str], list[str]]:
-        """Paths of all files below a key, or of the file that it is; and of its directories, the
-        deepest first (none in a bucket). By ``find``, which takes a name for a name.
+        """Find everything below a key. It calls ``find``, which takes a name for a name and no pattern.
+
+        Returns:
+            The paths of all files below the key, or the key's own if it is a file. Then the paths of its
+            directories, the deepest first; none in a bucket.
         """
-        fs, path = self.fs, self.at(key)
+        fs, path = self.fs, self.path_of(key)
         fs.invalidate_cache()
         if not self.is_bucket and fs.isfile(path):
             return [path], []  # ftp's find takes it for a directory
@@ -159,7 +172,7 @@ class Client:
         return files, sorted(folders, key=len, reverse=True)
 
     def move(self, source: str, target: str) -> None:
-        """One file over another, in one step where the client has one: else copied and removed."""
+        """Move one file over another, in one step if the client has one; else it is copied and removed."""
         fs = self.fs
         if self.protocol in _WEBDAV:
             # webdav4's mv copies, and not over a file that is there; the protocol's own MOVE does both.
@@ -172,7 +185,7 @@ class Client:
         fs.rm_file(source)
 
     def remove(self, path: str) -> None:
-        """One file, if it is there. A server of directories has an error of its own where it is not."""
+        """Remove one file if it exists. Servers of directories have errors of their own for a missing one."""
         try:
             self.fs.rm_file(path)
         except FileNotFoundError:
@@ -182,10 +195,11 @@ class Client:
                 raise
 
     def make_parents(self, folder: str) -> None:
-        """Make a directory and those above it. Each is asked for once: clients fail late where one is
-        missing, with the upload or at close, each with an error of its own.
+        """Make a directory and its ancestors, once per directory.
+
+        Without them clients fail late, with the upload or at close, each with an error of its own.
         """
-        if folder in self._made or not folder.strip("/"):
+        if folder in self._made_dirs or not folder.strip("/"):
             return
         try:
             self.fs.makedirs(folder, exist_ok=True)
@@ -194,20 +208,20 @@ class Client:
             self.fs.invalidate_cache()
             if not self.fs.isdir(folder):
                 raise
-        self._made.add(folder)
+        self._made_dirs.add(folder)
 
     def forget_folders(self) -> None:
-        """Some are about to go."""
-        self._made.clear()
+        """Forget which directories exist, because some are about to be removed."""
+        self._made_dirs.clear()
 
-    def turn(self) -> AbstractContextManager[None]:
-        """For what is done outside of ``said``: a client that one thread at a time may use is held."""
-        return self._turn if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Return a context for calls outside of ``translating``. It locks a client that only one thread may use at a time."""
+        return self._exclusive if self.protocol in _ONE_AT_A_TIME else contextlib.nullcontext()
 
     def close(self) -> None:
-        """Let the client go; the next use opens another."""
+        """Close the client. The next use opens another."""
         with self._lock:
-            opened, self._open = self._open, None
+            opened, self._opened_fs = self._opened_fs, None
         if opened is None or opened[0] != os.getpid():
             return  # the connection is another process's
         inner: Any = getattr(opened[1], "client", None)
@@ -217,8 +231,10 @@ class Client:
             inner.http.close()
 
     def claims_create(self) -> bool:
-        """A client with a ``pipe_file`` of its own may pass the condition on to the server; fsspec's
-        default asks ``exists`` first, which excludes nobody.
+        """Return whether the client may send a condition with a create.
+
+        A client with a ``pipe_file`` of its own may do so. fsspec's default calls ``exists`` first, which
+        excludes nobody.
         """
         if not self.is_bucket or self.library is not None:
             return self.is_bucket
@@ -229,28 +245,56 @@ class Client:
         return bool(cls.pipe_file is not fsspec.AbstractFileSystem.pipe_file)
 
     @contextmanager
-    def said(self, action: str, key: str, *, changes: bool = False) -> Iterator[None]:
-        """Inside, every Exception becomes a typed one. ``changes``: a network failure, or the error of
-        a bucket's server, leaves open whether it happened (AnswerLostError); a bucket that refuses for
-        now has not done it (TransientError).
+    def translating(self, action: str, key: str, *, changes: bool = False) -> Iterator[None]:
+        """Within the block every Exception of the library becomes a typed error.
+
+        Args:
+            action: What the block does: "read", "stat", "create", ...
+            key: What it is about.
+            changes: Whether it changes something. A lost connection, or the error of a bucket's server, then
+                leaves open whether it happened (AnswerLostError). A bucket that refuses for now has not done it
+                (TransientError).
         """
+        failure: CkptfsError
         try:
-            with self.turn():
+            with self.exclusive():
                 yield
+            return
         except CkptfsError:
             raise
-        except Exception as error:  # noqa: BLE001 - see above: the edge where all become typed
-            self._made.clear()  # somebody may have removed a directory
-            reason = _reason(error) if self.is_bucket else None
-            if self.protocol in _JAVA and isinstance(error, OSError):
-                # Hadoop's client tried again, and failed over, before it gave up.
-                reason = Reason.SERVER if error.errno in _JAVA_ERRORS else None
-            if self.is_bucket and (_lacks_bucket(error, reason) or self._lacks_container(error)):
-                raise self._no_bucket(action, key) from _cause(error)
-            raise _typed(error, self.uri(key), action, reason, changes=changes) from _cause(error)
+        except Exception as error:  # noqa: BLE001 - the edge, where every error becomes a typed one
+            self._made_dirs.clear()  # somebody may have removed a directory
+            failure, cause = self._typed(error, action, key, changes=changes), _cause(error)
+        if isinstance(failure, CredentialsError) and self.library is not None:
+            # Whoever asks again shall do so with the credentials of then.
+            self.close()
+        raise failure from cause
+
+    def _typed(self, error: Exception, action: str, key: str, *, changes: bool) -> CkptfsError:
+        if self.is_bucket or self.protocol in _WEB:
+            name = _ACTIONS.get(action, action)
+            context = replace(
+                self._context(name, key), changes=changes, conditional=action == "create"
+            )
+            if _is_gcsfs_listing(error) or self._lacks_container(error):
+                return reason_error(context, Reason.NO_BUCKET)
+            if (found := library_error(context, error)) is not None:
+                return found
+        return _error_by_type(
+            error, self.uri(key), action, changes=changes, is_java=self.protocol in _JAVA
+        )
+
+    def _context(self, action: str, key: str) -> RequestContext:
+        if self.library is not None:
+            dialect, endpoint = self.library.dialect, self.library.endpoint
+        else:
+            dialect = dialect_of(self.protocol)
+            endpoint = _endpoint_of(self._opened_fs) or dialect.name
+        bucket = self.bucket or self.root.userinfo or self.root.authority
+        return RequestContext(dialect, action, self.uri(key), endpoint, bucket=bucket)
 
     def _lacks_container(self, error: Exception) -> bool:
-        """adlfs drops what the answer to a HEAD says of the container: it is asked for, until it was there."""
+        """Whether the container is missing. adlfs drops that part of the answer to a HEAD, so it is looked for until it exists."""
         if (
             self._has_container
             or self.protocol not in _AZURE
@@ -258,20 +302,10 @@ class Client:
         ):
             return False
         try:
-            self._has_container = bool(self.fs.exists(self.at("").partition("/")[0]))
+            self._has_container = bool(self.fs.exists(self.path_of("").partition("/")[0]))
         except Exception:  # noqa: BLE001 - who may not look at the container may know its blobs
             self._has_container = True
         return not self._has_container
-
-    def _no_bucket(self, action: str, key: str) -> NotFoundError:
-        bucket = self.at("").partition("/")[0]
-        made = NotFoundError(
-            f"{action} failed: there is no bucket {bucket!r}",
-            uri=self.uri(key),
-            hint="check its name and the endpoint; ckptfs never creates one",
-        )
-        made.of_bucket = True
-        return made
 
     def _connect(self) -> tuple[Any, str]:
         if self.library is None:
@@ -281,8 +315,8 @@ class Client:
 
     def _opened(self) -> tuple[int, Any, str]:
         with self._lock:
-            if self._open is None or self._open[0] != os.getpid():
-                if self._open is not None and self.protocol in _JAVA:
+            if self._opened_fs is None or self._opened_fs[0] != os.getpid():
+                if self._opened_fs is not None and self.protocol in _JAVA:
                     raise UnsupportedError(
                         "this process was forked from one that uses libhdfs, and a Java virtual "
                         "machine does not survive a fork",
@@ -290,7 +324,7 @@ class Client:
                         hint="start processes with 'spawn', or use webhdfs://",
                     )
                 try:
-                    self._open = (os.getpid(), *self._connect())
+                    self._opened_fs = (os.getpid(), *self._connect())
                 except ImportError as error:
                     raise MissingDriverError(
                         f"the library of {self.protocol}:// does not import: {error}", uri=self.root
@@ -308,20 +342,20 @@ class Client:
                             hint="set JAVA_HOME, HADOOP_HOME (or ARROW_LIBHDFS_DIR) and "
                             "CLASSPATH=$(hadoop classpath --glob), or use webhdfs://",
                         ) from error
-                    raise _typed(error, self.root, "open", None, changes=False) from _cause(error)
-            return self._open
+                    raise _error_by_type(error, self.root, "open", changes=False) from _cause(error)
+            return self._opened_fs
 
 
 def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The filesystem, and the path of the root in its own spelling."""
+    """Return the filesystem, and the path of the root as it writes it."""
     cls: Any = fsspec.get_filesystem_class(protocol)
-    place = Uri(protocol, root.authority, root.path, "", root.userinfo)
+    location = Uri(protocol, root.authority, root.path, "", root.userinfo)
     found = dict(options)
     if protocol in ("s3", "s3a") and root.userinfo:
         key, _, secret = root.userinfo.partition(":")
         found = {"key": key, "secret": secret, **found}
-        place = Uri(protocol, root.authority, root.path)
-    found = {**cls._get_kwargs_from_urls(place.full), **found}
+        location = Uri(protocol, root.authority, root.path)
+    found = {**cls._get_kwargs_from_urls(location.full), **found}
     if protocol in _BUCKETS:
         found = {"use_listings_cache": False, **found}
     # fsspec takes this word itself; any other goes to the client, and paramiko and webdav4 refuse what they do
@@ -329,85 +363,44 @@ def _connect(root: Uri, protocol: str, options: Mapping[str, Any]) -> tuple[Any,
     files = cls(**{"skip_instance_cache": True, **found})
     if "use_listings_cache" not in found:
         files.dircache.use_listings_cache = False
-    return files, str(cls._strip_protocol(place.full))
+    return files, str(cls._strip_protocol(location.full))
 
 
-def _reason(error: BaseException) -> Reason | None:
-    """What a bucket's server answered, by the library's error or the one below it; None: no answer of
-    a server, or one that says no more than the error's type.
+def _endpoint_of(opened: tuple[int, Any, str] | None) -> str:
+    """scheme://host[:port] of the server, where s3fs, gcsfs or adlfs has it; else ""."""
+    names = ("endpoint_url", "_endpoint", "account_url")
+    found = (getattr(opened[1], name, None) for name in names) if opened is not None else ()
+    return next((origin_of(text) for text in found if isinstance(text, str) and "://" in text), "")
+
+
+def _is_gcsfs_listing(error: Exception) -> bool:
+    """Whether gcsfs did not find the bucket itself. Its message is then the path of a request for a bucket.
+
+    Otherwise a missing bucket would look like an empty run, and training would begin at step 0.
     """
-    told: BaseException | None = error
-    while told is not None:
-        code, status = _answer(told)
-        reason = CODES.get(code) or STATUSES.get(status)
-        if reason is not None:
-            return reason
-        if status >= _SERVER_ERRORS:
-            return Reason.SERVER
-        told = told.__cause__
-    if isinstance(error, OSError):
-        if error.errno is None and str(error).startswith("Forbidden: "):
-            return Reason.FORBIDDEN  # gcsfs, which keeps no status of a 403
-        # s3fs, where the library's error is lost: InternalError, SlowDown.
-        return {errno.EREMOTEIO: Reason.SERVER, errno.EBUSY: Reason.THROTTLED}.get(error.errno or 0)
-    return None
+    return isinstance(error, FileNotFoundError) and _GCSFS_LISTING.fullmatch(str(error)) is not None
 
 
-def _lacks_bucket(error: Exception, reason: Reason | None) -> bool:
-    """Whether the server answered that the bucket itself is not there. It looks like an empty run otherwise,
-    and training would begin at step 0.
-    """
-    if not isinstance(error, FileNotFoundError):
-        return False
-    if reason is Reason.NO_BUCKET or _GCSFS_LISTING.fullmatch(str(error)):
-        return True
-    below = error.__context__  # adlfs does not say "from"
-    return below is not None and CODES.get(_answer(below)[0]) is Reason.NO_BUCKET
-
-
-def _answer(error: BaseException) -> tuple[str, int]:
-    """Code and status of a server's answer, as botocore, gcsfs, azure-core and aiohttp keep them."""
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):
-        code = str(response.get("Error", {}).get("Code", ""))
-        return code, int(response.get("ResponseMetadata", {}).get("HTTPStatusCode") or 0)
-    for name in ("status_code", "status", "code"):
-        status = getattr(error, name, None)
-        if isinstance(status, int):
-            return str(getattr(error, "error_code", "") or ""), status
-    return "", 0
-
-
-def _typed(
-    error: Exception, uri: Uri, action: str, reason: Reason | None, *, changes: bool
+def _error_by_type(
+    error: Exception, uri: Uri, action: str, *, changes: bool, is_java: bool = False
 ) -> StorageError:
-    if changes and reason in _NOT_DONE:
-        return TransientError(
-            f"{action} was not done: {mask_credentials(str(error)) or type(error).__name__}",
-            uri=uri,
-        )
+    """Return the error for an exception without an answer of a server, by its type and errno."""
     name = type(error).__name__
-    if reason in _REFUSALS and not (isinstance(error, OSError) and error.errno):
-        refusal, hint = _REFUSALS[reason]
-        return refusal(
-            f"{action} was refused: {mask_credentials(str(error)) or name}", uri=uri, hint=hint
-        )
     network = any(word in name for word in _NETWORK)
     found = (
         typed(error, uri, action)
         if isinstance(error, OSError)
         else (TransientError if network else StorageError)(
-            f"{action} failed: {name}: {mask_credentials(str(error))}", uri=uri
+            f"{action} failed: {name}: {clean(str(error))}", uri=uri
         )
     )
-    network = network or reason is Reason.SERVER
-    if changes and (isinstance(found, TransientError) or network):
-        return AnswerLostError(
-            f"{action} may have happened: {name}: {mask_credentials(str(error))}", uri=uri
-        )
+    # Hadoop's client tried again, and failed over, before it gave up.
+    gave_up = is_java and isinstance(error, OSError) and error.errno in _JAVA_ERRORS
+    if changes and (isinstance(found, TransientError) or network or gave_up):
+        return AnswerLostError(f"{action} may have happened: {name}: {clean(str(error))}", uri=uri)
     return found
 
 
 def _cause(error: Exception) -> Exception | None:
-    """The original for the traceback, unless its text would carry credentials into a log."""
+    """Return the original for the traceback, unless its text would carry credentials into a log."""
     return error if mask_credentials(str(error)) == str(error) else None

@@ -1,18 +1,18 @@
-"""Any other protocol that fsspec knows, used as an object store: keys, no directories, no rename.
+"""Any protocol that fsspec knows, used as an object store: keys, no directories, no rename.
 
     tree kinds (sftp smb webdav hf file ...)   data and small: .partial-*, then mv over the key
                                                create: UnsupportedError, no client of theirs excludes
     bucket kinds (oss, and fsspec+s3 ...)      data: one stream, committed on close, discarded on abort
                                                small: one PUT; create: a conditional PUT, probed
 
-S3, GCS, Azure and WebHDFS have clients of their own (``object_store``, ``webhdfs``); this one always works.
-It writes through one stream and reads one range at a time, because that is what fsspec has: parts in
-parallel are not possible here, and retries are the library's own. Listing caches are off, instances
-are not shared, and a client that was made in another process is never used: fsspec's event loop does
-not survive a fork.
+S3, GCS, Azure and WebHDFS have clients of their own (``object_store``, ``webhdfs``). This one works for all
+protocols. It writes through one stream and reads one range at a time, because that is what fsspec offers:
+parts are not sent in parallel, and retries are the library's own. Listing caches are off, instances are not
+shared, and a client that was made in another process is never used, because fsspec's event loop does not
+survive a fork.
 
-Names are names: fsspec's ``rm``, ``mv`` and ``copy`` take what they are given for a glob pattern, so
-that a tree ``step_[1]`` would remove ``step_1``; none of them gets a name that could be one.
+fsspec's ``rm``, ``mv`` and ``copy`` treat every name as a glob pattern, so that removing the tree ``step_[1]``
+would remove ``step_1``. They never get a name that could be a pattern.
 
 A large file is written by one stream and read by ranges:
 
@@ -30,8 +30,7 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from glob import has_magic
 from typing import Any, Final
 
@@ -56,17 +55,19 @@ from ckptfs.storage.base import (
     Space,
     Stat,
     Storage,
+    UnfinishedUpload,
     usable,
 )
-from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, BucketLibrary, IfMatch
-from ckptfs.storage.fsspec_client import Client
+from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, BucketLibrary, IfMatch, PendingUpload
+from ckptfs.storage.conditional_writes import NO_CONDITIONS, EtagSpelling, HonouredConditions
+from ckptfs.storage.fsspec_client import FsspecClient
 from ckptfs.storage.options import OURS
 from ckptfs.storage.os_errors import too_large
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["FsspecStorage", "Ranges", "Stream", "open_fsspec"]
+__all__ = ["FsspecReader", "FsspecStorage", "FsspecWriter", "open_fsspec"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ckptfs.storage")
 
 _SWEEPS = 3
 _ARCHIVES = ("zip", "tar", "libarchive")
@@ -76,8 +77,14 @@ _PROBES = 4  # keys that are tried where each first answer seems to be lost
 
 
 def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
-    """The registry's factory: ``sftp://...``, or ``fsspec+s3://...`` to insist on fsspec. Options are
-    its filesystem's; UriError for those of the clients of our own, which would do nothing here.
+    """Open ``sftp://...``, or ``fsspec+s3://...`` to insist on fsspec. This is the registry's factory.
+
+    Args:
+        uri: The root.
+        storage_options: The options of fsspec's filesystem.
+
+    Raises:
+        UriError: An option belongs to the clients of ckptfs itself, and would do nothing here.
     """
     for name in OURS:
         if name in storage_options:
@@ -99,8 +106,10 @@ def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
 
 
 def _hdfs_options(uri: Uri, storage_options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for libhdfs. A URI's query gives numbers as text, which pyarrow refuses; fsspec's class
-    drops the names that it does not know, and their values would do nothing.
+    """The options for libhdfs, checked.
+
+    A URI's query gives numbers as text, which pyarrow refuses. fsspec's class drops names that it does not know,
+    and their values would do nothing.
     """
     cls: Any = fsspec.get_filesystem_class("hdfs")
     known = inspect.signature(cls.__init__).parameters.keys() - {"self", "kwargs"}
@@ -122,24 +131,21 @@ def _hdfs_options(uri: Uri, storage_options: Mapping[str, Any]) -> dict[str, Any
     return options
 
 
-@dataclass(frozen=True, slots=True)
-class _Honoured:
-    """Which conditions the server and its client honour."""
-
-    if_absent: bool
-    if_match: bool
-
-
 # What this process has seen of each bucket; storages come and go with saves.
-_SEEN: dict[tuple[int, str, str, str], _Honoured] = {}
+_SEEN: dict[tuple[int, str, str, str], HonouredConditions] = {}
 
 
 class FsspecStorage(Storage):
-    """Bytes below one URI, through fsspec. ``storage_options`` are fsspec's, and are pickled.
+    """Bytes below one URI, through fsspec.
 
-    With ``library`` it is what stands in for ``ObjectStorage`` where obstore cannot do what the options
-    ask for: it replaces by an etag too, and every object gets the settings that the library holds.
-    data_path: why, for ``ckptfs doctor``.
+    With ``library`` it takes the place of ``ObjectStorage`` if obstore cannot do what the options ask for. It
+    then replaces by an etag too, and every object gets the settings that the library holds.
+
+    Args:
+        root: What keys are relative to.
+        storage_options: Those of fsspec; they are pickled.
+        library: Makes the requests that fsspec has no method for.
+        data_path: Why this library carries the data, for ``ckptfs doctor``.
     """
 
     def __init__(
@@ -152,8 +158,10 @@ class FsspecStorage(Storage):
         self.root = root
         self.data_path = data_path
         self._library = library
-        self._client = Client(root, storage_options or {}, library)
-        self._probed: dict[tuple[int, str, str, str], _Honoured] = {} if library is None else _SEEN
+        self._client = FsspecClient(root, storage_options or {}, library)
+        self._probed: dict[tuple[int, str, str, str], HonouredConditions] = (
+            {} if library is None else _SEEN
+        )
         if self._client.protocol == "memory" and int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise UriError("fsspec's memory belongs to one process", uri=root)
 
@@ -167,29 +175,30 @@ class FsspecStorage(Storage):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Before this process creates anything, what its client claims; then what the probe saw."""
-        claimed = _Honoured(self._client.claims_create(), self._library is not None)
-        found = self._probed.get(self._place(), claimed)
+        """What the client claims, until this process creates something; then what the probe found."""
+        by_etag = EtagSpelling.AS_GIVEN if self._library is not None else None
+        claimed = HonouredConditions(self._client.claims_create(), by_etag)
+        found = self._probed.get(self._bucket_id(), claimed)
         return Capabilities(
             shape=Shape.OBJECT,
             exclusive_create=found.if_absent,
             atomic_replace=self._client.is_bucket
             or self._client.protocol in ("file", "local", "memory"),
-            conditional_replace=found.if_match,
+            conditional_replace=found.if_match is not None,
             durable=self._client.is_bucket,
         )
 
     def probe(self, key: str) -> Capabilities:
         """As ``Storage.probe``."""
         self._refuse_read_only(key)
-        self._settled(key)
+        self._probed_conditions(key)
         return self.capabilities
 
     # -- small, whole ------------------------------------------------------------------
 
     def read(self, key: str) -> bytes:
-        with self._client.said("read", key):
-            return bytes(self._client.fs.cat_file(self._client.at(key)))
+        with self._client.translating("read", key):
+            return bytes(self._client.fs.cat_file(self._client.path_of(key)))
 
     def read_small(self, key: str, limit_bytes: int) -> bytes:
         # A request more: no client of fsspec's has a read that ends where it should.
@@ -212,7 +221,7 @@ class FsspecStorage(Storage):
         """
         del staging
         self._refuse_read_only(key)
-        if not self._settled(key.rpartition("/")[0]).if_absent:
+        if not self._probed_conditions(key.rpartition("/")[0]).if_absent:
             raise UnsupportedError(
                 "no exclusive create here: the server or its client ignores the condition",
                 uri=self.uri(key),
@@ -223,19 +232,19 @@ class FsspecStorage(Storage):
     def replace(self, key: str, data: bytes, *, if_match: str | None = None) -> None:
         self._refuse_read_only(key)
         if if_match is not None:
-            if not self._settled(key.rpartition("/")[0]).if_match:
+            if self._probed_conditions(key.rpartition("/")[0]).if_match is None:
                 raise UnsupportedError(
                     "no conditional replace here: the store or its client ignores the condition",
                     uri=self.uri(key),
                 )
             self._replace_if(key, data, if_match)
             return
-        with self._client.said("replace", key, changes=True):
+        with self._client.translating("replace", key, changes=True):
             if self._library is not None:
-                self._library.put(self._client.fs, self._client.at(key), data, ALWAYS)
+                self._library.put(self._client.fs, self._client.path_of(key), data, ALWAYS)
                 return
             if self._client.is_bucket:
-                self._client.fs.pipe_file(self._client.at(key), data)
+                self._client.fs.pipe_file(self._client.path_of(key), data)
                 return
         with self.open_write(key) as writer:
             writer.write(data)
@@ -250,11 +259,12 @@ class FsspecStorage(Storage):
         return Stat(size_bytes, is_dir=False, etag=None if etag is None else str(etag))
 
     def list(self, key: str) -> list[Entry]:
-        path = self._client.at(key).rstrip("/")
+        path = self._client.path_of(key).rstrip("/")
         try:
-            with self._client.said("list", key):
+            with self._client.translating("list", key):
                 self._client.fs.invalidate_cache()
-                found = self._client.fs.ls(path, detail=True)
+                fs, library = self._client.fs, self._library
+                found = library.list_names(fs, path) if library else fs.ls(path, detail=True)
         except NotFoundError as error:
             if error.of_bucket:
                 raise
@@ -273,7 +283,7 @@ class FsspecStorage(Storage):
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> DataWriter:
         del size_hint_bytes
         self._refuse_read_only(key)
-        return Stream(self._client, key)
+        return FsspecWriter(self._client, key)
 
     def open_read(self, key: str) -> DataReader:
         size = self._info(key).get("size")
@@ -281,7 +291,7 @@ class FsspecStorage(Storage):
             raise UnsupportedError(
                 "the server does not say how long the file is", uri=self.uri(key)
             )
-        return Ranges(self._client, key, int(size))
+        return FsspecReader(self._client, key, int(size))
 
     # -- names -------------------------------------------------------------------------
 
@@ -294,8 +304,8 @@ class FsspecStorage(Storage):
 
     def remove(self, key: str) -> None:
         self._refuse_read_only(key)
-        with self._client.said("remove", key, changes=True):
-            self._client.remove(self._client.at(key))
+        with self._client.translating("remove", key, changes=True):
+            self._client.remove(self._client.path_of(key))
 
     def remove_dir(self, key: str) -> None:
         self.uri(key)
@@ -303,8 +313,8 @@ class FsspecStorage(Storage):
     def remove_many(self, keys: Sequence[str]) -> None:
         if self._client.is_bucket and len(keys) > 1:
             try:
-                with self._client.said("remove", "", changes=True):
-                    self._remove_files([self._client.at(key) for key in keys])
+                with self._client.translating("remove", "", changes=True):
+                    self._remove_files([self._client.path_of(key) for key in keys])
                     return
             except StorageError:
                 # One of them, and not which: one by one tells, and removes the others.
@@ -315,7 +325,7 @@ class FsspecStorage(Storage):
         if not key:
             raise UnsupportedError("the root is never removed", uri=self.root)
         self._refuse_read_only(key)
-        with self._client.said("remove_tree", key, changes=True):
+        with self._client.translating("remove_tree", key, changes=True):
             for _ in range(_SWEEPS):
                 files, folders = self._client.below(key)
                 if not files and not folders:
@@ -330,8 +340,35 @@ class FsspecStorage(Storage):
         self.uri(key)
 
     def refresh(self, key: str) -> None:
-        with self._client.said("refresh", key):
-            self._client.fs.invalidate_cache(self._client.at(key))
+        with self._client.translating("refresh", key):
+            self._client.fs.invalidate_cache(self._client.path_of(key))
+
+    def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
+        return tuple(UnfinishedUpload(key, upload.age_s) for key, upload in self._pending())
+
+    def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
+        swept = 0
+        for key, upload in self._pending():
+            if upload.age_s < older_than_s or (keys is not None and key not in keys):
+                continue
+            assert self._library is not None  # noqa: S101 - nothing is pending without one
+            try:
+                with self._client.translating("abort upload", key, changes=True):
+                    self._library.abort_upload(self._client.fs, self._client.bucket, upload)
+            except NotFoundError:
+                continue  # completed, or swept by another
+            swept += 1
+        return swept
+
+    def _pending(self) -> Sequence[tuple[str, PendingUpload]]:
+        """The uploads below the root that nobody completed, with their keys."""
+        if self._library is None:
+            return []
+        base = self.root.path.strip("/")
+        prefix = f"{base}/" if base else ""
+        with self._client.translating("list uploads", ""):
+            found = [*self._library.list_uploads(self._client.fs, self._client.bucket, prefix)]
+        return [(upload.key.removeprefix(prefix), upload) for upload in found]
 
     def space(self) -> Space | None:
         return None
@@ -350,8 +387,8 @@ class FsspecStorage(Storage):
             )
 
     def _info(self, key: str) -> dict[str, Any]:
-        with self._client.said("stat", key):
-            found = self._client.info(self._client.at(key))
+        with self._client.translating("stat", key):
+            found = self._client.info(self._client.path_of(key))
         if found.get("type") == "directory":
             raise NotFoundError("stat failed: a prefix, not an object", uri=self.uri(key))
         return found
@@ -360,7 +397,11 @@ class FsspecStorage(Storage):
         fs = self._client.fs
         if self._client.is_bucket and len(paths) > 1 and not any(map(has_magic, paths)):
             try:
-                fs.rm(list(paths))  # few requests for many names
+                # Few requests for many names.
+                if self._library is not None:
+                    self._library.remove(fs, paths)
+                else:
+                    fs.rm(list(paths))
                 return
             except FileNotFoundError:
                 # Another remover was faster, with all of them or, in some libraries, with one.
@@ -378,27 +419,27 @@ class FsspecStorage(Storage):
                 # Somebody wrote into it meanwhile, or removed it: the next sweep sees what.
                 _log.debug("not removed yet: %s", mask_credentials(path), exc_info=True)
 
-    def _settled(self, folder: str) -> _Honoured:
-        """What the probe saw; probed now where nothing has been written yet."""
-        known = self._probed.get(self._place())
+    def _probed_conditions(self, folder: str) -> HonouredConditions:
+        """What the probe found. It runs now if nothing has been written yet."""
+        known = self._probed.get(self._bucket_id())
         if known is None:
             claimed = self._client.claims_create()
-            known = self._probe(folder) if claimed else _Honoured(if_absent=False, if_match=False)
-            self._probed[self._place()] = known
+            known = self._probe(folder) if claimed else NO_CONDITIONS
+            self._probed[self._bucket_id()] = known
         return known
 
-    def _place(self) -> tuple[int, str, str, str]:
-        """This process, and the bucket as its library reaches it; a storage without one is by itself."""
+    def _bucket_id(self) -> tuple[int, str, str, str]:
+        """This process, and the bucket as its library reaches it. A storage without a library shares nothing."""
         library = self._library
         if library is None:
             return 0, "", "", ""
         return os.getpid(), library.name, library.endpoint, self._client.bucket
 
-    def _probe(self, folder: str) -> _Honoured:
-        """Create a key of our own twice: a store that excludes refuses the second.
+    def _probe(self, folder: str) -> HonouredConditions:
+        """Create a key of our own twice: a store that excludes others refuses the second create.
 
-        The library repeats a request whose answer was lost, and the repeat meets our own object: then
-        the first answer says nothing, and another key is tried.
+        The library repeats a request whose answer was lost, and the repeated request finds our own object. The
+        first answer then means nothing, and another key is tried.
         """
         lost: StorageError | None = None
         for _ in range(_PROBES):
@@ -410,9 +451,13 @@ class FsspecStorage(Storage):
                 lost = error
                 self._remove_probe(key)
                 continue
+            except UnsupportedError:
+                # OpenStack Swift answers 501 to a condition: nothing was made, nobody is excluded.
+                return NO_CONDITIONS
             try:
                 excludes = self._excludes(key)
-                return _Honoured(excludes, excludes and self._replaces_by_etag(key))
+                by_etag = excludes and self._replaces_by_etag(key)
+                return HonouredConditions(excludes, EtagSpelling.AS_GIVEN if by_etag else None)
             except AnswerLostError as error:
                 lost = error
             finally:
@@ -459,14 +504,14 @@ class FsspecStorage(Storage):
 
     def _create(self, key: str, data: bytes) -> None:
         try:
-            with self._client.said("create", key, changes=True):
-                self._create_object(self._client.at(key), data)
+            with self._client.translating("create", key, changes=True):
+                self._create_object(self._client.path_of(key), data)
         except AlreadyExistsError:
             raise
         except StorageError as error:
             # Some servers' refusal arrives as EINVAL (radosgw through s3fs): that something stands
             # there, ours or another's, says that it was one.
-            if error.errno == errno.EINVAL and self._is_there(key):
+            if error.errno == errno.EINVAL and self._exists(key):
                 raise AlreadyExistsError("create failed: it exists", uri=self.uri(key)) from error
             raise
 
@@ -481,15 +526,15 @@ class FsspecStorage(Storage):
         assert self._library is not None  # noqa: S101 - the probe says no without one
         condition = IfMatch(etag) if etag else IF_ABSENT
         try:
-            with self._client.said("replace", key, changes=True):
-                self._library.put(self._client.fs, self._client.at(key), data, condition)
+            with self._client.translating("replace", key, changes=True):
+                self._library.put(self._client.fs, self._client.path_of(key), data, condition)
         except NotFoundError as error:
             # Some stores answer 404, not 412, where the object of that etag has gone.
             raise AlreadyExistsError(
                 "replace failed: the object has changed", uri=self.uri(key)
             ) from error
 
-    def _is_there(self, key: str) -> bool:
+    def _exists(self, key: str) -> bool:
         try:
             self.stat(key)
         except StorageError:
@@ -505,13 +550,13 @@ _WEB: Final = ("http", "https")
 _GONE: Final = (404, 410)
 
 
-class Stream(DataWriter):
-    """One file through one fsspec stream; invisible under its key until closed."""
+class FsspecWriter(DataWriter):
+    """Writes one file through one fsspec stream. It is invisible under its key until it is closed."""
 
-    def __init__(self, client: Client, key: str) -> None:
+    def __init__(self, client: FsspecClient, key: str) -> None:
         self._client = client
         self._key = key
-        self._target = client.at(key)
+        self._target = client.path_of(key)
         folder, _, _ = self._target.rpartition("/")
         self._path = (
             self._target if client.is_bucket else f"{folder}/.partial-{secrets.token_hex(8)}"
@@ -520,7 +565,7 @@ class Stream(DataWriter):
         self._broken = False
         self._file: Any = None
         try:
-            with client.said("write", key):
+            with client.translating("write", key):
                 self._file = self._begin()
         except BaseException:
             self.abort()
@@ -531,7 +576,7 @@ class Stream(DataWriter):
             raise StorageError("the file cannot be written any more", uri=self._uri)
         view = memoryview(data).cast("B")
         self._broken = True
-        with self._client.said("write", self._key):
+        with self._client.translating("write", self._key):
             sent = 0
             while sent < len(view):
                 # bytes: not every client's stream takes a memoryview, and it may keep the buffer.
@@ -548,7 +593,7 @@ class Stream(DataWriter):
         if self._file is None or self._broken:
             raise StorageError("the file cannot be closed: a write failed", uri=self._uri)
         self._broken = True
-        with self._client.said("write", self._key, changes=True):
+        with self._client.translating("write", self._key, changes=True):
             self._file.close()
             if self._client.is_bucket:
                 self._file.commit()
@@ -568,7 +613,7 @@ class Stream(DataWriter):
                     stream.discard()
                     stream.closed = True
             else:
-                with self._client.turn():
+                with self._client.exclusive():
                     if stream is not None:
                         stream.close()
                     self._client.fs.rm_file(self._path)
@@ -602,19 +647,19 @@ class Stream(DataWriter):
             self._client.move(self._path, self._target)
 
 
-class Ranges(DataReader):
+class FsspecReader(DataReader):
     """Ranged reads of one file, one request after another, each at most 64 MiB.
 
     A web server that ignores ranges is found out by its first answer, before its body is read; then the
     file is fetched whole, once, into a temporary file (the first 64 MiB of it in memory).
     """
 
-    def __init__(self, client: Client, key: str, size_bytes: int) -> None:
+    def __init__(self, client: FsspecClient, key: str, size_bytes: int) -> None:
         self._client = client
         self._key = key
         self._closed = False
         self._file: Any = None
-        self._whole: tempfile.SpooledTemporaryFile[bytes] | None = None
+        self._copy: tempfile.SpooledTemporaryFile[bytes] | None = None
         self._lock = threading.Lock()
         self.size_bytes = size_bytes
 
@@ -628,7 +673,7 @@ class Ranges(DataReader):
             begin = offset + start
             data = b""
             if begin < self.size_bytes:
-                with self._client.said("read", self._key):
+                with self._client.translating("read", self._key):
                     data = self._read(begin, min(begin + len(part), self.size_bytes))
             if len(data) != len(part):
                 raise IntegrityError(
@@ -641,29 +686,29 @@ class Ranges(DataReader):
     def close(self) -> None:
         self._closed = True
         with self._lock:
-            whole, self._whole = self._whole, None
-            if whole is not None:
-                whole.close()
+            copy, self._copy = self._copy, None
+            if copy is not None:
+                copy.close()
 
     def _read(self, begin: int, end: int) -> bytes:
         client = self._client
         if client.protocol not in _WEB:
-            return client.read_range(client.at(self._key), begin, end)
-        if self._whole is None:
+            return client.read_range(client.path_of(self._key), begin, end)
+        if self._copy is None:
             try:
                 return self._read_range(begin, end)
             except ValueError:
                 # fsspec's answer to a body that is no range, from which nothing was read.
                 _log.info("%s: the server ignores ranges, it is read whole", self._uri)
         with self._lock:
-            if self._whole is None:
-                self._whole = self._fetch()
-            self._whole.seek(begin)
-            return self._whole.read(end - begin)
+            if self._copy is None:
+                self._copy = self._fetch()
+            self._copy.seek(begin)
+            return self._copy.read(end - begin)
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if self._file is None:
-            self._file = self._client.fs.open(self._client.at(self._key), size=self.size_bytes)
+            self._file = self._client.fs.open(self._client.path_of(self._key), size=self.size_bytes)
         try:
             # The seam of fsspec's buffered files. Unlike cat_file it looks at the answer first.
             return bytes(self._file._fetch_range(begin, end))  # noqa: SLF001
@@ -673,14 +718,14 @@ class Ranges(DataReader):
             raise
 
     def _fetch(self) -> tempfile.SpooledTemporaryFile[bytes]:
-        whole = tempfile.SpooledTemporaryFile(max_size=_READ_BYTES)  # noqa: SIM115 - until close
+        copy = tempfile.SpooledTemporaryFile(max_size=_READ_BYTES)  # noqa: SIM115 - until close
         try:
-            with self._client.fs.open(self._client.at(self._key), block_size=0) as stream:
-                shutil.copyfileobj(stream, whole, _BLOCK_BYTES)
+            with self._client.fs.open(self._client.path_of(self._key), block_size=0) as stream:
+                shutil.copyfileobj(stream, copy, _BLOCK_BYTES)
         except BaseException:
-            whole.close()
+            copy.close()
             raise
-        return whole
+        return copy
 
     @property
     def _uri(self) -> Uri:

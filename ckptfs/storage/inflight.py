@@ -16,6 +16,15 @@ can: the heartbeat asks here and tells the other ranks. Nothing here does any I/
 during a call. Hand work to other threads with ``with_task``, or with ``Threads``, which uses it. Work that a
 thread does on its own account belongs to no task.
 
+Records of the loggers of ckptfs say of which operation they are, on every thread that works for it:
+
+    with log_fields(run="s3://bucket/run", step=100, rank=0):
+        ...
+        add_fields(save_id=save_id)         known later
+
+Each record has the attributes of ``FIELDS``, None where they are not known, so that a formatter may name them.
+Loggers are called after the folders of the package (``LOGGERS``): a module that moves changes no name.
+
 ``WatchedFile``, ``walk`` and ``remove_tree`` are for the plain files of a user. They too may lie in a mount
 whose server is gone, and a rank that hangs there is reported with the path. Each call is registered by
 itself, because many calls that return are no hang.
@@ -25,18 +34,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
 
 __all__ = [
+    "FIELDS",
+    "LOGGERS",
     "PendingCall",
     "WatchedFile",
+    "add_fields",
     "in_flight",
     "in_task",
+    "log_fields",
     "new_task",
     "oldest_call",
     "path_of",
@@ -131,13 +147,15 @@ def in_task(task: int) -> Iterator[int]:
 
 
 def with_task(work: Callable[P, T]) -> Callable[P, T]:
-    """Wrap work for another thread, so that its calls belong to the task of the current thread."""
-    task = _CURRENT.task
-    if not task:
+    """Wrap work for another thread, so that its calls belong to the task of the current thread, and what it
+    logs to the same operation.
+    """
+    task, fields = _CURRENT.task, _fields_here()
+    if not task and fields is None:
         return work
 
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with in_task(task):
+        with in_task(task), _fields_of(fields):
             return work(*args, **kwargs)
 
     return run
@@ -147,6 +165,84 @@ def oldest_call(task: int) -> PendingCall | None:
     """Return the oldest call of ``task`` that has not returned, on any thread. Any thread may ask."""
     waited = [one for one in list(_PENDING.values()) if one.task == task]
     return min(waited, key=lambda one: one.number, default=None)
+
+
+# -- what records say of the operation that a thread works for --------------------------------
+
+FIELDS = ("run", "step", "rank", "save_id")
+LOGGERS = (
+    "ckptfs",
+    "ckptfs.bench",
+    "ckptfs.cli",
+    "ckptfs.commit",
+    "ckptfs.control",
+    "ckptfs.dcp",
+    "ckptfs.integrations",
+    "ckptfs.manager",
+    "ckptfs.replication",
+    "ckptfs.retention",
+    "ckptfs.storage",
+    "ckptfs.testing",
+    "ckptfs.tools",
+    "ckptfs.topology",
+)
+
+_FIELDS_HERE: ContextVar[dict[str, Any] | None] = ContextVar("ckptfs_log_fields", default=None)
+
+
+@contextmanager
+def log_fields(**fields: Any) -> Iterator[dict[str, Any]]:
+    """Records that are logged inside, on this thread and those that work for it, have these fields.
+
+    Inner fields win over outer ones. What is put into the dict that this yields counts from then on.
+    """
+    known = {**(_FIELDS_HERE.get() or {}), **fields}
+    token = _FIELDS_HERE.set(known)
+    try:
+        yield known
+    finally:
+        _FIELDS_HERE.reset(token)
+
+
+@contextmanager
+def _fields_of(fields: dict[str, Any] | None) -> Iterator[None]:
+    """The same dict that another thread uses: what that one learns later is known here too."""
+    token = _FIELDS_HERE.set(fields)
+    try:
+        yield
+    finally:
+        _FIELDS_HERE.reset(token)
+
+
+def add_fields(**fields: Any) -> None:
+    """Fields that the operation of this thread learns now; nothing outside of one."""
+    known = _FIELDS_HERE.get()
+    if known is not None:
+        known.update(fields)
+
+
+def _fields_here() -> dict[str, Any] | None:
+    """The dict of the operation that this thread works for, None outside of any."""
+    return _FIELDS_HERE.get()
+
+
+class _OperationFilter(logging.Filter):
+    """Adds the fields to each record; keeps those that the call gave by ``extra=``."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Always True."""
+        known = _FIELDS_HERE.get() or {}
+        for name in FIELDS:
+            if not hasattr(record, name):
+                setattr(record, name, known.get(name))
+        return True
+
+
+# A filter of a logger sees what is logged to it and not what comes up from below: so each has it. Only loggers of
+# ckptfs: the records of others stay as they are.
+for _name in LOGGERS:
+    if not any(isinstance(one, _OperationFilter) for one in logging.getLogger(_name).filters):
+        logging.getLogger(_name).addFilter(_OperationFilter())
 
 
 # -- a user's own files --------------------------------------------------------------------------

@@ -32,6 +32,21 @@ Lent bytes stay where they are; written bytes are copied into one buffer per par
     it takes one                       a lent piece alone, uncopied; otherwise everything in one buffer
 
 The buffer takes memory only as far as it is filled: the frames between two lent tensors cost a page.
+
+``StreamUpload`` is a multipart upload through one ``obstore.put`` of an iterator. A thread runs it, and a queue
+puts the parts in order:
+
+    put_part(0) put_part(2) put_part(1) ...      any order, any threads
+             |       |       |
+             PartQueue: part n is consumed when obstore asks for it    (in order; later ones wait)
+                     |
+             obstore.put in a thread: sends up to ``max_concurrency`` at once, retries by itself
+
+obstore copies nothing: it holds the caller's buffers until a part has arrived, and ``put_part`` returns when it
+has released them. A part that is smaller than the others, the last, is held until the end: ``put_part`` copies
+it, ``put_pieces`` does not. The error of a failed part is raised by a later ``put_part`` or by ``complete``, as
+one that a retry does not cure: the stream is gone. ``abort`` makes the iterator raise, and obstore then aborts
+the upload on the server.
 """
 
 from __future__ import annotations
@@ -39,21 +54,41 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 
-from ckptfs.errors import AnswerLostError, NotFoundError, StorageError, UnsupportedError
+from ckptfs.errors import (
+    AnswerLostError,
+    CkptfsError,
+    NotFoundError,
+    StorageError,
+    TransientError,
+    UnsupportedError,
+)
 from ckptfs.storage.base import DataWriter
-from ckptfs.storage.clients.base import ALWAYS, Limits, ObjectClient, Upload, whole
+from ckptfs.storage.clients.base import ALWAYS, Buffer, Limits, ObjectClient, Upload, whole
+from ckptfs.storage.clients.http_errors import Reason, RequestContext, reason_error
 from ckptfs.storage.retry import Retrier, RetryPolicy
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["Cut", "FillingPart", "ObjectWriter", "Room", "Route", "plan_parts"]
+__all__ = [
+    "FillingPart",
+    "ObjectWriter",
+    "PartPlan",
+    "PartQueue",
+    "Route",
+    "StreamUpload",
+    "UploadBudget",
+    "plan_parts",
+]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
 _ABORT_S = 5.0  # for the request that throws the parts away; what it misses goes by age
 _ABORT_WAIT_S = 10.0  # for parts under way: aborted before them, they would stay behind
@@ -73,20 +108,18 @@ class Route:
 class ObjectWriter(DataWriter):
     """Writes one object. See ``Storage.open_write``; nothing is requested before the first part."""
 
-    def __init__(self, route: Route, key: str, uri: Uri, cut: Cut, *, kept: bool = False) -> None:
+    def __init__(self, route: Route, key: str, uri: Uri, plan: PartPlan) -> None:
         self._route = route
-        self._kept = kept and route.client.resumes  # parts outlive this writer
-        self._spared: list[int] = []
         self._key = key
         self._uri = uri
-        self._cut = cut
-        self._room = Room(route.memory_bytes, route.concurrency)
+        self._plan = plan
+        self._budget = UploadBudget(route.memory_bytes, route.concurrency)
         self._upload: Upload | None = None
         self._number = 0  # of the part that fills
         self._offset = 0  # where it begins
         self._part: FillingPart | None = None  # none before its first byte
-        self._open = True
-        self._done = False
+        self._is_writable = True
+        self._is_ended = False
 
     # -- writing -----------------------------------------------------------------------
 
@@ -97,10 +130,10 @@ class ObjectWriter(DataWriter):
         return self._append(memoryview(data).cast("B"), lent=True)
 
     def _append(self, view: memoryview, *, lent: bool) -> int:
-        if not self._open:
-            raise StorageError("the file cannot be written any more", uri=self._uri)
+        if not self._is_writable:
+            raise self._failure("the file cannot be written any more")
         # Until this returns: what was interrupted half-way must not be closed as if it were whole.
-        self._open = False
+        self._is_writable = False
         rest = view
         while len(rest):
             if self._part is not None and not self._part.left_bytes:
@@ -110,46 +143,44 @@ class ObjectWriter(DataWriter):
             taken = rest[: self._part.left_bytes]
             self._part.add(taken, lent=lent)
             rest = rest[len(taken) :]
-        self._open = True
+        self._is_writable = True
         return len(view)
 
     def _next_part(self) -> FillingPart:
         try:
-            size_bytes = self._cut.part_bytes(self._number, self._offset)
+            size_bytes = self._plan.part_bytes(self._number, self._offset)
         except StorageError as error:
             error.uri = str(self._uri)
             raise
-        told_bytes = (self._cut.told_bytes or 0) - self._offset
+        declared_bytes = (self._plan.declared_bytes or 0) - self._offset
         gathers = self._route.client.gathers
-        return FillingPart(self._room, size_bytes, told_bytes, gathers=gathers)
+        return FillingPart(self._budget, size_bytes, declared_bytes, gathers=gathers)
 
     def _send(self, part: FillingPart) -> None:
         """Hand the part that filled to the pool."""
         if self._upload is None:
             self._upload = self._begun(part.size_bytes)
-        self._room.begin()
+        self._budget.begin()
         pieces, buffer = part.pieces(), part.take_buffer()
         upload, number = self._upload, self._number
 
         def put() -> None:
             failure: BaseException | None = None
             try:
-                if self._room.stopped.is_set():
+                if self._budget.stopped.is_set():
                     pass
-                elif self._kept and upload.holds(number, whole(pieces)):
-                    self._spared.append(sum(map(len, pieces)))
                 else:
                     self._route.retrier.run(
-                        lambda: upload.put_pieces(number, pieces), stop=self._room.stopped
+                        lambda: upload.put_pieces(number, pieces), stop=self._budget.stopped
                     )
             except BaseException as error:  # noqa: BLE001 - raised by the next write or close
                 failure = error
-            self._room.end(buffer, failure)
+            self._budget.end(buffer, failure)
 
         try:
             sent = self._route.pool().submit(put)
         except BaseException as error:
-            self._room.end(buffer, None)  # no thread took it: nobody else would say so
+            self._budget.end(buffer, None)  # no thread took it: nobody else would say so
             if isinstance(error, RuntimeError):
                 raise StorageError(f"no thread takes a part: {error}", uri=self._uri) from error
             raise
@@ -160,28 +191,20 @@ class ObjectWriter(DataWriter):
 
     def _begun(self, part_bytes: int) -> Upload:
         client, retrier = self._route.client, self._route.retrier
-        left = retrier.run(lambda: client.resume_upload(self._key)) if self._kept else None
-        if left is not None:
-            return left
         return retrier.run(lambda: client.begin_upload(self._key, part_bytes=part_bytes))
-
-    @property
-    def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
-        """Bytes of parts that the store had."""
-        return sum(self._spared)
 
     def _dropped(self, buffer: memoryview | None) -> None:
         """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
-        self._room.end(buffer, StorageError("the storage was closed meanwhile", uri=self._uri))
+        self._budget.end(buffer, StorageError("the storage was closed meanwhile", uri=self._uri))
 
     # -- ending ------------------------------------------------------------------------
 
     def close(self) -> None:
-        if self._done:
+        if self._is_ended:
             return
-        if not self._open:
-            raise StorageError("the file cannot be closed: a write failed", uri=self._uri)
-        self._open = False
+        if not self._is_writable:
+            raise self._failure("the file cannot be closed: a write failed")
+        self._is_writable = False
         upload, part = self._upload, self._part
         if upload is None:
             data = whole(part.pieces()) if part is not None else b""
@@ -189,11 +212,15 @@ class ObjectWriter(DataWriter):
         else:
             if part is not None:
                 self._send(part)
-            self._room.drain()
+            self._budget.drain()
             self._complete(upload)
-        self._done = True
+        self._is_ended = True
         self._drop_part()
-        self._room.stop(0)
+        self._budget.stop(0)
+
+    def _failure(self, text: str) -> BaseException:
+        """What broke the file, or ``text``: whoever comes later must not hide that the store is full."""
+        return self._budget.error or StorageError(text, uri=self._uri)
 
     def _drop_part(self) -> None:
         if self._part is not None:
@@ -212,7 +239,7 @@ class ObjectWriter(DataWriter):
                 raise
             except NotFoundError as error:
                 # An earlier try that was not answered completed it, or somebody aborted it.
-                if lost and self._is_there():
+                if lost and self._is_complete():
                     return
                 raise StorageError(
                     "the upload vanished before it was complete, by a rule for incomplete uploads "
@@ -223,21 +250,21 @@ class ObjectWriter(DataWriter):
 
         self._route.retrier.run(once)
 
-    def _is_there(self) -> bool:
+    def _is_complete(self) -> bool:
         try:
             return self._route.client.head(self._key).size_bytes == self._offset
         except NotFoundError:
             return False
 
     def abort(self) -> None:
-        if self._done:
+        if self._is_ended:
             return
-        self._open, self._done = False, True
+        self._is_writable, self._is_ended = False, True
         began = time.monotonic()
-        ended = self._room.stop(_ABORT_WAIT_S)
+        ended = self._budget.stop(_ABORT_WAIT_S)
         upload, self._upload = self._upload, None
         self._drop_part()
-        if upload is None or self._kept:
+        if upload is None:
             return
         brief = replace(self._route.retrier, policy=RetryPolicy(retry_s=_ABORT_S))
         try:
@@ -260,16 +287,16 @@ class ObjectWriter(DataWriter):
 
 # -- part sizes --------------------------------------------------------------------------
 
-_USUAL_BYTES = 16 << 20
+_DEFAULT_PART_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PartPlan:
     """The sizes of one object's parts. first_bytes: of the first. told_bytes: the size that was told."""
 
     limits: Limits
     first_bytes: int
-    told_bytes: int | None
+    declared_bytes: int | None
 
     def part_bytes(self, number: int, offset: int) -> int:
         """The size of part ``number`` (from 0), which begins at ``offset``; the last may be smaller.
@@ -284,15 +311,15 @@ class Cut:
                 f"{limits.max_object_bytes} bytes)",
                 hint="a larger part_size_bytes, more ranks, or more files",
             )
-        if limits.equal_parts or (self.told_bytes is not None and offset < self.told_bytes):
+        if limits.equal_parts or (self.declared_bytes is not None and offset < self.declared_bytes):
             return self.first_bytes
         steps = max(1, limits.max_parts * 3 // 20)
         return _fitted(limits, max(self.first_bytes, -(-offset // steps)))
 
 
 def plan_parts(
-    limits: Limits, *, size_hint_bytes: int | None, asked_bytes: int | None, room_bytes: int
-) -> Cut:
+    limits: Limits, *, size_hint_bytes: int | None, configured_bytes: int | None, memory_bytes: int
+) -> PartPlan:
     """How to cut an object of about that size.
 
     asked_bytes: what the user set, else 16 MiB. room_bytes: what the upload may hold; a part is
@@ -304,11 +331,11 @@ def plan_parts(
             f"a file of {size} bytes: the store takes at most {limits.max_object_bytes}",
             hint="save with more ranks, or in more files",
         )
-    wanted = min(asked_bytes or _USUAL_BYTES, room_bytes)
+    wanted = min(configured_bytes or _DEFAULT_PART_BYTES, memory_bytes)
     # A tenth of the parts is kept for a file that turns out larger than it was told to be.
     needed = -(-size // max(1, limits.max_parts * 9 // 10))
     first = _fitted(limits, max(wanted, needed))
-    return Cut(limits, first, size_hint_bytes)
+    return PartPlan(limits, first, size_hint_bytes)
 
 
 def _fitted(limits: Limits, size_bytes: int) -> int:
@@ -322,7 +349,7 @@ def _fitted(limits: Limits, size_bytes: int) -> int:
 # -- the bounds of one upload ----------------------------------------------------------------
 
 
-class Room:
+class UploadBudget:
     """The bounds of one upload. memory_bytes: of all buffers. concurrency: parts under way at once."""
 
     def __init__(self, memory_bytes: int, concurrency: int) -> None:
@@ -330,7 +357,7 @@ class Room:
         self._concurrency = concurrency
         self._changed = threading.Condition()
         self._spare: list[memoryview] = []
-        self.held_bytes = 0
+        self.allocated_bytes = 0
         self.under_way = 0
         self.error: BaseException | None = None
         self.stopped = threading.Event()
@@ -342,17 +369,17 @@ class Room:
                 found = self._spare.pop()
                 if len(found) == size_bytes:
                     return found
-                self.held_bytes -= len(found)
+                self.allocated_bytes -= len(found)
             self._changed.wait_for(lambda: self._fits(size_bytes))
             self._check()
-            self.held_bytes += size_bytes
+            self.allocated_bytes += size_bytes
         # Nobody touches what no byte is copied to: most of a part may be lent.
         return np.empty(size_bytes, dtype=np.uint8).data
 
     def give_back(self, buffer: memoryview) -> None:
         """A buffer that never went out."""
         with self._changed:
-            self.held_bytes -= len(buffer)
+            self.allocated_bytes -= len(buffer)
 
     def begin(self) -> None:
         """A part goes out. Waits while enough are under way; raises a part's error."""
@@ -386,16 +413,16 @@ class Room:
         with self._changed:
             done = self._changed.wait_for(lambda: self.under_way == 0, wait_s)
             while self._spare:
-                self.held_bytes -= len(self._spare.pop())
+                self.allocated_bytes -= len(self._spare.pop())
             return done
 
     def _fits(self, size_bytes: int) -> bool:
-        while self._spare and self.held_bytes + size_bytes > self._memory_bytes:
-            self.held_bytes -= len(self._spare.pop())
+        while self._spare and self.allocated_bytes + size_bytes > self._memory_bytes:
+            self.allocated_bytes -= len(self._spare.pop())
         return (
             self.error is not None
             or self.under_way == 0  # a part that is larger than the bound goes alone
-            or self.held_bytes + size_bytes <= self._memory_bytes
+            or self.allocated_bytes + size_bytes <= self._memory_bytes
         )
 
     def _check(self) -> None:
@@ -419,11 +446,13 @@ class FillingPart:
     told: a small file gets a small buffer. gathers: whether the client sends pieces as they lie.
     """
 
-    def __init__(self, room: Room, size_bytes: int, told_bytes: int, *, gathers: bool) -> None:
+    def __init__(
+        self, budget: UploadBudget, size_bytes: int, declared_bytes: int, *, gathers: bool
+    ) -> None:
         self.size_bytes = size_bytes
         self.filled_bytes = 0
-        self._room = room
-        self._told_bytes = told_bytes
+        self._budget = budget
+        self._declared_bytes = declared_bytes
         self._gathers = gathers
         self._pieces: list[memoryview | _Copied] = []
         self._buffer: memoryview | None = None
@@ -465,7 +494,7 @@ class FillingPart:
         """It will never go out."""
         buffer = self.take_buffer()
         if buffer is not None:
-            self._room.give_back(buffer)
+            self._budget.give_back(buffer)
         self._pieces.clear()
 
     def _copy(self, piece: memoryview) -> None:
@@ -481,11 +510,240 @@ class FillingPart:
     def _buffer_for(self, size_bytes: int) -> memoryview:
         """The buffer, at least so large."""
         if self._buffer is None:
-            told = self._told_bytes
-            small = size_bytes <= told < self.size_bytes
-            self._buffer = self._room.buffer(told if small else self.size_bytes)
+            declared_bytes = self._declared_bytes
+            small = size_bytes <= declared_bytes < self.size_bytes
+            self._buffer = self._budget.buffer(declared_bytes if small else self.size_bytes)
         if len(self._buffer) < size_bytes:
-            small_one, self._buffer = self._buffer, self._room.buffer(self.size_bytes)
+            small_one, self._buffer = self._buffer, self._budget.buffer(self.size_bytes)
             self._buffer[: self._copied_bytes] = small_one[: self._copied_bytes]
-            self._room.give_back(small_one)
+            self._budget.give_back(small_one)
         return self._buffer
+
+
+# -- parts in order, for obstore -----------------------------------------------------------------
+
+_REORDER_WAIT_S: Final = (
+    0.5  # for the parts before one that came early, if one thread brings them all
+)
+_MAX_EARLY: Final = 4  # then so many wait as copies; more wait uncopied
+_STREAM_ABORT_S: Final = 30.0
+
+
+_Piece = bytes | np.ndarray[Any, Any]
+
+
+class _StoppedError(CkptfsError):
+    """The upload was aborted here; obstore passes it through."""
+
+
+class PartQueue:
+    """Parts in order, for one consumer. Any number of threads add them, in any order."""
+
+    def __init__(self, part_bytes: int) -> None:
+        self._changed = threading.Condition()
+        self._part_bytes = part_bytes
+        self._waiting: dict[int, list[_Piece]] = {}
+        self._pieces: deque[_Piece] = deque()  # what is left of the part that is handed over
+        self._consumed = 0  # parts that the consumer got, the last one perhaps in part
+        self._in_use: Counter[int] = Counter()  # pieces of each that it may still read
+        self._end: int | None = None
+        self._is_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        with self._changed:
+            if not self._pieces:
+                self._changed.wait_for(
+                    lambda: (
+                        self._is_ended
+                        or self._consumed == self._end
+                        or self._consumed in self._waiting
+                    )
+                )
+            if self._is_ended:
+                raise _StoppedError("the upload was aborted")
+            if not self._pieces:
+                if self._consumed not in self._waiting:
+                    raise StopIteration
+                self._pieces.extend(self._waiting.pop(self._consumed))
+                self._consumed += 1
+                self._changed.notify_all()
+            return self._pieces.popleft()
+
+    def put(self, number: int, pieces: Sequence[Buffer]) -> bool:
+        """Add one part, and return when nobody reads its buffers any more; of a smaller part, the last, at once.
+
+        Returns:
+            Whether it was taken. False: the stream has ended.
+        """
+        with self._changed:
+            if self._is_ended or number < self._consumed:
+                return not self._is_ended  # a part that went already: the bytes are the same
+            size_bytes = sum(memoryview(piece).nbytes for piece in pieces)
+            if not size_bytes:
+                return self._copy(number, [b""])
+            if size_bytes != self._part_bytes:
+                self._lend(number, pieces)
+                return True
+            try:
+                # Other threads bring those before it, as a rule at once: then nothing is copied, and
+                # what an upload holds is what its parts' owners know of.
+                self._changed.wait_for(
+                    lambda: self._is_ended or self._reaches(number), _REORDER_WAIT_S
+                )
+                if not self._reaches(number) and len(self._waiting) < _MAX_EARLY:
+                    return self._copy(number, pieces)
+                self._changed.wait_for(lambda: self._is_ended or self._reaches(number))
+                if not self._is_ended:
+                    self._lend(number, pieces)
+                    self._changed.wait_for(lambda: self._is_ended or number not in self._in_use)
+            except BaseException:
+                # Ctrl-C: the stream must not go on with a buffer that is the caller's again.
+                self._stop()
+                raise
+            return not self._is_ended
+
+    def _reaches(self, number: int) -> bool:
+        """Every part before this one is here or was handed over."""
+        return all(before in self._waiting for before in range(self._consumed, number))
+
+    def _copy(self, number: int, pieces: Sequence[Buffer]) -> bool:
+        self._waiting[number] = [bytes(whole(pieces))]
+        self._changed.notify_all()
+        return True
+
+    def finish(self) -> None:
+        """No more parts. StorageError: one is missing."""
+        with self._changed:
+            end = self._consumed + len(self._waiting)
+            if self._waiting and max(self._waiting) != end - 1:
+                raise StorageError(f"part {self._consumed} was never put")
+            self._end = end
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """The stream is over: the consumer's next step raises, whoever gives gets False."""
+        with self._changed:
+            self._stop()
+
+    def _lend(self, number: int, pieces: Sequence[Buffer]) -> None:
+        # Arrays only for their weak references: they die when the last reader of their bytes is gone.
+        lent = [np.frombuffer(piece, dtype=np.uint8) for piece in pieces]
+        self._in_use[number] += len(lent)
+        for array in lent:
+            weakref.finalize(array, self._released, number).atexit = False
+        self._waiting[number] = [*lent]
+        self._changed.notify_all()
+
+    def _released(self, number: int) -> None:
+        with self._changed:
+            self._in_use[number] -= 1
+            if not self._in_use[number]:
+                del self._in_use[number]
+                self._changed.notify_all()
+
+    def _stop(self) -> None:
+        self._is_ended = True
+        self._pieces.clear()
+        self._waiting.clear()
+        self._changed.notify_all()
+
+
+class StreamUpload(Upload):
+    """Parts that go out through one call, which a thread of its own makes.
+
+    Nothing happens, and no thread exists, before the first part.
+
+    Args:
+        context: The request, for errors.
+        part_bytes: The size of every part but the last.
+        send: Consumes the queue. It returns the object's etag, or raises typed errors.
+    """
+
+    def __init__(
+        self, context: RequestContext, part_bytes: int, send: Callable[[Iterator[Any]], str | None]
+    ) -> None:
+        self._context = context
+        self._part_bytes = part_bytes
+        self._send = send
+        self._queue = PartQueue(part_bytes)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._etag: str | None = None
+        self._failure: BaseException | None = None
+        self._ended = False
+        self._is_reported = False
+
+    def put_part(self, number: int, data: Buffer) -> None:
+        is_short = memoryview(data).nbytes != self._part_bytes
+        self.put_pieces(number, [bytes(data) if is_short else data])
+
+    def put_pieces(self, number: int, pieces: Sequence[Buffer]) -> None:
+        with self._lock:
+            if self._thread is None and not self._ended:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"ckptfs-upload-{self._context.uri.name}", daemon=True
+                )
+                self._thread.start()
+        if not self._queue.put(number, pieces):
+            raise self._final_error()
+
+    def complete(self) -> str | None:
+        if self._thread is None:
+            raise StorageError("an upload needs a part", uri=self._context.uri)
+        if not self._ended:
+            self._queue.finish()
+            self._thread.join()
+        failure = self._failure
+        if failure is None:
+            return self._etag
+        if self._is_reported:
+            raise NotFoundError("complete failed: the upload has ended", uri=self._context.uri)
+        self._is_reported = True
+        if isinstance(failure, NotFoundError) and failure.hint in self._no_upload_hints():
+            # obstore asked again after an answer that was lost, and met its own success.
+            raise AnswerLostError("complete may have happened", uri=self._context.uri)
+        raise failure
+
+    def _no_upload_hints(self) -> tuple[str | None, ...]:
+        """Of a 404 that means the upload; a missing bucket has another, and nothing of ours."""
+        return (None, reason_error(self._context, Reason.NO_UPLOAD).hint)
+
+    def abort(self) -> None:
+        self._queue.stop()
+        with self._lock:
+            thread = self._thread
+            self._ended = self._ended or thread is None
+        if thread is None:
+            return
+        thread.join(_STREAM_ABORT_S)
+        if thread.is_alive():
+            raise StorageError("the upload still waits for the server", uri=self._context.uri)
+        if self._failure is None:
+            return  # complete
+        failure, self._failure = self._failure, _StoppedError("the upload was aborted")
+        if not self._is_reported and not isinstance(failure, _StoppedError):
+            raise failure
+
+    def _run(self) -> None:
+        try:
+            self._etag = self._send(self._queue)
+        except BaseException as error:  # noqa: BLE001 - told by the next put_part or by complete
+            self._failure = error
+        self._ended = True
+        self._queue.stop()
+
+    def _final_error(self) -> BaseException:
+        """Why the stream is over, as something that trying again does not cure."""
+        failure, self._is_reported = self._failure, True
+        if isinstance(failure, TransientError | AnswerLostError):
+            return StorageError(
+                f"{failure.message}, also after obstore's own retries",
+                uri=failure.uri,
+                hint=failure.hint,
+            )
+        if failure is None or isinstance(failure, _StoppedError):
+            return StorageError("the upload was aborted", uri=self._context.uri)
+        return failure

@@ -1,6 +1,7 @@
 """An object store: keys, no directories, no rename. What is decided once for all client libraries.
 
     read create replace stat list     one request each       conditional_writes.py  are they honoured?
+    at_once      several of these at the same time
     open_write   parts in parallel    multipart.py           retry.py     when again
     open_read    ranges in parallel   ranged_reads.py          options.py   how much at once
     remove*      batches              bulk_delete.py           clients/     one file per library
@@ -16,11 +17,12 @@ there are new ones.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, wait
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError, UnsupportedError
 from ckptfs.storage.base import (
@@ -36,18 +38,23 @@ from ckptfs.storage.base import (
     UnfinishedUpload,
     usable,
 )
-from ckptfs.storage.bulk_delete import Deleter, Holds
-from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient
+from ckptfs.storage.bulk_delete import DeleteBackoff, Deleter
+from ckptfs.storage.clients.base import ALWAYS, IF_ABSENT, IfMatch, ObjectClient, PendingUpload
 from ckptfs.storage.clients.choose import choose_path, open_client, open_library
-from ckptfs.storage.conditional_writes import Honoured, Verdict, probe_conditions
+from ckptfs.storage.conditional_writes import ConditionProbe, HonouredConditions, probe_conditions
 from ckptfs.storage.multipart import ObjectWriter, Route, plan_parts
 from ckptfs.storage.options import ObjectOptions, parse_options
 from ckptfs.storage.ranged_reads import ObjectReader
-from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, notice_of
-from ckptfs.storage.threads import Threads
+from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, warning_limit_of
+from ckptfs.storage.threads import Threads, uninterrupted
 from ckptfs.uri import Uri
 
 __all__ = ["ObjectStorage", "open_object_store"]
+
+_log = logging.getLogger("ckptfs.storage")
+
+
+T = TypeVar("T")
 
 
 def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
@@ -58,7 +65,7 @@ def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
     """
     options, rest = parse_options(uri, storage_options)
     path = choose_path(uri, options.client, rest)
-    if path.module is None:
+    if not path.is_obstore:
         from ckptfs.storage.fsspec_store import FsspecStorage
 
         library = open_library(uri, options, rest)
@@ -68,15 +75,15 @@ def open_object_store(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _BucketState:
     """What this process has seen of one bucket through one client; storages come and go with saves."""
 
-    verdict: Verdict = field(default_factory=Verdict)
-    holds: Holds = field(default_factory=Holds)
+    conditions: ConditionProbe = field(default_factory=ConditionProbe)
+    backoff: DeleteBackoff = field(default_factory=DeleteBackoff)
 
 
 # By process, client library, endpoint and bucket. A fork begins anew: its locks are its own.
-_SEEN: dict[tuple[int, str, str, str], _Bucket] = {}
+_SEEN: dict[tuple[int, str, str, str], _BucketState] = {}
 
 
 class ObjectStorage(Storage):
@@ -99,23 +106,26 @@ class ObjectStorage(Storage):
         # What an upload may hold: all of it ours, or half of it the library's.
         self._memory_bytes = self.options.memory_bytes // (2 if client.copies_parts else 1)
         self.retrier = Retrier(
-            client.endpoint, RetryPolicy(self.options.retry_s), notice=notice_of(client.endpoint)
+            client.endpoint,
+            RetryPolicy(self.options.retry_s),
+            warning_limit=warning_limit_of(client.endpoint),
         )
         base = root.path.lstrip("/")
         self._prefix = f"{base}/" if base else ""
         self._pools: dict[int, Threads] = {}
+        self._callers: dict[int, Threads] = {}
         # As it was told first: a client that learns more by a request has the same server.
         self._server = (type(client).__qualname__, client.endpoint)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pools": {}}
+        return self.__dict__ | {"_pools": {}, "_callers": {}}
 
     @property
     def capabilities(self) -> Capabilities:
         """Before this process wrote here by a condition: what the client can ask for. Then what the
         probe saw. Asking costs nothing.
         """
-        found, asks = self._bucket.verdict.found, self.client.conditions
+        found, asks = self._bucket_state.conditions.found, self.client.conditions
         return Capabilities(
             shape=Shape.OBJECT,
             exclusive_create=asks.if_absent if found is None else found.if_absent,
@@ -161,6 +171,31 @@ class ObjectStorage(Storage):
                     "not read: the storage was closed meanwhile", uri=self.uri(key)
                 ) from None
         return tuple(found)
+
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T | StorageError]:
+        """As ``Storage.at_once``: all at the same time."""
+        if len(calls) < 2:  # noqa: PLR2004 - one is no reason for a thread
+            return super().at_once(calls)
+        first, *others = calls
+        # Not the threads that parts go out by: a call that waits for parts would take their place.
+        pool = self._threads(self._callers, "ckptfs-calls")
+        running: list[Future[T]] = []
+        try:
+            running += map(pool.submit, others)
+            found = super().at_once([first])
+        except RuntimeError as error:
+            raise StorageError(f"no thread takes a request: {error}", uri=self.root) from error
+        finally:
+            # Whatever ends this: a request that is still on its way may write.
+            uninterrupted(lambda: wait(running))
+        for one in running:
+            try:
+                found.append(one.result())
+            except StorageError as error:
+                found.append(error)
+            except CancelledError:
+                found.append(StorageError("the storage was closed meanwhile", uri=self.root))
+        return found
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         """As ``Storage.create``, by a conditional PUT. UnsupportedError: the store ignores it."""
@@ -217,25 +252,18 @@ class ObjectStorage(Storage):
         """As ``Storage.open_write``. With the size, parts are no larger than they must be; a size
         that no object may have is UnsupportedError at once.
         """
-        return self._writer(key, size_hint_bytes, kept=False)
-
-    def open_kept(self, key: str, *, size_bytes: int) -> DataWriter:
-        """As ``Storage.open_kept``: parts of an upload that was left are not sent again."""
-        return self._writer(key, size_bytes, kept=True)
-
-    def _writer(self, key: str, size_hint_bytes: int | None, *, kept: bool) -> ObjectWriter:
         uri = self.uri(key)
         try:
-            cut = plan_parts(
+            plan = plan_parts(
                 self.client.limits,
                 size_hint_bytes=size_hint_bytes,
-                asked_bytes=self.options.part_size_bytes,
-                room_bytes=self._memory_bytes,
+                configured_bytes=self.options.part_size_bytes,
+                memory_bytes=self._memory_bytes,
             )
         except StorageError as error:
             error.uri = str(uri)
             raise
-        return ObjectWriter(self._route, self._path(key), uri, cut, kept=kept)
+        return ObjectWriter(self._route, self._path(key), uri, plan)
 
     def open_read(self, key: str) -> DataReader:
         path = self._path(key)
@@ -277,13 +305,14 @@ class ObjectStorage(Storage):
         self.uri(key)
 
     def unfinished_uploads(self) -> tuple[UnfinishedUpload, ...]:
-        pending = self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
-        return tuple(UnfinishedUpload(p.key.removeprefix(self._prefix), p.age_s) for p in pending)
+        return tuple(
+            UnfinishedUpload(upload.key.removeprefix(self._prefix), upload.age_s)
+            for upload in self._pending()
+        )
 
     def sweep_uploads(self, older_than_s: float, keys: Collection[str] | None = None) -> int:
-        pending = self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
         swept = 0
-        for upload in pending:
+        for upload in self._pending():
             if upload.age_s < older_than_s:
                 continue
             if keys is not None and upload.key.removeprefix(self._prefix) not in keys:
@@ -299,33 +328,44 @@ class ObjectStorage(Storage):
         return None
 
     def close(self) -> None:
-        pool = self._pools.pop(os.getpid(), None)
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for pools in (self._pools, self._callers):
+            pool = pools.pop(os.getpid(), None)
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
         self.client.close()
 
     # -- inside ------------------------------------------------------------------------
+
+    def _pending(self) -> Sequence[PendingUpload]:
+        try:
+            return self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
+        except UnsupportedError as error:
+            # A lifecycle rule of the bucket does the same.
+            _log.info("unfinished uploads stay: %s", error)
+            return ()
 
     def _path(self, key: str) -> str:
         """The whole key in the bucket. UriError: not a plain relative key."""
         return self.uri(key).path.lstrip("/")
 
-    def _honoured(self, folder: str) -> Honoured:
+    def _honoured(self, folder: str) -> HonouredConditions:
         path = self._path(folder)
-        return self._bucket.verdict.settle(
+        return self._bucket_state.conditions.settle(
             lambda: probe_conditions(self.client, f"{path}/" if path else "", self.retrier)
         )
 
     @property
-    def _bucket(self) -> _Bucket:
+    def _bucket_state(self) -> _BucketState:
         root = self.root
         bucket = str(Uri(root.protocol, root.authority, "", "", root.userinfo))
         key = (os.getpid(), *self._server, bucket)
-        return _SEEN.get(key) or _SEEN.setdefault(key, _Bucket())
+        return _SEEN.get(key) or _SEEN.setdefault(key, _BucketState())
 
     @property
     def _deleter(self) -> Deleter:
-        return Deleter(self.client, self.retrier, self._bucket.holds, self.root, self._prefix)
+        return Deleter(
+            self.client, self.retrier, self._bucket_state.backoff, self.root, self._prefix
+        )
 
     @property
     def _route(self) -> Route:
@@ -333,11 +373,14 @@ class ObjectStorage(Storage):
         return Route(self.client, self.retrier, self._pool, at_once, self._memory_bytes)
 
     def _pool(self) -> Executor:
+        return self._threads(self._pools, "ckptfs-io")
+
+    def _threads(self, pools: dict[int, Threads], name: str) -> Executor:
         """The threads of this process: those of the one that forked it are not there."""
         pid = os.getpid()
-        found = self._pools.get(pid)
+        found = pools.get(pid)
         if found is None:
             # setdefault: of two threads that come first at once, both use one pool.
-            fresh = Threads(self.options.concurrency, "ckptfs-io")
-            found = self._pools.setdefault(pid, fresh)
+            fresh = Threads(self.options.concurrency, name)
+            found = pools.setdefault(pid, fresh)
         return found

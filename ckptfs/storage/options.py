@@ -1,16 +1,16 @@
-"""The storage options that are ours, for all object stores; the rest is the client library's.
+"""The storage options of ckptfs itself, for all object stores. The others belong to the client library.
 
-    client              "auto"    obstore where it can do what is asked, else the fsspec library;
+    client              "auto"    obstore if it can do what the options ask for, else the fsspec library;
                                   or one of them by name: "s3fs" "gcsfs" "adlfs" "obstore"
     part_size_bytes     by size   bytes of one part of an upload: 16 MiB, more for huge files
-    concurrency         8         requests under way at once, per opened storage
+    concurrency         8         requests in flight at once, per opened storage
     memory_bytes        256 MiB   what one upload holds beyond the caller's tensors
     retry_s             60        from the first failure of one request until it is given up
     connect_timeout_s   10        until a connection stands
     request_timeout_s   60        silence on one request
 
-Sizes may be written "16 MiB" and durations "60 s", because a URI's query is text. Nonsense is a
-UriError that names the option and what it takes. A part size is brought within what the store and
+Sizes may be written "16 MiB" and durations "60 s", because a URI's query is text. A value that makes no
+sense is a UriError that names the option and what it takes. A part size is adjusted to what the store and
 the object's size allow (multipart.py).
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 from ckptfs.errors import UriError
 from ckptfs.uri import Uri
 
-__all__ = ["OURS", "ObjectOptions", "Times", "parse_options"]
+__all__ = ["OURS", "ObjectOptions", "Times", "parse_boolean", "parse_options"]
 
 _UNITS = {
     "": 1, "B": 1,
@@ -41,18 +41,18 @@ _MAX_CONCURRENCY = 256
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """connect_s: until a connection stands. request_s: silence on one request, either way."""
+    """Time limits of one request."""
 
-    connect_s: float = 10.0
-    request_s: float = 60.0
+    connect_s: float = 10.0  # until a connection stands
+    request_s: float = 60.0  # without a byte in either direction
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectOptions:
-    """The table above, parsed. part_size_bytes None: by the object's size."""
+    """The options of the table above."""
 
     client: str = "auto"
-    part_size_bytes: int | None = None
+    part_size_bytes: int | None = None  # None: by the object's size
     concurrency: int = 8
     memory_bytes: int = 256 << 20
     retry_s: float = 60.0
@@ -73,7 +73,11 @@ OURS = (
 def parse_options(
     uri: Uri, storage_options: Mapping[str, Any]
 ) -> tuple[ObjectOptions, dict[str, Any]]:
-    """Ours, and all others as they were given. UriError: a value that means nothing here."""
+    """Split storage options into those of ckptfs, parsed, and all others, as they were given.
+
+    Raises:
+        UriError: A value makes no sense.
+    """
     ours = {name: value for name, value in storage_options.items() if name in OURS}
     rest = {name: value for name, value in storage_options.items() if name not in OURS}
     usual = ObjectOptions()
@@ -105,6 +109,19 @@ def parse_options(
             hint="make memory_bytes a few times the part, or the part smaller",
         )
     return options, rest
+
+
+def parse_boolean(uri: Uri, name: str, value: object) -> bool:
+    """Return a boolean option of a client library. A URI's query is text, and "false" must not mean true.
+
+    Raises:
+        UriError: It is neither true nor false.
+    """
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    found = known.get(str(value).lower())
+    if found is None:
+        raise UriError(f"storage option {name} takes true or false", uri=uri)
+    return found
 
 
 def _text(uri: Uri, name: str, value: object) -> str:

@@ -1,12 +1,12 @@
-"""Retrying one request: when again, and when no more. The one place where object stores wait.
+"""Retries of one request. This is the only place where object stores wait.
 
-    try 1 fails --wait--> try 2 fails --wait--> ...            until ``retry_s`` after the first failure
-               0 .. 0.1 s            0 .. 0.2 s   0 .. 5 s     then the last error, told with the number
-                                                              of tries and the endpoint
+    try 1 fails --wait--> try 2 fails --wait--> ...            until ``retry_s`` after the first failure,
+               0 .. 0.1 s            0 .. 0.2 s   0 .. 5 s     then the last error, with the number of
+                                                              tries and the endpoint in its message
 
-Waits double and are drawn from their whole range (full jitter): thousands of ranks that one throttled
-answer met at once come back spread out. Only what a retry may cure is tried again: TransientError
-always, AnswerLostError where doing it twice is the same as once. The clients make one try each.
+Waits double and are drawn from their whole range (full jitter), so that thousands of ranks that were throttled
+at the same moment come back at different ones. Only errors that a retry may cure are retried: TransientError
+always, AnswerLostError where doing it twice is the same as doing it once. The clients make one try each.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Final, TypeVar
 from ckptfs.errors import AnswerLostError, StorageError, TransientError
 from ckptfs.uri import mask_credentials
 
-__all__ = ["IDEMPOTENT", "NOT_DONE", "Retrier", "RetryPolicy", "notice_of", "wait_s"]
+__all__ = ["IDEMPOTENT", "NOT_DONE", "Retrier", "RetryPolicy", "wait_s", "warning_limit_of"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 T = TypeVar("T")
 _WARN_S = 3.0
-_AGAIN_S = 60.0
+_WARN_INTERVAL_S = 60.0
 
 Retryable = tuple[type[StorageError], ...]
 
@@ -40,20 +40,28 @@ NOT_DONE: Final[Retryable] = (TransientError,)
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """retry_s: from the first failure of one request until it is given up, 0 for a single try.
-    first_s: the longest first wait, doubled from wait to wait up to cap_s.
-    """
+    """How long one request is retried, and how long the waits are."""
 
-    retry_s: float = 60.0
-    first_s: float = 0.1
-    cap_s: float = 5.0
+    retry_s: float = (
+        60.0  # from the first failure until the request is given up; 0 for a single try
+    )
+    first_s: float = 0.1  # the longest first wait; each further one may be twice as long
+    cap_s: float = 5.0  # the longest wait of all
 
 
 def wait_s(policy: RetryPolicy, failures: int, share: float, since_first_s: float) -> float | None:
-    """How long to wait after failure number ``failures`` (from 1), or None: give up. Pure.
+    """Return how long to wait before the next try. Pure.
 
-    share: the drawn part of the wait's range, in [0, 1]. The last wait ends at the deadline, so that
-    there is a try at the end of the time that was promised.
+    The last wait ends at the deadline, so that there is a try at the end of the time that was promised.
+
+    Args:
+        policy: The bounds.
+        failures: How many tries have failed, from 1.
+        share: Which part of the wait's range was drawn, in [0, 1].
+        since_first_s: The time since the first failure.
+
+    Returns:
+        Seconds, or None: give up.
     """
     left_s = policy.retry_s - since_first_s
     if left_s <= 0:
@@ -74,43 +82,42 @@ def _sleep(seconds: float, stop: threading.Event | None) -> None:
         stop.wait(seconds)
 
 
-class Notice:
-    """When it was last told that requests to an endpoint fail. Threads that race may tell it twice, which is
-    harmless.
+class WarningLimit:
+    """Limits how often the log warns that requests to an endpoint fail.
+
+    Threads that race may warn twice, which is harmless.
     """
 
     def __init__(self) -> None:
-        self._told_s: float | None = None
+        self._warned_s: float | None = None
 
     def is_due(self, now_s: float) -> bool:
-        """Whether to tell it now; then not again for a minute."""
-        if self._told_s is not None and now_s - self._told_s < _AGAIN_S:
+        """Return whether to warn now; after True it returns False for a minute."""
+        if self._warned_s is not None and now_s - self._warned_s < _WARN_INTERVAL_S:
             return False
-        self._told_s = now_s
+        self._warned_s = now_s
         return True
 
 
 @functools.lru_cache(maxsize=256)
-def notice_of(endpoint: str) -> Notice:
-    """That of this process: it has a storage for each run, copy and reader, and one endpoint for all."""
+def warning_limit_of(endpoint: str) -> WarningLimit:
+    """Return the limit of this process for an endpoint: runs, copies and readers have storages of their own."""
     del endpoint
-    return Notice()
+    return WarningLimit()
 
 
 @dataclass(frozen=True, slots=True)
 class Retrier:
-    """Runs requests against one endpoint under one policy. Threads may share it; it pickles.
-
-    clock, sleep (seconds, and what ends it sooner) and draw (a number in [0, 1]) are for tests. notice:
-    of all requests of this process to the endpoint, so that only one of them warns.
-    """
+    """Runs requests against one endpoint under one policy. Thread-safe and picklable."""
 
     endpoint: str
     policy: RetryPolicy = RetryPolicy()
+    # Replaced by tests. ``sleep`` takes seconds and an event that ends it early, ``draw`` returns a number in [0, 1].
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float, threading.Event | None], object] = _sleep
     draw: Callable[[], float] = _draw
-    notice: Notice = field(default_factory=Notice, compare=False, repr=False)
+    # Shared by all requests of this process to the endpoint, so that only one of them warns.
+    warning_limit: WarningLimit = field(default_factory=WarningLimit, compare=False, repr=False)
 
     def run(
         self,
@@ -119,11 +126,20 @@ class Retrier:
         after: Retryable = IDEMPOTENT,
         stop: threading.Event | None = None,
     ) -> T:
-        """The request's result. After an error that is not in ``after``, or when the time is over,
-        that error; its message names the endpoint and the tries where there were several.
+        """Call ``request`` until it succeeds or the policy's time is over.
 
-        stop: somebody who does not need the result any more sets it; no wait outlasts it, and the
-        last error comes at once.
+        Args:
+            request: One try.
+            after: The errors that are retried.
+            stop: Set by somebody who does not need the result any more: no wait outlasts it, and the last error
+                is raised at once.
+
+        Returns:
+            The result of the first try that succeeds.
+
+        Raises:
+            StorageError: The last error. Its message names the endpoint, and the number of tries if there were
+                several.
         """
         failures = 0
         first_s = 0.0
@@ -136,7 +152,7 @@ class Retrier:
                 first_s = now_s if failures == 1 else first_s
                 pause_s = wait_s(self.policy, failures, self.draw(), now_s - first_s)
                 if pause_s is None or (stop is not None and stop.is_set()):
-                    self._told(error, failures, now_s - first_s)
+                    self._add_tries(error, failures, now_s - first_s)
                     raise
                 log.debug("try %d at %s failed: %s", failures, self.endpoint, error)
                 before_s = _WARN_S - (now_s - first_s)
@@ -147,16 +163,16 @@ class Retrier:
                 self._warn(error, self.clock() - first_s)
             except StorageError as error:
                 if failures:
-                    self._told(error, failures + 1, self.clock() - first_s)
+                    self._add_tries(error, failures + 1, self.clock() - first_s)
                 raise
             self.sleep(pause_s, stop)
 
     def _warn(self, error: StorageError, spent_s: float) -> None:
-        """Say once what a request is waiting for, so that a wrong endpoint is seen before it is given up."""
+        """Warn once what a request waits for, so that a wrong endpoint is noticed before it is given up."""
         if (
             spent_s >= _WARN_S
             and self.policy.retry_s > _WARN_S
-            and self.notice.is_due(self.clock())
+            and self.warning_limit.is_due(self.clock())
         ):
             log.warning(
                 "a request to %s has failed for %.0f s: %s; tried again for %.0f s more",
@@ -166,7 +182,7 @@ class Retrier:
                 max(0.0, self.policy.retry_s - spent_s),
             )
 
-    def _told(self, error: StorageError, tries: int, spent_s: float) -> None:
+    def _add_tries(self, error: StorageError, tries: int, spent_s: float) -> None:
         many = f"{tries} tries in {spent_s:.1f} s" if tries > 1 else "1 try"
         if self.endpoint in error.message:
             error.message = f"{error.message} ({many})"

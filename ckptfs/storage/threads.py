@@ -6,20 +6,33 @@ when the interpreter ends, so a thread that waits in a dead mount would keep the
 of this pool are daemon threads that nothing joins at the end: only a thread that waits for a result keeps
 the process alive. They start when there is work, and end after some idle seconds or at ``shutdown``. Their
 system calls belong to the task that submitted the work (``inflight``).
+
+A ``Pump`` writes one piece of a file on a thread of its own while its caller reads, digests or copies the next:
+
+    read ahead --> compared --> Pump --> DataWriter
+
+``ProcessLock`` is a lock that a fork does not inherit as locked:
+
+    thread A holds the lock, opening a client   |  thread B forks: the child has B only, and a plain
+                                                |  lock stays locked there for ever
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 from ckptfs.storage.inflight import with_task
+from ckptfs.storage.io import DataWriter
 
-__all__ = ["Threads", "uninterrupted"]
+__all__ = ["ProcessLock", "Pump", "Threads", "uninterrupted"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -145,3 +158,157 @@ class Threads(Executor):
             self._running -= 1
             self._changed.notify_all()
             return None
+
+
+class ProcessLock:
+    """``with lock:``, among the threads of one process. Each process has its own, made when first used.
+
+    What it guards is the parent's too after a fork: whoever locks looks whose it is.
+    """
+
+    def __init__(self) -> None:
+        self._locks: dict[int, threading.Lock] = {}
+
+    def __enter__(self) -> None:
+        pid = os.getpid()
+        # setdefault: of two threads that come first at once, both get the same lock.
+        (self._locks.get(pid) or self._locks.setdefault(pid, threading.Lock())).acquire()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._locks[os.getpid()].release()
+
+
+_PUMP_BYTES = 4 << 20  # files with a piece of this get a thread; smaller ones are not worth it
+_AHEAD = 1  # pieces that wait for the pump: one staged tensor more in memory, no two
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Bytes for the writer."""
+
+    data: bytearray | memoryview
+    is_lent: bool  # nobody changes them until the file is closed
+
+
+class Pump:
+    """Writes pieces in order, on a thread once a large one comes: the caller makes the next one meanwhile.
+
+    Leaving the ``with`` block normally waits until all is written. Leaving it by an exception writes nothing
+    more, and waits for the write in progress: the writer may be aborted then.
+    """
+
+    def __init__(self, writer: DataWriter) -> None:
+        self._writer = writer
+        self._pieces: queue.SimpleQueue[_Piece | Callable[[], None] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_AHEAD)
+        self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc is None:
+            self.finish()
+        else:
+            self.stop(exc)
+
+    def write(self, data: bytearray | memoryview) -> None:
+        """Write ``data``, now or soon. It must not change until two more pieces have been passed, or ``finish``.
+
+        Raises:
+            BaseException: What writing an earlier piece raised.
+        """
+        self._put(_Piece(data, is_lent=False))
+
+    def lend(self, data: bytearray | memoryview) -> None:
+        """As ``write``; ``data`` must not change until the file is closed."""
+        self._put(_Piece(data, is_lent=True))
+
+    def _put(self, piece: _Piece) -> None:
+        if self._thread is None and (len(piece.data) < _PUMP_BYTES or not self._start()):
+            self._write(piece)
+            return
+        if self._error is not None:
+            raise self._error
+        self._room.acquire()
+        self._pieces.put(piece)
+
+    def then(self, done: Callable[[], None]) -> None:
+        """Call ``done`` when all that was put is written; never, when writing fails."""
+        if self._thread is None:
+            done()
+        else:
+            self._pieces.put(done)
+
+    def _start(self) -> bool:
+        thread = threading.Thread(target=with_task(self._run), name="ckptfs-pump", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False  # no threads left, or the interpreter is ending: written without one
+        self._thread = thread
+        return True
+
+    def _write(self, piece: _Piece) -> None:
+        if piece.is_lent:
+            self._writer.lend(piece.data)
+        else:
+            self._writer.write(piece.data)
+
+    def finish(self) -> None:
+        """Return when all is written.
+
+        Raises:
+            BaseException: What writing raised.
+        """
+        if self._thread is not None:
+            self._pieces.put(None)
+            try:
+                self._ended.wait()
+            except BaseException as error:
+                self.stop(error)
+                raise
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def stop(self, why: BaseException) -> None:
+        """Write nothing more and return when nothing is being written."""
+        self._error = self._error or why
+        if self._thread is not None:
+            self._pieces.put(None)
+            uninterrupted(self._ended.wait)  # or it would write through a writer that was aborted
+            self._thread = None
+
+    def _run(self) -> None:
+        try:
+            self._pump()
+        finally:
+            self._ended.set()
+
+    def _pump(self) -> None:
+        # After an error it goes on taking pieces, or put() would block for ever.
+        while (piece := self._pieces.get()) is not None:
+            if isinstance(piece, _Piece):
+                self._room.release()
+            if self._error is None:
+                try:
+                    if isinstance(piece, _Piece):
+                        self._write(piece)
+                    else:
+                        piece()
+                except BaseException as error:  # noqa: BLE001 - raised by put() or finish()
+                    self._error = error
+            del piece  # while waiting for the next, this one may be the last to hold a staged copy

@@ -52,16 +52,21 @@ from ckptfs.storage.base import (
     first_of,
     usable,
 )
-from ckptfs.storage.clients.webhdfs_client import FileStatus, Over, StreamedPut, WebHdfsClient
+from ckptfs.storage.clients.webhdfs_client import (
+    FileStatus,
+    RenameOptions,
+    StreamedPut,
+    WebHdfsClient,
+)
 from ckptfs.storage.options import ObjectOptions, parse_options
 from ckptfs.storage.os_errors import too_large
-from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, notice_of
+from ckptfs.storage.retry import NOT_DONE, Retrier, RetryPolicy, warning_limit_of
 from ckptfs.storage.threads import Threads
 from ckptfs.uri import Uri
 
 __all__ = ["WebHdfsStorage", "open_webhdfs"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 T = TypeVar("T")
 
 _PARTIAL: Final = ".partial-"
@@ -148,7 +153,9 @@ class WebHdfsStorage(Storage):
         self._client = client
         self._concurrency = options.concurrency
         retrier = Retrier(
-            client.endpoint, RetryPolicy(options.retry_s), notice=notice_of(client.endpoint)
+            client.endpoint,
+            RetryPolicy(options.retry_s),
+            warning_limit=warning_limit_of(client.endpoint),
         )
         self._files = _TemporaryFiles(client, retrier)
         # Staging keys of creates that got no answer, with the temporary files that they may have left.
@@ -421,11 +428,11 @@ class _TemporaryFiles:
             self.delete(path)
             raise
 
-    def rename(self, path: str, target: str, uri: Uri, over: Over) -> None:
+    def rename(self, path: str, target: str, uri: Uri, rename_options: RenameOptions) -> None:
         """Rename ``path`` to the key ``target``.
 
         Raises:
-            AlreadyExistsError: The key exists, and ``over`` is "NONE".
+            AlreadyExistsError: The key exists, and ``rename_options`` is "NONE".
             AnswerLostError: No answer came until ``retry_s`` was over.
         """
         lost = False
@@ -433,7 +440,7 @@ class _TemporaryFiles:
         def rename() -> None:
             nonlocal lost
             try:
-                self.client.rename(path, target, over)
+                self.client.rename(path, target, rename_options)
             except AnswerLostError:
                 lost = True
                 raise

@@ -29,12 +29,12 @@ class Calls:
         self._counts: Counter[str] = Counter()
 
     def add(self, op: str, times: int = 1) -> None:
-        """So many more."""
+        """Count operation ``op`` so many ``times`` more."""
         with self._lock:
             self._counts[op] += times
 
     def taken(self) -> dict[str, int]:
-        """Everything since the last call of this, by name."""
+        """Return everything since the last call of this, by name."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return dict(sorted(counts.items()))
@@ -43,12 +43,14 @@ class Calls:
 class CountedPosix(Posix):
     """The real kernel, counted.
 
-    create     open(2) that makes a file           open      open(2) of a file that is there
-    open dir   open(2) of a directory              list      scandir
-    sync       fsync of a file                     sync dir  fsync of a directory
-    mkdir  rename  link  unlink  rmdir  stat  readlink  utime  statvfs      as they are called
+        create     open(2) that makes a file           open      open(2) of a file that is there
+        open dir   open(2) of a directory              list      scandir
+        sync       fsync of a file                     sync dir  fsync of a directory
+        mkdir  rename  link  unlink  rmdir  stat  readlink  utime  statvfs      as they are called
 
-    ``durable=False`` counts each fsync and leaves it out: a world that is simulated loses no power.
+    Args:
+        calls: What counts.
+        durable: False counts each fsync and leaves it out: a world that is simulated loses no power.
     """
 
     def __init__(self, calls: Calls, *, durable: bool = True) -> None:

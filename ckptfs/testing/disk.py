@@ -39,10 +39,14 @@ class PowerCut(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Fsync:
-    """One fsync call: its number (from 1), what it was for, and the functions that led to it.
+    """One fsync call.
 
-    site: names of the functions of ckptfs.storage on the stack, outermost first, joined by ">",
-    such as "create>write_whole" or "make_dir>make_dirs>sync_dir".
+    Attributes:
+        number: From 1.
+        path: What it was for.
+        is_dir: It was for a directory.
+        site: Names of the functions of ckptfs.storage on the stack, outermost first, joined by ">", such as
+            "create>write_whole" or "make_dir>make_dirs>sync_dir".
     """
 
     number: int
@@ -68,8 +72,15 @@ _Node = _File | _Dir
 class SimulatedDisk(Posix):
     """The seam with a memory of what is durable. Thread-safe; one process; not picklable.
 
-    directory: exists, and is durable as it is. crash_at: the number of the system call (from 1)
-    instead of which PowerCut is raised; every later one raises it too. deaf_to: fsyncs to ignore.
+    Args:
+        directory: It exists, and is durable as it is.
+        crash_at: The number of the system call (from 1) that raises PowerCut in place of its work; every
+            later one raises it too. None: no such call.
+        deaf_to: Returns True for fsyncs that are ignored.
+
+    Attributes:
+        calls: How many system calls were made.
+        fsyncs: The fsync calls.
     """
 
     def __init__(
@@ -101,11 +112,13 @@ class SimulatedDisk(Posix):
             self.calls += 1
 
     def materialise(self, path: str, *, lucky: Callable[[str], bool] = lambda _: False) -> None:
-        """Write the durable image to ``path``, which must not exist.
+        """Write the durable image to a directory.
 
-        lucky: asked with the path of each name, and of each file's bytes, that were not synced:
-        True where they reached the disk all the same, as any of them may. Equal paths must get
-        equal answers.
+        Args:
+            path: The directory, which must not exist.
+            lucky: Called with the path of each name, and of each file's bytes, that were not synced; True
+                where they reached the disk all the same, as any of them may. Equal paths must get equal
+                answers.
         """
         with self._lock:
             places = dict(_places(self._top, self.directory))
@@ -304,12 +317,16 @@ def _write_out(
             file.write(data)
 
 
+# They call work for others, on a thread or with its task: the work is named, not who carries it.
+_CARRIERS = ("ckptfs.storage.threads", "ckptfs.storage.inflight")
+
+
 def _site() -> str:
     names: list[str] = []
     frame = sys._getframe(1)  # noqa: SLF001 - the documented way to the caller's frame
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.startswith("ckptfs.storage.") and module != "ckptfs.storage.threads":
+        if module.startswith("ckptfs.storage.") and module not in _CARRIERS:
             names.append(frame.f_code.co_name)
         frame = frame.f_back  # type: ignore[assignment]
     return ">".join(name for name in reversed(names) if not name.startswith("<"))

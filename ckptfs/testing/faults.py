@@ -91,7 +91,17 @@ def open_faulty(uri: Uri, storage_options: Mapping[str, Any]) -> FaultyStorage:
 
 
 class FaultyStorage(Storage):
-    """``inner`` with a plan. ``root`` is what it calls itself, by default as inner does."""
+    """A storage with a plan of what goes wrong, at which operation.
+
+    Args:
+        inner: The real storage.
+        plan: What goes wrong; its trace has every operation.
+        root: The URI that it calls itself; None: that of ``inner``.
+
+    Attributes:
+        inner: The real storage.
+        plan: What goes wrong, and the trace.
+    """
 
     def __init__(self, inner: Storage, plan: Plan, *, root: Uri | None = None) -> None:
         self.inner = inner

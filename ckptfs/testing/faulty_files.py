@@ -24,7 +24,7 @@ class Do(Protocol):
 
 
 class FaultyWriter(DataWriter):
-    """A writer whose operations are counted."""
+    """A writer of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
 
     def __init__(self, do: Do, key: str, inner: DataWriter) -> None:
         self._do = do
@@ -76,7 +76,7 @@ class FaultyWriter(DataWriter):
 
 
 class FaultyReader(DataReader):
-    """A reader whose operations are counted."""
+    """A reader of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
 
     def __init__(self, do: Do, key: str, inner: DataReader) -> None:
         self._do = do
@@ -98,7 +98,9 @@ class FaultyReader(DataReader):
 
 
 class FaultyWindows(ParallelWriter):
-    """A parallel writer whose operations are counted: each window is a ``write``."""
+    """A parallel writer of ``key`` with operations that are counted by ``do``, each window as a ``write``;
+    ``inner`` is the real one.
+    """
 
     def __init__(self, do: Do, key: str, inner: ParallelWriter) -> None:
         self._do = do

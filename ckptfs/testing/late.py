@@ -22,7 +22,11 @@ __all__ = ["LateNews", "LateStorage", "SharedClock"]
 
 
 class SharedClock(Clock):
-    """Time that passes only while somebody waits. ``wall_s`` is real, ``ahead_s`` off. Thread-safe."""
+    """Time that passes only while a process waits. Thread-safe.
+
+    Args:
+        ahead_s: How many seconds ``wall_s`` is ahead of the real time.
+    """
 
     def __init__(self, ahead_s: float = 0.0) -> None:
         self._ahead_s = ahead_s
@@ -47,7 +51,10 @@ class SharedClock(Clock):
 class LateNews:
     """Who wrote what when; what of it another node does not see yet. Thread-safe.
 
-    only: names that contain it; the others are seen at once.
+    Args:
+        delay_s: How many seconds later other nodes see it.
+        clock: What measures time.
+        only: Names that contain it are late; the others are seen at once.
     """
 
     def __init__(self, delay_s: float, clock: Clock, *, only: str = "") -> None:
@@ -57,17 +64,23 @@ class LateNews:
         self._wrote: dict[str, tuple[str, float]] = {}
 
     def wrote(self, node: str, uri: str) -> None:
-        """A node has written there, for the first time or again."""
+        """Note that ``node`` has written at ``uri``, for the first time or again."""
         self._wrote.setdefault(uri, (node, self._clock.now_s()))
 
     def is_hidden(self, node: str, uri: str) -> bool:
-        """Whether a node does not see it yet."""
+        """Whether ``node`` does not see ``uri`` yet."""
         writer, at_s = self._wrote.get(uri, (node, 0.0))
         return self._only in uri and writer != node and self._clock.now_s() - at_s < self._delay_s
 
 
 class LateStorage(FaultyStorage):
-    """``inner`` as one node sees it."""
+    """A storage as one node sees it.
+
+    Args:
+        inner: The real storage.
+        news: What is not seen yet.
+        node: The node.
+    """
 
     def __init__(self, inner: Storage, news: LateNews, node: str) -> None:
         super().__init__(inner, Plan())

@@ -24,23 +24,22 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ckptfs.errors import CkptfsError, Failure, StateError
-from ckptfs.testing.world import End, worlds_of
-from ckptfs.topology.control import Control
-from ckptfs.topology.verdict import (
+from ckptfs.control.control import Control
+from ckptfs.control.messages import (
     Verdict,
     attempt,
-    collective_error,
-    decode_said,
+    decode_message,
     decode_verdict,
     encode_verdict,
-    failure_of,
     joined,
-    said_by,
+    message_by,
     settle,
     split,
 )
-from ckptfs.topology.world import World
+from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError, Failure, StateError
+from ckptfs.testing.world import End, worlds_of
 
 __all__ = ["LockstepControl", "StepCost", "lockstep"]
 
@@ -53,9 +52,12 @@ _STACK_BYTES = 512 << 10  # 4096 stacks of the usual 8 MiB are more than some ma
 class StepCost:
     """One collective step, encoded as the real control plane sends it.
 
-    said_bytes: what ranks 1, 2, ... say to the coordinator, together; verdict_bytes: the one answer,
-    which each of them reads; pieces_bytes: what is for one of them alone, together. decide_s: from the
-    last arrival to the answer, on the coordinator.
+    Attributes:
+        label: The step.
+        said_bytes: Bytes that ranks 1, 2, ... send to the coordinator, together.
+        verdict_bytes: Bytes of the one answer, which each of them reads.
+        pieces_bytes: Bytes that are for one of them alone, together.
+        decide_s: Seconds from the last arrival to the answer, on the coordinator.
     """
 
     label: str
@@ -65,7 +67,9 @@ class StepCost:
     decide_s: float
 
     def read_bytes(self, ranks: int) -> int:
-        """What is read from the store: values and pieces once, the answer by all but the coordinator."""
+        """Return the bytes that ``ranks`` ranks read from the store: values and pieces once, the answer by all
+        but the coordinator.
+        """
         return self.said_bytes + (ranks - 1) * self.verdict_bytes + self.pieces_bytes
 
 
@@ -76,10 +80,18 @@ def lockstep(
     nodes: Sequence[str] | None = None,
     job_id: str | None = "simulated",
 ) -> tuple[list[End[T]], list[StepCost]]:
-    """Run ``fn(control)`` on ``size`` ranks in turn; how each ended, and what each step sent.
+    """Run ``fn(control)`` on ranks in turn.
 
-    nodes: the node of each rank; None puts all of them on one. One call at a time per process: the
-    size of the threads' stacks is the process's.
+    One call at a time per process: the size of the threads' stacks is the process's.
+
+    Args:
+        size: How many ranks.
+        fn: What each rank does.
+        nodes: The node of each rank; None puts all of them on one.
+        job_id: The name of the job; None: it has none.
+
+    Returns:
+        How each rank ended, and what each step sent.
     """
     ring = _Ring(worlds_of(size, nodes, job_id))
     ends: list[End[T]] = [End(rank, error=StateError("did not end")) for rank in range(size)]
@@ -173,7 +185,7 @@ class _Ring:
         if missing or rank:
             verdict: Verdict[Any] = Verdict(error=self._lost(label, missing))
         else:
-            said = [decode_said(step.said[r]) for r in range(len(self.worlds))]
+            said = [decode_message(step.said[r]) for r in range(len(self.worlds))]
             verdict, raised = settle(said, decide, self.worlds)
         try:
             common, each = split(verdict)
@@ -206,7 +218,16 @@ class _Ring:
 
 
 class LockstepControl:
-    """The Control of one rank of ``lockstep``; see ``Control`` for what each call means."""
+    """The Control of one rank of ``lockstep``; see ``Control`` for what each call means.
+
+    Args:
+        ring: All ranks.
+        rank: This one.
+        path: Names this control among its clones.
+
+    Attributes:
+        world: This rank.
+    """
 
     def __init__(self, ring: _Ring, rank: int, path: str) -> None:
         self.world = ring.worlds[rank]
@@ -233,13 +254,15 @@ class LockstepControl:
     def step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
     ) -> Any:
-        """As ``Control.step``."""
+        """Return what ``decide`` makes of the values of ``local`` on all ranks, in the step ``label``; None:
+        nothing. As ``Control.step``.
+        """
         key = (self._path, self._index)
         self._index += 1
         said, problem = attempt(label, local, self.world)
         if problem is not None and not isinstance(problem, Exception):
             raise problem
-        step = self._ring.arrive(key, self.rank, said_by(self.world, said))
+        step = self._ring.arrive(key, self.rank, message_by(self.world, said))
         raised = None
         if step.verdict is None:
             raised = self._ring.decide(step, label, decide, self.rank)
@@ -252,7 +275,7 @@ class LockstepControl:
         return verdict.unwrap(problem or raised)
 
     def clone(self) -> LockstepControl:
-        """As ``Control.clone``; but there is one turn for all, so it serves the same thread."""
+        """Return a clone, as ``Control.clone``; but there is one turn for all, so it serves the same thread."""
         self._clones += 1
         return LockstepControl(self._ring, self.rank, f"{self._path}/{self._clones}")
 

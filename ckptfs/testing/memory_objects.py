@@ -40,8 +40,13 @@ _SERVERS = itertools.count(1)
 
 
 class Manner(Enum):
-    """What a server makes of a condition: honours it, writes all the same, answers 501, or knows an
-    etag only without its quotation marks.
+    """What a server makes of a condition.
+
+    Attributes:
+        HONOURS: It honours it.
+        IGNORES: It writes all the same.
+        REFUSES: It answers 501.
+        BARE_ONLY: It knows an etag only without its quotation marks.
     """
 
     HONOURS = "honours"
@@ -52,7 +57,12 @@ class Manner(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """What a server makes of "only if absent" and of "only if it matches"."""
+    """What a server makes of both conditions.
+
+    Attributes:
+        if_absent: What it makes of "only if absent".
+        if_match: What it makes of "only if it matches".
+    """
 
     if_absent: Manner = Manner.HONOURS
     if_match: Manner = Manner.HONOURS
@@ -60,7 +70,12 @@ class Manners:
 
 @dataclass(slots=True)
 class Stored:
-    """One object."""
+    """One object.
+
+    Attributes:
+        data: Its bytes.
+        etag: Its etag.
+    """
 
     data: bytes
     etag: str
@@ -68,7 +83,13 @@ class Stored:
 
 @dataclass(slots=True)
 class Pending:
-    """One upload that is not complete."""
+    """One upload that is not complete.
+
+    Attributes:
+        key: The object that it would become.
+        began_s: When it began, in seconds of the server's clock.
+        parts: Bytes of each part, by number.
+    """
 
     key: str
     began_s: float
@@ -76,7 +97,22 @@ class Pending:
 
 
 class MemoryObjects:
-    """One bucket and its server. ``plan`` is asked at every request; ``clock`` is the server's."""
+    """One bucket and its server.
+
+    Args:
+        plan: What goes wrong, at which request; None: nothing.
+        limits: Of the server.
+        manners: What it makes of conditions.
+        clock: The server's, in seconds.
+
+    Attributes:
+        locked: Shell patterns of keys that may not be deleted.
+        objects: The objects, by key.
+        uploads: Uploads that are not complete, by id.
+        lock: Held while a request is served.
+        pid: The process that made it.
+        number: Tells servers of one process apart.
+    """
 
     def __init__(
         self,
@@ -99,22 +135,34 @@ class MemoryObjects:
         self._numbers = itertools.count(1)
 
     def requests(self, op: str = "*") -> list[Operation]:
-        """What was asked, in order; ``op`` is a shell pattern."""
+        """Return the requests so far, in order, with an operation that fits the shell pattern ``op``."""
         return [o for o in self.plan.trace if fnmatch.fnmatchcase(o.op, op)]
 
     def counts(self) -> Counter[str]:
-        """How often each operation was asked for."""
+        """Return how often each operation was requested."""
         return Counter(o.op for o in self.plan.trace)
 
     def put_behind(self, key: str, data: bytes) -> str:
-        """Another writer: not counted, under no plan and no condition. The new etag."""
+        """Write as another writer does: not counted, under no plan and no condition.
+
+        Args:
+            key: The object.
+            data: Its bytes.
+
+        Returns:
+            The new etag.
+        """
         with self.lock:
             etag = f'"{next(self._numbers):032x}"'
             self.objects[key] = Stored(bytes(data), etag)
             return etag
 
     def new_upload(self, key: str) -> str:
-        """Begin one; its id."""
+        """Begin an upload of ``key``.
+
+        Returns:
+            Its id.
+        """
         with self.lock:
             name = f"upload-{next(self._numbers)}"
             self.uploads[name] = Pending(key, self.clock())
@@ -128,15 +176,15 @@ class MemoryStores:
         self._held: dict[str, MemoryObjects] = {}
 
     def bucket(self, name: str) -> MemoryObjects:
-        """The bucket of that name, made at first use."""
+        """The bucket ``name``, made at first use."""
         return self._held.get(name) or self._held.setdefault(name, MemoryObjects())
 
     def put(self, name: str, store: MemoryObjects) -> None:
-        """Let ``objects+memory://name`` lead to this one."""
+        """Let ``objects+memory://name`` lead to ``store``, for this ``name``."""
         self._held[name] = store
 
     def drop(self, name: str) -> None:
-        """Forget a bucket; absent is success."""
+        """Forget the bucket ``name``; absent is success."""
         self._held.pop(name, None)
 
 

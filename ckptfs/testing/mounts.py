@@ -19,7 +19,11 @@ __all__ = ["CopyingMount"]
 
 
 class CopyingMount(Posix):
-    """A kernel whose directories are prefixes. Thread-safe; picklable."""
+    """A kernel with directories that are prefixes. Thread-safe; picklable.
+
+    Args:
+        links: Whether it has hard links.
+    """
 
     def __init__(self, *, links: bool = True) -> None:
         self.links = links

@@ -25,13 +25,21 @@ MARK = "@node"
 
 
 def this_node(environment: Mapping[str, str] | None = None) -> str:
-    """The simulated node of this process."""
+    """The simulated node of this process, by the variables of ``environment``; None: its own."""
     variables = os.environ if environment is None else environment
     return variables.get("CKPTFS_NODE") or variables.get("GROUP_RANK") or "0"
 
 
 def node_directory(uri: Uri, node: str) -> str:
-    """Where ``uri`` really is on ``node``. UriError: the node is not one component."""
+    """Return where a URI really is on a node.
+
+    Args:
+        uri: A URI of ``nodes+file``.
+        node: The simulated node.
+
+    Raises:
+        UriError: The node is not one component.
+    """
     check_key(node)
     if not node or "/" in node:
         raise UriError(f"a node is one component of a path, not {node!r}", uri=uri)
@@ -42,7 +50,15 @@ def node_directory(uri: Uri, node: str) -> str:
 
 
 def open_nodes(uri: Uri, storage_options: Mapping[str, Any]) -> Storage:
-    """The registry's factory of ``nodes+file``."""
+    """The registry's factory of ``nodes+file``.
+
+    Args:
+        uri: ``nodes+file:///path``.
+        storage_options: There are none.
+
+    Raises:
+        UriError: Another protocol, or any option.
+    """
     if uri.protocol != "nodes+file" or storage_options:
         raise UriError("simulated nodes are directories: nodes+file:///path", uri=uri)
     return LocalStorage(uri, directory=node_directory(uri, this_node()))

@@ -87,7 +87,15 @@ _BOTH = Conditions(if_absent=True, if_match=True)
 
 
 def open_memory_objects(uri: Uri, storage_options: Mapping[str, Any]) -> ObjectStorage:
-    """The registry's factory of ``objects+memory``. Takes the options of all object stores."""
+    """The registry's factory of ``objects+memory``: an object store in the memory of this process.
+
+    Args:
+        uri: ``objects+memory://bucket/run``; all storages of one bucket in this process see the same objects.
+        storage_options: The options of all object stores.
+
+    Raises:
+        UriError: Another option, or there are several processes.
+    """
     options, rest = parse_options(uri, storage_options)
     if rest:
         raise UriError(f"objects+memory:// has no option {min(rest)!r}", uri=uri)

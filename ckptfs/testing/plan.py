@@ -37,7 +37,13 @@ Done = Callable[[], object]
 
 
 class When(Enum):
-    """At which moment of an operation."""
+    """At which moment of an operation.
+
+    Attributes:
+        BEFORE: Before it.
+        HALF: Half-way through.
+        AFTER: After it.
+    """
 
     BEFORE = "before"
     HALF = "half"
@@ -46,14 +52,24 @@ class When(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """SIGKILL to this process."""
+    """SIGKILL to this process.
+
+    Attributes:
+        when: At which moment.
+    """
 
     when: When = When.BEFORE
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Raise: an OSError becomes the typed error of its errno; anything else comes as it is."""
+    """Raise an error.
+
+    Attributes:
+        error: What is raised: an OSError becomes the typed error of its errno; anything else is raised as it
+            is.
+        when: At which moment.
+    """
 
     error: BaseException
     when: When = When.BEFORE
@@ -61,7 +77,13 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Lose:
-    """Raise AnswerLostError; done now, never, or later (``after`` operations, or ``deliver``)."""
+    """Raise AnswerLostError.
+
+    Attributes:
+        done: Whether the operation is done.
+        later: It is done later, by ``deliver`` or after ``after``.
+        after: How many operations later it is done; None: by ``deliver``.
+    """
 
     done: bool = True
     later: bool = False
@@ -70,7 +92,12 @@ class Lose:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Set ``reached``, then wait for ``release`` before the operation is done."""
+    """Set ``reached``, then wait for ``release`` before the operation is done.
+
+    Attributes:
+        reached: Set when the operation begins.
+        release: Waited for.
+    """
 
     reached: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
@@ -78,7 +105,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class HoldFile:
-    """The same between processes: make ``path``.reached, wait until ``path`` exists."""
+    """The same between processes: make the file ``path``.reached, wait until ``path`` exists.
+
+    Attributes:
+        path: The file that is waited for.
+    """
 
     path: str
 
@@ -88,9 +119,15 @@ Action = Kill | Fail | Lose | Hold | HoldFile
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``action`` at the ``nth`` operation (from 1; None: at each) that matches both patterns.
+    """One thing that goes wrong, at an operation that matches both patterns.
 
-    rank and restart: only in the process with that RANK and TORCHELASTIC_RESTART_COUNT.
+    Attributes:
+        op: Shell pattern of the operation.
+        key: Shell pattern of the key.
+        nth: The number of the matching operation, from 1; None: each of them.
+        action: What happens.
+        rank: Only in the process with this RANK; None: in all.
+        restart: Only in the process with this TORCHELASTIC_RESTART_COUNT; None: in all.
     """
 
     op: str
@@ -101,7 +138,7 @@ class Fault:
     restart: str | None = None
 
     def is_for(self, op: str, key: str) -> bool:
-        """True when this operation counts for this fault, in this process."""
+        """True when operation ``op`` of ``key`` counts for this fault, in this process."""
         return (
             fnmatch.fnmatchcase(op, self.op)
             and fnmatch.fnmatchcase(key, self.key)
@@ -112,7 +149,13 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One line of the trace; numbers begin at 1."""
+    """One line of the trace.
+
+    Attributes:
+        number: From 1.
+        op: The operation.
+        key: Its key.
+    """
 
     number: int
     op: str
@@ -120,7 +163,15 @@ class Operation:
 
 
 class Plan:
-    """Faults and the trace of what was asked. Thread-safe; may serve several storages."""
+    """Faults and the trace of the operations. Thread-safe; may serve several storages.
+
+    Args:
+        faults: What goes wrong.
+        trace_path: A file that gets a line for each operation; None: no file.
+
+    Attributes:
+        trace: The operations so far.
+    """
 
     def __init__(self, faults: Iterable[Fault] = (), *, trace_path: str | None = None) -> None:
         self.faults = list(faults)
@@ -139,19 +190,27 @@ class Plan:
 
     @classmethod
     def from_environment(cls) -> Plan:
-        """CKPTFS_TEST_FAULT and CKPTFS_TEST_TRACE. UriError: the text is not a plan."""
+        """Return the plan of CKPTFS_TEST_FAULT, with the trace file of CKPTFS_TEST_TRACE.
+
+        Raises:
+            UriError: The text is not a plan.
+        """
         text = os.environ.get("CKPTFS_TEST_FAULT", "")
         trace = os.environ.get("CKPTFS_TEST_TRACE")
         return cls(parse_faults(text), trace_path=f"{trace}.{_who()}" if trace else None)
 
     def add(self, fault: Fault) -> None:
-        """One more fault; it counts from now."""
+        """Add one more ``fault``; it counts from now."""
         with self._lock:
             self.faults.append(fault)
             self._seen.append(0)
 
     def begin(self, op: str, key: str) -> Action | None:
-        """Count one operation; what is to go wrong with it."""
+        """Count one operation ``op`` of ``key``.
+
+        Returns:
+            What goes wrong with it; None: nothing.
+        """
         with self._lock:
             operation = Operation(len(self.trace) + 1, op, key)
             self.trace.append(operation)
@@ -168,7 +227,9 @@ class Plan:
         return found
 
     def later(self, after: int | None, done: Done) -> None:
-        """Keep an operation whose answer was lost until it is due."""
+        """Keep an operation with a lost answer, ``done``, until ``after`` more operations; None: until
+        ``deliver``.
+        """
         with self._lock:
             self._late.append((len(self.trace) + after if after else 1 << 62, done))
 
@@ -189,7 +250,14 @@ class Plan:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """The faults of a CKPTFS_TEST_FAULT text. UriError says which part is wrong."""
+    """The faults of a CKPTFS_TEST_FAULT text.
+
+    Args:
+        text: The text.
+
+    Raises:
+        UriError: A part of it is wrong; the message says which.
+    """
     return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
 
 

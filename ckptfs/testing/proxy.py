@@ -85,15 +85,24 @@ __all__ = [
     "parse_faults",
 ]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ckptfs.testing")
 
 
 class FaultProxy:
-    """A proxy before ``upstream`` (scheme://host:port), from ``__enter__`` to ``__exit__``.
+    """A proxy before a server, from ``__enter__`` to ``__exit__``. Thread-safe; not to be carried over a fork
+    while it runs.
 
-    plan: a ProxyPlan, faults, or their text form. seed: of a plan made here. port: 0 is a free one.
-    listener: a socket bound and listening already, given by a caller that must fork in between.
-    Thread-safe; not to be carried over a fork while it runs.
+    Args:
+        upstream: The server, scheme://host:port.
+        plan: A ProxyPlan, faults, or their text form.
+        seed: Of a plan made here.
+        port: The proxy's; 0 is a free one.
+        rewrites: Beginnings of redirects that are replaced; None: none.
+        listener: A socket bound and listening already, given by a caller that must fork in between; None:
+            made here.
+
+    Attributes:
+        url: Where clients reach it.
     """
 
     def __init__(
@@ -154,7 +163,12 @@ class FaultProxy:
             return list(self._shared.log)
 
     def requests(self, method: str = "*", path: str = "*") -> list[Exchange]:
-        """Those whose method and path (or path?query) match these shell patterns."""
+        """Return those with a method and a path (or path?query) that match these shell patterns.
+
+        Args:
+            method: Pattern of the method.
+            path: Pattern of the path.
+        """
         return [e for e in self.log if matches(e.method, e.target, method, path)]
 
     def forget(self) -> None:
@@ -163,12 +177,27 @@ class FaultProxy:
             self._shared.log.clear()
 
     def wait_for(self, condition: Callable[[list[Exchange]], bool], timeout_s: float = 30) -> bool:
-        """Wait until the log satisfies ``condition``; False after ``timeout_s``."""
+        """Wait until the log satisfies a condition.
+
+        Args:
+            condition: Called with the log.
+            timeout_s: How many seconds at most.
+
+        Returns:
+            False after ``timeout_s``.
+        """
         with self._shared.news:
             return self._shared.news.wait_for(lambda: condition(self._shared.log), timeout_s)
 
     def settle(self, timeout_s: float = 30) -> bool:
-        """Wait until no request is under way; False after ``timeout_s``."""
+        """Wait until no request is under way.
+
+        Args:
+            timeout_s: How many seconds at most.
+
+        Returns:
+            False after ``timeout_s``.
+        """
         return self.wait_for(lambda log: all(e.ended_s is not None for e in log), timeout_s)
 
     # -- inside -------------------------------------------------------------------------

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import copy
 import errno
-from collections.abc import Collection, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn, TypeVar
 
-from ckptfs.errors import AccessError
+from ckptfs.errors import AccessError, StorageError
 from ckptfs.storage.base import (
     Capabilities,
     DataReader,
@@ -28,9 +28,18 @@ from ckptfs.storage.io import Engine, ParallelWriter
 
 __all__ = ["ReadOnlyStorage"]
 
+T = TypeVar("T")
+
 
 class ReadOnlyStorage(Storage):
-    """``inner``, without its writing half."""
+    """A storage without its writing half.
+
+    Args:
+        inner: The real storage.
+
+    Attributes:
+        refused: How many calls were refused.
+    """
 
     def __init__(self, inner: Storage) -> None:
         self.inner = inner
@@ -46,6 +55,9 @@ class ReadOnlyStorage(Storage):
 
     def read_small(self, key: str, limit_bytes: int) -> bytes:
         return self.inner.read_small(key, limit_bytes)
+
+    def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T | StorageError]:
+        return self.inner.at_once(calls)
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
         self._refuse("create", key)

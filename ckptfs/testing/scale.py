@@ -37,32 +37,30 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.beside import newest
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.claim import claim
-from ckptfs.commit.entries import Kind as Artifact
-from ckptfs.commit.lease import LeaseTimes
-from ckptfs.commit.opening import Place, agree_uri, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
-from ckptfs.dcp.per_rank import LocalFacts
-from ckptfs.dcp.pipeline import finish_save, plan_save, write
-from ckptfs.dcp.planner import SavePlanner
-from ckptfs.dcp.space import check_space
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.catalog.unlogged import newest
+from ckptfs.commit.log.entries import Kind as Artifact
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, Seat, agree_uri, sit_down
+from ckptfs.control.control import Control
+from ckptfs.dcp.planning.save_planner import SavePlanner
+from ckptfs.dcp.planning.state_dicts import LocalFacts
+from ckptfs.dcp.write.pipeline import check_space, finish_save, plan_save, write
 from ckptfs.errors import StateError
-from ckptfs.manager.retention import Keep
-from ckptfs.manager.retiring import Retirer
+from ckptfs.retention.deletion import Retirer
+from ckptfs.retention.policy import Keep
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.counted import Calls, CountedPosix
 from ckptfs.testing.lockstep import StepCost, lockstep
 from ckptfs.testing.object_client import SMALL_LIMITS, MemoryObjectClient, MemoryObjects
-from ckptfs.topology.control import Control
-from ckptfs.topology.directory import ensure_dir
+from ckptfs.topology.ensure_dir import ensure_dir
 from ckptfs.uri import Uri
 
 __all__ = ["Cost", "Kind", "Shard", "Sizes", "run_world"]
@@ -73,7 +71,13 @@ _COUNT = "(count)"
 
 
 class Kind(enum.Enum):
-    """Where the run lies."""
+    """Where the run is.
+
+    Attributes:
+        SHARED: A shared directory.
+        LOCAL: Node-local disks.
+        OBJECTS: An object store.
+    """
 
     SHARED = "shared directory"
     LOCAL = "node-local disks"
@@ -82,7 +86,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """ranks: how many, per_node of them on each node. tensors: sharded over all ranks, each."""
+    """How large a simulated world is.
+
+    Attributes:
+        ranks: How many ranks.
+        per_node: How many of them on each node.
+        tensors: How many tensors, each sharded over all ranks.
+    """
 
     ranks: int
     per_node: int = 8
@@ -96,18 +106,32 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one phase cost: operations at all storage together, and the steps of the control plane."""
+    """What one phase cost.
+
+    Attributes:
+        calls: Operations at all storage together, by name.
+        steps: The steps of the control plane.
+    """
 
     calls: dict[str, int]
     steps: tuple[StepCost, ...]
 
     def read_bytes(self, ranks: int) -> int:
-        """Bytes that are read from the store that the ranks talk through."""
+        """Return the bytes that ``ranks`` ranks read from the store that they talk through."""
         return sum(step.read_bytes(ranks) for step in self.steps)
 
 
 def run_world(sizes: Sizes, kind: Kind, directory: Path) -> dict[str, Cost]:
-    """Run the phases above in a fresh ``directory``; what each cost, by name. One at a time."""
+    """Run the phases above. One at a time.
+
+    Args:
+        sizes: How large the world is.
+        kind: Where the run is.
+        directory: A fresh directory.
+
+    Returns:
+        What each phase cost, by name.
+    """
     ground = _Ground(sizes, kind, directory)
     nodes = [f"node{rank // sizes.per_node}" for rank in range(sizes.ranks)]
     ends, steps = lockstep(sizes.ranks, lambda control: _live(control, ground), nodes=nodes)
@@ -214,7 +238,12 @@ def _save(run: Run, sizes: Sizes, step: int) -> None:
     attempt.begin()
     attempt.commit(
         lambda: write(
-            planned, storage, attempt.prefix, attempt.save_id, domain=seat.placement.mine.id
+            planned,
+            storage,
+            attempt.prefix,
+            attempt.save_id,
+            domain=seat.placement.mine.id,
+            sync_names=not seat.placement.is_owner,
         ),
         lambda parts: finish_save(
             planned,
@@ -236,14 +265,21 @@ def _latest(storage: Storage) -> None:
 
 
 class Shard:
-    """A rank's share: its rows of each tensor, and one small tensor that every rank has. A ``Share``."""
+    """A rank's share: its rows of each tensor, and one small tensor that every rank has. A ``Share``.
+
+    Args:
+        sizes: How large the world is.
+
+    Attributes:
+        planner: Plans the save.
+    """
 
     def __init__(self, sizes: Sizes) -> None:
         self.planner = SavePlanner()
         self._sizes = sizes
 
     def plan(self, rank: int, per_rank: Sequence[str] = ()) -> SavePlan:
-        """This rank's items."""
+        """Return the items of ``rank``; ``per_rank`` is ignored."""
         del per_rank
         keys = [f"layers.{n}.weight" for n in range(self._sizes.tensors)]
         items = [*_items(keys, rank, self._sizes.ranks), *_items(["scale"], 0, 1)]
@@ -251,10 +287,10 @@ class Shard:
         return SavePlan(items, planner_data=LocalFacts(paths, {"scale": 1}))
 
     def take_on(self, items: Sequence[WriteItem]) -> None:
-        """Nothing to prepare."""
+        """Nothing to prepare for ``items``."""
 
     def resolve(self, item: WriteItem) -> torch.Tensor:
-        """Its data: a few bytes, whatever it is."""
+        """Return the data of any ``item``: a few bytes."""
         del item
         return torch.zeros(_ROWS)
 

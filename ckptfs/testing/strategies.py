@@ -20,7 +20,7 @@ _PLAIN = "abcXYZ019-_."
 
 
 def components(*, awkward: bool = True) -> st.SearchStrategy[str]:
-    """One name: no slash, no control character, not "." or "..". Awkward ones hold any letter."""
+    """Return names: no slash, no control character, not "." or "..". With ``awkward`` they hold any letter."""
     plain = st.text(_PLAIN, min_size=1, max_size=12)
     any_letter = st.text(
         st.characters(codec="utf-8", exclude_characters="/\x7f", exclude_categories=("Cc", "Cs")),
@@ -32,19 +32,19 @@ def components(*, awkward: bool = True) -> st.SearchStrategy[str]:
 
 
 def keys(*, awkward: bool = True, max_depth: int = 4) -> st.SearchStrategy[str]:
-    """Relative keys of one component or more."""
+    """Return relative keys of one to ``max_depth`` components; ``awkward`` as for ``components``."""
     parts = st.lists(components(awkward=awkward), min_size=1, max_size=max_depth)
     return parts.map("/".join)
 
 
 def paths() -> st.SearchStrategy[str]:
-    """Absolute paths in the spellings that users produce."""
+    """Return absolute paths in the spellings that users produce."""
     step = st.one_of(components(), st.sampled_from(["", ".", ".."]))
     return st.lists(step, max_size=6).map(lambda parts: "/" + "/".join(parts))
 
 
 def uris() -> st.SearchStrategy[Uri]:
-    """Parsed URIs without credentials: directories, wrappers of them, buckets, hosts with ports."""
+    """Return parsed URIs without credentials: directories, wrappers of them, buckets, hosts with ports."""
     trees = st.builds(
         lambda protocol, key: Uri.parse(f"{protocol}:///{key}"),
         st.sampled_from(_FILE_PROTOCOLS),

@@ -29,13 +29,18 @@ __all__ = ["Digested", "WorkerGroup"]
 
 
 class Digested:
-    """A worker with ``model`` and ``optimizer`` that can be compared with another."""
+    """A worker that can be compared with another.
+
+    Attributes:
+        model: Its model.
+        optimizer: Its optimizer.
+    """
 
     model: Any
     optimizer: Any
 
     def digest(self) -> str:
-        """Of this rank's tensors of both, and of torch's generator."""
+        """Return a digest of this rank's tensors of both, and of torch's generator."""
         import torch
 
         moments = [t for state in self.optimizer.state.values() for t in state.values()]
@@ -46,7 +51,14 @@ class Digested:
 
 
 class WorkerGroup:
-    """make: called on every rank with ``arguments``. env: variables of the workers."""
+    """Processes with a process group of their own, for a driver.
+
+    Args:
+        make: Called on every rank with ``arguments``.
+        size: How many ranks.
+        arguments: For ``make``.
+        env: Variables of each worker, by rank.
+    """
 
     def __init__(
         self,

@@ -19,23 +19,22 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from ckptfs.errors import DeadlineError, Failure, StateError
-from ckptfs.topology.control import Control
-from ckptfs.topology.verdict import (
-    Said,
+from ckptfs.control.control import Control
+from ckptfs.control.messages import (
+    Message,
     Verdict,
     attempt,
-    collective_error,
-    decode_said,
+    decode_message,
     decode_verdict,
     encode_verdict,
-    failure_of,
     joined,
-    said_by,
+    message_by,
     settle,
     split,
 )
-from ckptfs.topology.world import World
+from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.control.world import World
+from ckptfs.errors import DeadlineError, Failure, StateError
 
 __all__ = ["End", "SimulatedDeath", "ThreadControl", "simulate", "thread_worlds", "worlds_of"]
 
@@ -52,7 +51,13 @@ class SimulatedDeath(BaseException):
 
 @dataclass(frozen=True)
 class End(Generic[T]):
-    """How one simulated rank ended: its value, its error, or its death."""
+    """How one simulated rank ended: its value, its error, or its death.
+
+    Attributes:
+        rank: The rank.
+        value: What it returned; None where it raised.
+        error: What it raised; None where it returned.
+    """
 
     rank: int
     value: T | None = None
@@ -78,10 +83,18 @@ def simulate(
     timeout_s: float = 30.0,
     job_id: str | None = "simulated",
 ) -> list[End[T]]:
-    """Run ``fn(control)`` on ``size`` ranks at once and return how each ended, in order of rank.
+    """Run ``fn(control)`` on ranks that are threads of this process, all at once.
 
-    nodes: the node of each rank; None puts all of them on one. timeout_s: how long a step waits
-    for a rank that neither calls nor ends before DeadlineError; real time, in seconds.
+    Args:
+        size: How many ranks.
+        fn: What each rank does.
+        nodes: The node of each rank; None puts all of them on one.
+        timeout_s: How many seconds of real time a step waits for a rank that neither calls nor ends; then it
+            ends with a ``DeadlineError``.
+        job_id: The name of the job; None: it has none.
+
+    Returns:
+        How each rank ended, in order of rank.
     """
     controls = thread_worlds(size, nodes=nodes, timeout_s=timeout_s, job_id=job_id)
     ends: list[End[T]] = [End(rank, error=StateError("did not end")) for rank in range(size)]
@@ -116,7 +129,14 @@ def thread_worlds(
     timeout_s: float = 30.0,
     job_id: str | None = "simulated",
 ) -> list[ThreadControl]:
-    """The controls of one simulated world, for tests that run the threads themselves."""
+    """The controls of one simulated world, for tests that run the threads themselves.
+
+    Args:
+        size: How many ranks.
+        nodes: The node of each rank; None puts all of them on one.
+        timeout_s: How many seconds of real time a step waits for a rank.
+        job_id: The name of the job; None: it has none.
+    """
     hall = _Hall(worlds_of(size, nodes, job_id), timeout_s)
     return [ThreadControl(hall, rank, "") for rank in range(size)]
 
@@ -124,7 +144,16 @@ def thread_worlds(
 def worlds_of(
     size: int, nodes: Sequence[str] | None = None, job_id: str | None = "simulated"
 ) -> tuple[World, ...]:
-    """What every simulated rank is told of all. nodes: the node of each; None is one for all."""
+    """Return what every simulated rank knows of all.
+
+    Args:
+        size: How many ranks.
+        nodes: The node of each rank; None puts all of them on one.
+        job_id: The name of the job; None: it has none.
+
+    Raises:
+        StateError: There are not as many nodes as ranks.
+    """
     names = list(nodes or ["node0"] * size)
     if len(names) != size:
         raise StateError(f"{size} ranks, but {len(names)} node names")
@@ -175,7 +204,16 @@ class _Hall:
 
 
 class ThreadControl:
-    """The in-process Control of one simulated rank; see ``Control`` for what each call means."""
+    """The in-process Control of one simulated rank; see ``Control`` for what each call means.
+
+    Args:
+        hall: All ranks.
+        rank: This one.
+        path: Names this control among its clones.
+
+    Attributes:
+        world: This rank.
+    """
 
     def __init__(self, hall: _Hall, rank: int, path: str) -> None:
         self.world = hall.worlds[rank]
@@ -202,7 +240,9 @@ class ThreadControl:
     def step(
         self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
     ) -> Any:
-        """As ``Control.step``."""
+        """Return what ``decide`` makes of the values of ``local`` on all ranks, in the step ``label``; None:
+        nothing. As ``Control.step``.
+        """
         key = (self._path, self._index)
         said, problem = attempt(label, local, self.world)
         if isinstance(problem, SimulatedDeath):
@@ -222,7 +262,7 @@ class ThreadControl:
         return verdict.unwrap(problem)
 
     def clone(self) -> ThreadControl:
-        """As ``Control.clone``."""
+        """Return a clone, as ``Control.clone``."""
         self._clones.append(
             ThreadControl(self._hall, self.rank, f"{self._path}/{len(self._clones)}")
         )
@@ -261,14 +301,14 @@ class ThreadControl:
         for clone in self._clones:
             yield from clone._family()  # noqa: SLF001 - one class
 
-    def _say(self, key: tuple[str, int], said: Said) -> None:
-        data = said_by(self.world, said)
+    def _say(self, key: tuple[str, int], said: Message) -> None:
+        data = message_by(self.world, said)
         self._index += 1
         with self._hall.news:
             self._hall.step(key).said[self.rank] = data
             self._hall.news.notify_all()
 
-    def _interrupted(self, key: tuple[str, int], said: Said) -> None:
+    def _interrupted(self, key: tuple[str, int], said: Message) -> None:
         if said.failure is None:
             return
         error = collective_error(said.label, {0: said.failure}, self._hall.worlds)
@@ -303,7 +343,7 @@ class ThreadControl:
                 hall.news.notify_all()
                 return
             step.deciding = True
-            said = [decode_said(step.said[rank]) for rank in range(self.size)]
+            said = [decode_message(step.said[rank]) for rank in range(self.size)]
         verdict, raised = settle(said, decide, hall.worlds)
         if isinstance(raised, SimulatedDeath):
             self.die()

@@ -9,18 +9,23 @@ the manifest: one that lists nothing would be as clean as nothing can be.
 
 from __future__ import annotations
 
-from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.layout import METADATA
+from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.pieces import split_name
-from ckptfs.commit.planning import origins_of
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.planning import origins_of
+from ckptfs.commit.state import split_name
 
 __all__ = ["contradictions", "lacks"]
 
 
 def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
-    """What the log says otherwise than the manifest. A part borrows what its whole says, so that of it
-    only what it has itself is compared.
+    """Return what the log says otherwise than the manifest.
+
+    A part takes over what its whole says, so that of it only what it has itself is compared.
+
+    Args:
+        seal: The entry of the log.
+        manifest: The manifest of the same save.
     """
     whole, part = split_name(seal.name)
     pairs: dict[str, tuple[object, object]] = {
@@ -45,7 +50,9 @@ def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
 
 
 def lacks(manifest: Manifest) -> str:
-    """The file that a training state or weights cannot be without; of other files there is none."""
+    """The file that a training state or weights cannot be without, and that ``manifest`` lacks; "" where there
+    is none.
+    """
     if manifest.parts or manifest.artifact is Kind.DIRECTORY:
         return ""
     path = f"{manifest.save_id}/{METADATA}"

@@ -1,6 +1,6 @@
 """Delete, pin and unpin one checkpoint by its URI, from one process, with no run in hand. No torch.
 
-    remove(uri)         commit/deleting.py, after what can be told without a claim was looked at
+    remove(uri)         commit/delete/delete_checkpoint.py, after what can be told without a claim was looked at
     set_pin(uri, ...)   one entry; the run need not be free
 
 A pin says nothing about who owns the run: it is one more entry, in the order of the log, and an owner
@@ -21,21 +21,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.catalog import Origin, find
-from ckptfs.commit.claim import Takeover
+from ckptfs.commit.catalog.catalog import Look, Origin, find, looking_at, refuse_gap
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.deleting import delete_checkpoint
-from ckptfs.commit.entries import Pin, Seal, Stamp
-from ckptfs.commit.fold import LogState, SaveState
-from ckptfs.commit.layout import LOG
-from ckptfs.commit.log import Refused, append
-from ckptfs.commit.looking import Look, looking_at, refuse_gap
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.retire import may_pin
-from ckptfs.commit.seat import TOUCH_AFTER_S
-from ckptfs.commit.spec import fresh_ids, now_text
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
+from ckptfs.commit.delete.deletion_steps import may_pin
+from ckptfs.commit.log.append import Refused, append
+from ckptfs.commit.log.entries import Pin, Seal, Stamp
+from ckptfs.commit.log.fold import LogState, SaveState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Takeover
+from ckptfs.commit.paths import LOG
+from ckptfs.commit.save.spec import fresh_ids, now_text
+from ckptfs.commit.session import TOUCH_AFTER_S, Place, sit_down
+from ckptfs.commit.state import catalog
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, UriError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
@@ -43,7 +42,6 @@ from ckptfs.tools.lines import Checkpoint, State
 from ckptfs.tools.listing import list_run
 from ckptfs.tools.looking import OneOf, Wanted, look_at
 from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["Pinned", "Removed", "committed_in", "doomed_at", "remove", "set_pin"]
@@ -51,8 +49,12 @@ __all__ = ["Pinned", "Removed", "committed_in", "doomed_at", "remove", "set_pin"
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """What was deleted. elsewhere: domains that hold bytes of it and were not reached; they lie there
-    until a job with all nodes takes the run, or the same is done there.
+    """What was deleted.
+
+    Attributes:
+        uri: The checkpoint.
+        elsewhere: Domains that hold bytes of it and were not reached; they stay there until a job with all
+            nodes takes the run, or the same is done there.
     """
 
     uri: Uri
@@ -61,8 +63,15 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """What a pin came to. changed: False where it was so already. elsewhere: domains that hold the
-    save and were not reached: an unpinning counts only where it was entered.
+    """What a pin came to.
+
+    Attributes:
+        uri: The checkpoint.
+        save_id: The id of the save.
+        pinned: Whether it is pinned now.
+        changed: False where it was so already.
+        elsewhere: Domains that hold the save and were not reached: an unpinning counts only where it was
+            entered.
     """
 
     uri: Uri
@@ -73,9 +82,16 @@ class Pinned:
 
 
 def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-    """The URIs of the committed checkpoints of a run, oldest commit first. Read-only.
+    """List the URIs of the committed checkpoints of a run, oldest commit first. Local, read-only.
 
-    NotFoundError: the log knows none, or there is no run.
+    Args:
+        run_uri: The run.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: The log knows none, or there is no run.
+        ManifestError: The log is damaged or newer.
     """
     root = Uri.parse(run_uri)
     with looking_at(run_uri, storage_options) as look:
@@ -90,11 +106,21 @@ def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None)
 def doomed_at(
     uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> tuple[Checkpoint, ...]:
-    """What ``remove`` would delete: the saves of that name whose bytes lie there. Read-only.
+    """Find what ``remove`` would delete: the saves of that name with bytes there. Local, read-only.
 
-    NotFoundError: the log of its run knows none, and what to do then. StateError: it is pinned, it is a
-    part, or not all of its domains are reached (unless partial). ManifestError: the log is damaged or
-    newer.
+    Args:
+        uri: The checkpoint.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        partial: Also where other nodes hold some of it.
+
+    Returns:
+        The saves, as lines of a listing.
+
+    Raises:
+        NotFoundError: The log of its run knows none; the message says what to do then.
+        StateError: It is pinned, it is a part, or not all of its domains are reached (unless ``partial``).
+        ManifestError: The log is damaged or newer.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
@@ -156,11 +182,26 @@ def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) ->
 def remove(
     uri: Any, storage_options: Mapping[str, Any] | None = None, *, partial: bool = False
 ) -> Removed:
-    """Delete the checkpoint; its bytes are gone when it returns. Files of others stay.
+    """Delete the checkpoint; its bytes are gone when it returns. Local; files of others stay.
 
-    Errors as for ``doomed_at``. StateError: others use its files. RunBusyError: a living owner holds
-    the run. StorageError: it is deleted, and bytes of it stay. After a crash it is deleted or not; the
-    next call or owner removes the rest of its bytes. partial: also where other nodes hold some of it.
+    After a crash it is deleted or not; the next call or owner removes the rest of its bytes.
+
+    Args:
+        uri: The checkpoint.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        partial: Also where other nodes hold some of it.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        NotFoundError: The log of its run knows none; the message says what to do then.
+        StateError: It is pinned, it is a part, others use its files, or not all of its domains are reached
+            (unless ``partial``).
+        ManifestError: The log is damaged or newer.
+        RunBusyError: A living owner holds the run.
+        StorageError: It is deleted, and bytes of it stay.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:
@@ -173,11 +214,22 @@ def remove(
 
 
 def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None = None) -> Pinned:
-    """Pin the live checkpoint of that name, or take the pin away; durable on return.
+    """Pin the live checkpoint of that name, or take the pin away; durable on return. Local.
 
-    NotFoundError: it is no live checkpoint that the log of its run knows. StateError: it is a part.
-    ManifestError: the log is damaged. Without an answer the pin may
-    lie in the log: CommitInDoubtError, and the same call again settles it.
+    Args:
+        uri: The checkpoint.
+        pinned: True pins it, False takes the pin away.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Returns:
+        What it came to.
+
+    Raises:
+        NotFoundError: It is no live checkpoint that the log of its run knows.
+        StateError: It is a part.
+        ManifestError: The log is damaged.
+        CommitInDoubtError: No answer came: the pin may be in the log, and the same call again settles it.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, storage_options) as look:

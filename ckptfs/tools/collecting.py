@@ -37,18 +37,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfs.commit.claim import ORPHAN_S, Takeover, claim
-from ckptfs.commit.entries import FenceMode
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, TMP, staging_key
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.looking import Look, looking_at, refuse_gap
-from ckptfs.commit.misplaced import refuse_no_run
-from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.ops import Program, RemoveTree, drive
-from ckptfs.commit.protocol import commits
-from ckptfs.commit.run import Caller, Run
-from ckptfs.commit.spec import fresh_ids
-from ckptfs.commit.trash import move_to_trash, trash_of
+from ckptfs.commit.catalog.catalog import Look, looking_at, refuse_gap, refuse_no_run
+from ckptfs.commit.delete.trash import move_to_trash, trash_of
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import FenceMode
+from ckptfs.commit.operations import Program, RemoveTree, drive
+from ckptfs.commit.ownership.claim import ORPHAN_S, Takeover, claim
+from ckptfs.commit.ownership.run import Caller, Run
+from ckptfs.commit.paths import CONTROL, MANIFEST, METADATA, TMP, staging_key
+from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.commit.session import Place, open_seat
+from ckptfs.commit.state import commits
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
     AccessError,
     NotFoundError,
@@ -64,7 +64,6 @@ from ckptfs.tools.holding import Hold, Holding, holding_of
 from ckptfs.tools.looking import OneOf, Runs, look_at
 from ckptfs.tools.surveying import survey_debris
 from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["OLDER_THAN_S", "Collected", "collect", "look_for_debris", "runs_at"]
@@ -75,8 +74,15 @@ _CLOCKS_APART_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One run. found: all that was there before; removed: what is gone of it, empty of a dry run.
-    left: what was to go and is still there. notes: what could not be looked at or removed.
+    """What became of one run.
+
+    Attributes:
+        uri: The run.
+        holding: Who holds it.
+        found: All that was there before.
+        removed: What is gone of it, empty of a dry run.
+        left: What was to go and is still there.
+        notes: What could not be read or removed.
     """
 
     uri: Uri
@@ -97,10 +103,22 @@ def look_for_debris(
     older_than_s: float = OLDER_THAN_S,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Collected:
-    """What is left in a run. Local, read-only.
+    """Find what is left in a run. Local, read-only.
 
-    NotFoundError: nothing is there. StateError: it is a checkpoint. ManifestError: its log is damaged;
-    nothing can be told by that. older_than_s: what may be alive is left alone when it is younger.
+    Args:
+        run_uri: The run.
+        older_than_s: How many seconds ago something that may be in use must have been written last, to be
+            removed.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Returns:
+        What was found; nothing is removed.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StateError: It is a checkpoint.
+        ManifestError: Its log is damaged; nothing can be known by that.
     """
     with _looking(run_uri, storage_options) as look:
         survey = survey_debris(look, older_than_s)
@@ -115,8 +133,24 @@ def collect(
 ) -> Collected:
     """Remove what is left in a run. Local; writes only where something is to go.
 
-    Errors as for ``look_for_debris``. RunBusyError: a living owner holds the run, or a save may be
-    under way; nothing was changed. SymlinkError: a link stands in the control directory. StateError also: the clocks are too far apart. FencedError: a newer owner came meanwhile, and cleans up itself.
+    After a crash some of it is removed, and the same call removes the rest.
+
+    Args:
+        run_uri: The run.
+        older_than_s: How many seconds ago something that may be in use must have been written last.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Returns:
+        What was found, removed and left.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StateError: It is a checkpoint, or the clocks are too far apart.
+        ManifestError: The log is damaged.
+        RunBusyError: A living owner holds the run, or a save may be under way; nothing was changed.
+        SymlinkError: A link is in the control directory.
+        FencedError: A newer owner took the run in between, and cleans up itself.
     """
     before = look_for_debris(run_uri, older_than_s, storage_options)
     for one in before.found:
@@ -148,7 +182,17 @@ def collect(
 
 
 def runs_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> tuple[Uri, ...]:
-    """The run at a URI, or those below it. NotFoundError; StateError: it is a checkpoint."""
+    """List the run at a URI, or those below it. Local, read-only.
+
+    Args:
+        uri: A run, or a place above runs.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StateError: It is a checkpoint.
+    """
     found = look_at(uri, storage_options=storage_options)
     if isinstance(found, OneOf):
         raise _is_checkpoint(found.uri)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.leaves import fingerprint_of
+from ckptfs.dcp.planning.leaves import fingerprint_of
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.tools.contents import Contents, Leaf, ObjectLeaf, Shard, TensorLeaf, batches
@@ -31,18 +31,33 @@ __all__ = ["Basis", "Change", "Compared", "Difference", "Norms", "compare", "com
 
 
 class Change(StrEnum):
-    """What became of a leaf."""
+    """What became of a leaf.
+
+    Attributes:
+        SAME: It is equal.
+        ADDED: Only the second has it.
+        REMOVED: Only the first has it.
+        SHAPE: Another shape or dtype, or an object where a tensor was.
+        BYTES: Other bytes.
+        UNKNOWN: There are no digests to compare, and ``read`` is False.
+    """
 
     SAME = "same"
     ADDED = "added"
     REMOVED = "removed"
-    SHAPE = "shape"  # another shape or dtype, or an object where a tensor was
+    SHAPE = "shape"
     BYTES = "bytes"
-    UNKNOWN = "unknown"  # there are no digests to compare, and reading was not asked for
+    UNKNOWN = "unknown"
 
 
 class Basis(StrEnum):
-    """What a verdict rests on."""
+    """What a verdict is based on.
+
+    Attributes:
+        DESCRIPTION: Shape and dtype.
+        DIGESTS: The digests of both.
+        DATA: The bytes of both.
+    """
 
     DESCRIPTION = "description"
     DIGESTS = "digests"
@@ -51,7 +66,14 @@ class Basis(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """L2 norms in float64, and the largest absolute difference of two elements; nan where one is."""
+    """L2 norms in float64, and the largest absolute difference of two elements; nan where one is.
+
+    Attributes:
+        before: Of the first.
+        after: Of the second.
+        difference: Of the difference.
+        max_abs: The largest absolute difference of two elements.
+    """
 
     before: float
     after: float
@@ -61,7 +83,17 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One leaf of both. changed_bytes: at most so many differ; digests tell by blocks of 1 MiB."""
+    """One leaf of both.
+
+    Attributes:
+        key: Its key.
+        change: What became of it.
+        before: The leaf of the first; None where it has none.
+        after: The leaf of the second; None where it has none.
+        basis: What this is based on.
+        changed_bytes: At most so many bytes differ; digests are of blocks of 1 MiB.
+        norms: Norms of both; None where they were not wanted.
+    """
 
     key: str
     change: Change
@@ -74,7 +106,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Every leaf of both, by key."""
+    """Every leaf of both, by key.
+
+    Attributes:
+        leaves: One difference for each key.
+    """
 
     leaves: tuple[Difference, ...]
 
@@ -103,10 +139,26 @@ def compare(
 ) -> Compared:
     """Compare two checkpoints. Local, read-only; what is read is verified.
 
-    after_options: of the second URI; None takes those of the first, where both
-    are of one kind of storage. filters: fnmatch patterns of
-    keys. read: False leaves what digests cannot decide UNKNOWN. Errors are those of ``inspect`` and
-    of reading: IntegrityError, IncompleteCheckpointError.
+    Args:
+        before: The first.
+        after: The second.
+        storage_options: For the first: what fsspec's filesystem of that protocol takes; None: nothing beyond
+            what the URI has.
+        after_options: The same for the second; None: those of the first, where both are of one kind of
+            storage.
+        filters: fnmatch patterns of keys; empty: all keys.
+        norms: Compute norms of differences too.
+        read: Read the data where digests cannot decide; False leaves that UNKNOWN.
+        meter: Counts the bytes that are read.
+
+    Returns:
+        Every leaf of both.
+
+    Raises:
+        NotFoundError: One of them is not there.
+        IncompleteCheckpointError: Not all of one is there.
+        IntegrityError: What was read differs from what was written.
+        ManifestError: The description of one is damaged or too new.
     """
     options = options_for(after, before, storage_options, after_options)
     with (
@@ -127,7 +179,19 @@ def compare_contents(
     read: bool = True,
     meter: Meter = SILENT,
 ) -> Compared:
-    """As ``compare``, of two that are open."""
+    """As ``compare``, of two that are open.
+
+    Args:
+        before: The first.
+        after: The second.
+        filters: fnmatch patterns of keys; empty: all keys.
+        norms: Compute norms of differences too.
+        read: Read the data where digests cannot decide; False leaves that UNKNOWN.
+        meter: Counts the bytes that are read.
+
+    Returns:
+        Every leaf of both.
+    """
     old = {leaf.key: leaf for leaf in matching(before.leaves.values(), filters)}
     new = {leaf.key: leaf for leaf in matching(after.leaves.values(), filters)}
     found: dict[str, Difference] = {}

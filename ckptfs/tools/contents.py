@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.boxes import pieces_of
-from ckptfs.dcp.leaves import load_leaf
+from ckptfs.dcp.planning.leaves import load_leaf
+from ckptfs.dcp.read.boxes import pieces_of
 
 __all__ = [
     "DEEPEST",
@@ -46,8 +46,14 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A box of a tensor as it was saved. file: relative to the checkpoint; start, length: of the blob
-    that holds it, in bytes of that file.
+    """A box of a tensor as it was saved.
+
+    Attributes:
+        offsets: Where it begins in the tensor, in each dimension.
+        sizes: How many elements it has, in each dimension.
+        file: The file that has it, relative to the checkpoint.
+        start: Where the blob that holds it begins in the file, in bytes.
+        length: The size of that blob in bytes.
     """
 
     offsets: tuple[int, ...]
@@ -59,7 +65,15 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A tensor. path: where it stood in the nested state dict; empty where nobody tells."""
+    """A tensor.
+
+    Attributes:
+        key: Its key.
+        dtype: Its dtype.
+        shape: Its global shape.
+        shards: The boxes that it was saved in.
+        path: Its place in the nested state dict; empty where that is not known.
+    """
 
     key: str
     dtype: torch.dtype
@@ -75,7 +89,15 @@ class TensorLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """Anything else, pickled: ``length`` bytes of a file, from ``start``."""
+    """Anything but a tensor, pickled.
+
+    Attributes:
+        key: Its key.
+        file: The file that has it, relative to the checkpoint.
+        start: Where it begins in the file, in bytes.
+        length: Its size in bytes.
+        path: Its place in the nested state dict; empty where that is not known.
+    """
 
     key: str
     file: str
@@ -94,7 +116,13 @@ Leaf = TensorLeaf | ObjectLeaf
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor."""
+    """A part of a tensor.
+
+    Attributes:
+        leaf: The tensor.
+        offsets: Where it begins, in each dimension.
+        lengths: How many elements it has, in each dimension.
+    """
 
     leaf: TensorLeaf
     offsets: tuple[int, ...]
@@ -102,7 +130,7 @@ class Box:
 
     @staticmethod
     def all_of(leaf: TensorLeaf) -> Box:
-        """The whole tensor."""
+        """The whole tensor ``leaf``."""
         return Box(leaf, (0,) * len(leaf.shape), leaf.shape)
 
     @property
@@ -112,7 +140,11 @@ class Box:
 
 
 class Contents(ABC):
-    """The leaves of one checkpoint, by key. One thread."""
+    """The leaves of one checkpoint, by key. One thread.
+
+    Attributes:
+        leaves: Tensors and objects, by key.
+    """
 
     leaves: Mapping[str, Leaf]
 
@@ -129,37 +161,62 @@ class Contents(ABC):
         return tuple(sorted(found, key=lambda leaf: (leaf.file, leaf.start)))
 
     @abstractmethod
-    def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
-        """The boxes, contiguous, on the host; nobody else has their memory, or nobody changes it.
+    def read(
+        self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Read parts of tensors.
 
-        IntegrityError, IncompleteCheckpointError: named by file and key.
+        Args:
+            boxes: The parts.
+            into: Memory for each of them, of its dtype and shape; None makes some.
+
+        Returns:
+            Their elements, contiguous, on the host; no other object has their memory, or none changes it.
+
+        Raises:
+            IntegrityError: The bytes differ from what was written; named by file and key.
+            IncompleteCheckpointError: A file is missing; named by file and key.
         """
 
     def check_sizes(self, leaves: Iterable[Leaf]) -> None:
-        """IntegrityError where a leaf is said to have more bytes than its file holds. Whoever makes memory
-        or files of the size that is said asks first.
+        """Check that the files have the bytes that leaves claim.
+
+        Call it before memory or files of the claimed size are made.
+
+        Args:
+            leaves: The leaves.
+
+        Raises:
+            IntegrityError: A leaf claims more bytes than its file holds.
         """
 
     @abstractmethod
     def blob(self, leaf: ObjectLeaf) -> bytes:
-        """The pickle of an object, as torch.save made it."""
+        """The pickle of the object ``leaf``, as torch.save made it."""
 
     @abstractmethod
     def digests(self, leaf: Leaf) -> tuple[tuple[ItemDigests, Shard | None], ...] | None:
-        """What was noted of its bytes when they were written, shard by shard; None: of not all."""
+        """The digests of the bytes of ``leaf`` from when they were written, shard by shard; None: not of all."""
 
     def value(self, leaf: ObjectLeaf) -> Any:
-        """The object, loaded with weights_only. pickle.UnpicklingError: it would run code."""
+        """The object, loaded with weights_only.
+
+        Args:
+            leaf: Which one.
+
+        Raises:
+            UnpicklingError: It would run code.
+        """
         return load_leaf(io.BytesIO(self.blob(leaf)))
 
 
-def batches(leaves: Iterable[TensorLeaf]) -> Iterator[list[Box]]:
-    """All of these tensors as boxes of at most 8 MiB, and so many at once that it is 32 MiB."""
+def batches(leaves: Iterable[TensorLeaf], most_bytes: int = _BATCH_BYTES) -> Iterator[list[Box]]:
+    """Yield all of the tensors ``leaves`` as boxes of at most 8 MiB, in batches of up to ``most_bytes`` bytes."""
     batch: list[Box] = []
     held_bytes = 0
     for leaf in leaves:
         for box in _cut(leaf):
-            if batch and held_bytes + box.size_bytes > _BATCH_BYTES:
+            if batch and held_bytes + box.size_bytes > most_bytes:
                 yield batch
                 batch, held_bytes = [], 0
             batch.append(box)

@@ -7,14 +7,14 @@ listed_by_copies    shared data that copies need
 
 from __future__ import annotations
 
-from ckptfs.commit import foreign
-from ckptfs.commit.beside import look_beside, names_beside
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import MANIFEST, METADATA
-from ckptfs.commit.looking import Look
+from ckptfs.commit.catalog.catalog import Look
+from ckptfs.commit.catalog.unlogged import look_beside, names_beside
+from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import decode_manifest
-from ckptfs.commit.ops import drive, read_limited
-from ckptfs.commit.pieces import part_name
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.paths import MANIFEST, METADATA
+from ckptfs.commit.save import foreign_metadata
+from ckptfs.commit.state import part_name
 from ckptfs.errors import ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.measured import listed
@@ -23,7 +23,7 @@ __all__ = ["homes_of", "listed_by_copies", "names_save"]
 
 
 def homes_of(state: LogState) -> dict[str, str]:
-    """Of every save that the log has a name for: the directory where its data lies. Pure."""
+    """Return the directory with the data of every save that the log ``state`` has a name for. Pure."""
     homes = {}
     for save in state.saves.values():
         if save.seal is not None:
@@ -34,12 +34,18 @@ def homes_of(state: LogState) -> dict[str, str]:
 
 
 def names_save(storage: Storage, directory: str, save_id: str) -> bool:
-    """Whether the manifest in a directory, or without one its ``.metadata``, tells of that save.
+    """Whether the manifest in a directory, or without one its ``.metadata``, names a save.
 
-    True where the manifest is damaged: nobody can tell. Errors are the storage's.
+    Args:
+        storage: The run's.
+        directory: The directory.
+        save_id: The id of the save.
+
+    Returns:
+        True also where the manifest is damaged, because then it may.
     """
     try:
-        named = foreign.names_save(read_limited(storage, f"{directory}/{MANIFEST}"))
+        named = foreign_metadata.names_save(read_limited(storage, f"{directory}/{MANIFEST}"))
         return named is None or named == save_id
     except ManifestError:
         return True
@@ -52,8 +58,15 @@ def names_save(storage: Storage, directory: str, save_id: str) -> bool:
 
 
 def listed_by_copies(look: Look) -> frozenset[str] | None:
-    """Paths below ``_data`` that checkpoints list which were copied here, with an id that the log knows
-    or without one. None: one of them is unreadable.
+    """Return paths below ``_data`` that copied checkpoints list.
+
+    Those are checkpoints that were copied here, with an id that the log knows or without one.
+
+    Args:
+        look: What this process sees of the run.
+
+    Returns:
+        The paths; None: one of the checkpoints is unreadable.
     """
     (state,) = look.views.values()
     homes, paths = homes_of(state), set[str]()

@@ -23,9 +23,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptfs.commit.claim import ORPHAN_S
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.recovery_plan import AttemptRecord
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.ownership.claim import ORPHAN_S
+from ckptfs.commit.ownership.recovery_plan import AttemptRecord
 from ckptfs.storage.base import UnfinishedUpload
 from ckptfs.uri import Uri
 
@@ -46,7 +46,19 @@ DAY_S = (
 
 
 class Debris(StrEnum):
-    """What it is."""
+    """What is left.
+
+    Attributes:
+        ATTEMPT: An attempt that was given up.
+        DELETED: Bytes of a deleted save.
+        REPLACED: Bytes of a save that was replaced, or hidden by an overwrite.
+        TRASH: What was moved to the trash.
+        LATE: Data of a deleted save that a delayed write brought back.
+        SHARED: Files in ``_data`` of an object store that no checkpoint lists.
+        TEMPORARY: A temporary file.
+        UPLOAD: An upload that was not finished.
+        LINK: A symbolic link in the place of a control directory, or in one.
+    """
 
     ATTEMPT = "abandoned attempt"
     DELETED = "deleted save"
@@ -60,19 +72,35 @@ class Debris(StrEnum):
 
 
 class Fate(StrEnum):
-    """What ``--delete`` does with it."""
+    """What ``--delete`` does with it.
+
+    Attributes:
+        GOES: Removes it.
+        YOUNG: Leaves it, because it is younger than the limit: a process may be writing it now.
+        STAYS: Leaves it, because it is not known what it belongs to, or what needs it.
+    """
 
     GOES = "goes"
-    YOUNG = "young"  # younger than asked for: somebody may be writing it now
-    STAYS = "stays"  # nobody can tell whose it is, or what is needed of it
+    YOUNG = "young"
+    STAYS = "stays"
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One thing that is left. name: of the checkpoint or file; uri: where it lies; keys: what is removed
-    of it by itself, relative to the run. size_bytes: None where the store does not tell; of files that
-    have hard links elsewhere the space is not freed. age_s: since it was last written to.
-    may_live: a save may be under way there, and a new owner would end it.
+    """One thing that is left.
+
+    Attributes:
+        debris: What it is.
+        name: The name of the checkpoint or file.
+        uri: Where it is.
+        files: How many files; None where the storage does not say.
+        size_bytes: Their bytes; None where the storage does not say. Of files that have hard links elsewhere
+            the space is not freed.
+        age_s: Seconds since it was last written to; None where the storage does not say.
+        fate: What is done with it.
+        why: The reason.
+        keys: What is removed of it by itself, relative to the run.
+        may_live: A save may be under way there, and a new owner would end it.
     """
 
     debris: Debris
@@ -89,7 +117,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All that was found in one run. notes: what could not be looked at."""
+    """All that was found in one run.
+
+    Attributes:
+        found: What is left.
+        notes: What could not be read.
+    """
 
     found: tuple[Found, ...]
     notes: tuple[str, ...] = ()
@@ -97,7 +130,13 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFate:
-    """What is known of an attempt without a seal. may_live: as in ``Found``."""
+    """What is known of an attempt without a seal.
+
+    Attributes:
+        fate: What is done with it.
+        why: The reason.
+        may_live: A save may be under way there, and a new owner would end it.
+    """
 
     fate: Fate
     why: str
@@ -118,13 +157,13 @@ def attempt_fate(
     A process that is gone decides nothing: the attempt may be a plain save's, of another process.
 
     Args:
-        record: the attempt, as its first file tells of it.
-        state: the log of the domain in which the attempt lies.
-        has_files: anything was written below it.
-        age_s: since the last write below the attempt; None where the store does not tell.
-        is_sending: a part of one of its files was uploaded a short time ago.
-        older_than_s: how long after its last write an attempt of the owner that stands may live;
-            0: not at all.
+        record: The attempt, as its first file describes it.
+        state: The log of the domain that holds the attempt.
+        has_files: Anything was written below it.
+        age_s: Seconds since the last write below the attempt; None where the storage does not say.
+        is_sending: A part of one of its files was uploaded a short time ago.
+        older_than_s: How many seconds after its last write an attempt of the present owner may live; 0: not
+            at all.
     """
     known = state.save(record.save_id)
     if known.aborted or known.decided is not None or known.deleted:
@@ -145,5 +184,5 @@ def attempt_fate(
 
 
 def is_sending(save_id: str, uploads: Iterable[UnfinishedUpload]) -> bool:
-    """Whether a file of that save is being uploaded, or was a short time ago. Pure."""
+    """Whether a file of the save ``save_id`` is among ``uploads`` that were active a short time ago. Pure."""
     return any(save_id in u.key.split("/") and u.age_s < ORPHAN_S for u in uploads)

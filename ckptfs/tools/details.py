@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptfs.commit.beside import Beside
-from ckptfs.commit.catalog import Origin, find
-from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.foreign import names_save
-from ckptfs.commit.layout import ATTEMPTS, MANIFEST, METADATA
-from ckptfs.commit.looking import Look
+from ckptfs.commit.catalog.catalog import Look, Origin, find
+from ckptfs.commit.catalog.unlogged import Beside, is_overwritten, missing_data
+from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.ops import drive, read_limited
-from ckptfs.commit.pieces import piece
-from ckptfs.commit.unlogged import is_overwritten, missing_data
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.paths import ATTEMPTS, MANIFEST, METADATA
+from ckptfs.commit.save.foreign_metadata import names_save
+from ckptfs.commit.state import piece
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
 from ckptfs.tools.lines import Checkpoint, State, time_text
 
@@ -23,7 +21,7 @@ _UNPROJECTED = "stock torch does not see it; the next owner of the run puts that
 
 
 def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
-    """With what lies beside the log, believed or not."""
+    """Return ``line`` with what is next to the log, ``beside``, believed or not."""
     checkpoint, manifest = beside.checkpoint, beside.manifest
     if checkpoint is None:
         line = replace(line, state=State.DAMAGED, note=beside.why)
@@ -44,7 +42,9 @@ def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
 
 
 def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
-    """What another program saved beside the log, for what it is: whole, or not."""
+    """Return the ``line`` of what another program saved next to the log, with whether it is whole, read with
+    ``look``.
+    """
     if line.origin is not Origin.STOCK:
         return line
     try:
@@ -64,7 +64,9 @@ def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
 
 
 def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
-    """The newest commit, where another program saved over it: ``latest`` and ``load`` refuse it."""
+    """The ``line`` of the newest commit ``seal``, with a note where another program saved over it, read with
+    ``look``.
+    """
     shape = look.storage.capabilities.shape
     if not drive(is_overwritten(seal, look.views, shape), look.storage):
         return line
@@ -86,7 +88,14 @@ def _told(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:
 
 
 def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> Checkpoint:
-    """With what the sealed manifest tells. everything: also whether stock readers see it."""
+    """Return a line with what the sealed manifest says.
+
+    Args:
+        line: The line so far.
+        seal: The save.
+        look: What this process sees of the run.
+        everything: Also whether stock readers see it.
+    """
     shape = look.storage.capabilities.shape
     try:
         found = drive(find(seal, shape, line.uri), look.storage)

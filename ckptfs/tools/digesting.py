@@ -31,9 +31,16 @@ _Block = tuple[int, int, int]  # start and stop in the file, digest
 
 @dataclass(frozen=True, slots=True)
 class DeepFile:
-    """One file to compare. key: where it lies. name: its URI, for ``Resumed``. path: as the manifest
-    lists it. size_bytes: that are there. digests: of its blocks; or whole: xxh3_128 of all of it. proof:
-    of these digests, and of the file as it is now.
+    """One file to compare.
+
+    Attributes:
+        key: Where it is.
+        name: Its URI, for ``Resumed``.
+        path: As the manifest lists it.
+        size_bytes: How many bytes are there.
+        proof: Of these digests, and of the file as it is now.
+        digests: Those of its blocks; None where ``whole`` has one of all.
+        whole: xxh3_128 of all of it; None where ``digests`` has those of blocks.
     """
 
     key: str
@@ -47,7 +54,15 @@ class DeepFile:
 
 @dataclass(frozen=True, slots=True)
 class BadRange:
-    """Bytes of a file that differ. why: where the storage could not read them."""
+    """Bytes of a file that differ.
+
+    Attributes:
+        file: The file.
+        start: The first byte.
+        stop: The byte after the last one.
+        blocks: How many blocks of digests differ.
+        why: Why the storage could not read them; "" where it could.
+    """
 
     file: DeepFile
     start: int
@@ -58,7 +73,13 @@ class BadRange:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of one file. compared_bytes includes resumed_bytes, which an earlier call compared."""
+    """What came of one file.
+
+    Attributes:
+        bad: The ranges that differ.
+        compared_bytes: Bytes that were compared, by this call or an earlier one.
+        resumed_bytes: Bytes of these that an earlier call compared.
+    """
 
     bad: tuple[BadRange, ...]
     compared_bytes: int
@@ -115,10 +136,24 @@ def compare_files(
     meter: Meter = SILENT,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> dict[str, Compared]:
-    """Compare every byte that has a digest; by key of the file. Local, read-only.
+    """Compare every byte that has a digest. Local, read-only.
 
-    What the storage cannot read is a range that is told; that it is gone, not permitted or out of
-    reach is raised. After a kill the segments that were done are in the file of ``resumed``.
+    What the storage cannot read is a bad range; that it is gone, not permitted or out of reach is raised.
+    After a kill the segments that were done are in the file of ``resumed``.
+
+    Args:
+        storage: The run's.
+        files: What to compare.
+        jobs: Files, or pieces of them, at once.
+        resumed: What earlier calls did.
+        meter: Counts the bytes that are read.
+        segment_bytes: How many bytes are read at a time.
+
+    Returns:
+        What came of each file, by its key.
+
+    Raises:
+        StorageError: The storage cannot be used: no permission, no network.
     """
     shared = _Shared(storage)
     todo: list[_Job] = []

@@ -2,7 +2,8 @@
 
     export("s3://bucket/run/step_100", "out/hf", "safetensors", Selection(filters=["model.*"]))
 
-    safetensors   tensors only; streamed, about 64 MiB in memory whatever the size
+    safetensors   tensors only; streamed, about 64 MiB in memory whatever the size: a part of the file is read to
+                  where it is written from, while the part before is written
     torch         one file that torch.load(weights_only=True) opens; the whole state in memory, or
                   mapped from a file of ``scratch``
     dcp           what torch.distributed.checkpoint.load opens by itself: shards as they were saved, one
@@ -13,6 +14,8 @@ Any checkpoint that ``inspect`` reads, to any URI. One process; what is read is 
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import pickle
 import re
 import tempfile
@@ -23,23 +26,25 @@ from typing import Any
 
 import torch
 
-from ckptfs.commit.layout import METADATA
-from ckptfs.dcp.boxes import narrowed
-from ckptfs.dcp.leaves import dtype_round_trips, first_line
-from ckptfs.dcp.objectfile import write_object
-from ckptfs.dcp.resolve import memory_of
-from ckptfs.dcp.safetensors_format import (
+from ckptfs.commit.paths import METADATA
+from ckptfs.dcp.object_file import write_object
+from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
+from ckptfs.dcp.read.boxes import narrowed
+from ckptfs.dcp.safetensors.exporter import Held, PlannedFile, plan_files
+from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
     Entry,
     dtype_name,
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.safetensors_plan import Held, PlannedFile, plan_files
 from ckptfs.dcp.sizes import parse_size
+from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.progress import SILENT, Meter
+from ckptfs.storage.io import aligned_memory
 from ckptfs.storage.registry import open_storage
+from ckptfs.storage.threads import Pump
 from ckptfs.tools.contents import Box, Contents, ObjectLeaf, TensorLeaf, batches
 from ckptfs.tools.exporting_dcp import write_dcp
 from ckptfs.tools.landing import Landing, landing
@@ -52,6 +57,7 @@ from ckptfs.uri import Uri, options_of
 __all__ = ["ExportFormat", "Exported", "export"]
 
 _ALL = Selection()
+_PART_BYTES = 16 << 20  # of a safetensors file; three are in memory
 
 # All names that these exports have, and no others: what is overwritten is known by them.
 _SAFETENSORS = re.compile(rf"model(-\d{{5,}}-of-\d{{5,}})?\.safetensors|{re.escape(INDEX)}")
@@ -59,7 +65,13 @@ _DCP = re.compile(rf"__0_\d+\.distcp|{re.escape(METADATA)}")
 
 
 class ExportFormat(StrEnum):
-    """What to export to."""
+    """What to export to.
+
+    Attributes:
+        SAFETENSORS: A Hugging Face checkpoint.
+        TORCH: One file of ``torch.save``.
+        DCP: A checkpoint of torch.distributed.checkpoint.
+    """
 
     SAFETENSORS = "safetensors"
     TORCH = "torch"
@@ -68,8 +80,16 @@ class ExportFormat(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written. size_bytes: of files. left_out: keys of objects that the format has no place
-    for.
+    """What was written.
+
+    Attributes:
+        uri: Where.
+        format: The format.
+        files: The names of its files.
+        tensors: How many tensors.
+        objects: How many objects.
+        tensor_bytes: Bytes of the tensors.
+        left_out: Keys of objects that the format has no place for.
     """
 
     uri: Uri
@@ -97,16 +117,33 @@ def export(
 ) -> Exported:
     """Export a checkpoint, or a part of one. Local; durable on return.
 
-    target: a directory; of ``torch`` a file. target_options: of its storage; None takes those of
-    the source, where both are of one kind. max_shard_size: of a file,
-    but of ``torch`` ("5GB"). scratch: a directory for a file as large as all tensors, for ``torch``.
-    follow_links: read what symbolic links in a checkpoint lead to; a SymlinkError otherwise.
     After a crash the target is as it was, with what ``landing`` says of object stores.
 
-    AlreadyExistsError: the target is there, and overwrite was not asked for. StateError: nothing to
-    export; a name twice; a dtype that the format has not; an object that would run code; a target that
-    is the source, above or inside it, or part of a run, or has what no export of this format wrote:
-    overwrite never takes these. Errors of reading are those of ``ckptfs.load``.
+    Args:
+        uri: The checkpoint, or a part of one.
+        target: A directory; of "torch" a file.
+        to: "safetensors", "torch" or "dcp".
+        selection: Which keys, under which names, and in which dtype; by default all as they are.
+        storage_options: For the checkpoint: what fsspec's filesystem of that protocol takes; None: nothing
+            beyond what the URI has.
+        target_options: The same for the target; None: those of the checkpoint, where both are of one kind of
+            storage.
+        max_shard_size: The size of a file, in bytes or as "5GB", but of "torch".
+        overwrite: Replace an earlier export of this format.
+        scratch: For "torch": a directory for a file as large as all tensors; None: the temporary directory.
+        follow_links: Read what symbolic links in a checkpoint lead to.
+        meter: Counts the bytes that are read.
+
+    Returns:
+        What was written.
+
+    Raises:
+        AlreadyExistsError: The target is there, and ``overwrite`` is False.
+        StateError: Nothing to export; a name twice; a dtype that the format lacks; an object that would run
+            code; a target that is the source, above or inside it, or part of a run, or has what no export of
+            this format wrote: ``overwrite`` never takes these.
+        SymlinkError: A link leads out of the checkpoint, and ``follow_links`` is False.
+        CkptfsError: Errors of reading are those of ``ckptfs.load``.
     """
     kind, limit_bytes = ExportFormat(to), parse_size(max_shard_size)
     place = Uri.parse(target)
@@ -207,14 +244,69 @@ def _to_safetensors(
         head, header = encode_header(file.entries, {"format": "pt"})
         size = header.size_bytes + file.size_bytes
         ordered = [by_name[entry.key] for entry in header.entries]
-        with made.storage.open_write(made.key(file.name), size_hint_bytes=size) as writer:
-            writer.write(head)
-            for _, _, tensor in _pieces(contents, ordered, meter):
-                writer.write(memory_of(tensor))
+        with (
+            made.storage.open_write(made.key(file.name), size_hint_bytes=size) as writer,
+            Pump(writer) as pump,
+        ):
+            leaves = [one.leaf for one in ordered if isinstance(one.leaf, TensorLeaf)]
+            converts = any(
+                one.dtype is not leaf.dtype for one, leaf in zip(ordered, leaves, strict=True)
+            )
+            parts = _converted if converts else _in_place
+            for part in parts(contents, ordered, head, meter):
+                pump.write(part)
     if len(planned) > 1:
         names = {entry.key: file.name for file in planned for entry in file.entries}
         total = sum(file.size_bytes for file in planned)
         made.put(INDEX, encode_index(names, total))
+
+
+def _converted(
+    contents: Contents, ordered: Sequence[Chosen], head: bytes, meter: Meter
+) -> Iterator[memoryview]:
+    """The bytes of a file, in memory that nobody changes."""
+    yield memoryview(head)
+    for _, _, tensor in _pieces(contents, ordered, meter):
+        yield memory_of(tensor)
+
+
+def _in_place(
+    contents: Contents, ordered: Sequence[Chosen], head: bytes, meter: Meter
+) -> Iterator[memoryview]:
+    """The bytes of a file with tensors that keep their dtypes, in parts that may be written past the page cache.
+
+    Tensors are read to where they are written from. All parts but the last are whole pages, and in aligned memory
+    but for the header. Each keeps its bytes until two more have been asked for.
+    """
+    size = _PART_BYTES + mmap.PAGESIZE
+    memory = itertools.cycle([aligned_memory(size) for _ in range(3)])
+    rest = memoryview(head)  # what fills no page begins the next part
+    if len(rest) >= mmap.PAGESIZE:
+        whole = len(rest) - len(rest) % mmap.PAGESIZE
+        yield rest[:whole]
+        rest = rest[whole:]
+    leaves = [one.leaf for one in ordered if isinstance(one.leaf, TensorLeaf)]
+    for batch in batches(leaves, _PART_BYTES):
+        part = next(memory)
+        end = len(rest)
+        part[:end] = rest
+        into = []
+        for box in batch:
+            into.append(_tensor_in(part[end : end + box.size_bytes], box))
+            end += box.size_bytes
+        contents.read(batch, into)
+        meter.advance(sum(box.size_bytes for box in batch))
+        whole = end - end % mmap.PAGESIZE
+        yield part[:whole]
+        rest = part[whole:end]
+    yield rest
+
+
+def _tensor_in(view: memoryview, box: Box) -> torch.Tensor:
+    """A tensor for the box, with ``view`` for its memory."""
+    if not len(view):
+        return torch.empty(box.lengths, dtype=box.leaf.dtype)
+    return torch.frombuffer(view, dtype=torch.uint8).view(box.leaf.dtype).view(box.lengths)
 
 
 # -- one torch.save file -------------------------------------------------------------
@@ -255,7 +347,7 @@ def _to_torch(  # noqa: PLR0917 - as for export
 
 
 class _Memory:
-    """Where whole tensors lie: in memory of their own, or all in one mapped file."""
+    """Where whole tensors are kept: in memory of their own, or all in one mapped file."""
 
     def __init__(self, path: str | None, tensors: Sequence[Chosen]) -> None:
         self._at = 0

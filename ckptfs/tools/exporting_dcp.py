@@ -18,14 +18,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ckptfs.commit.layout import METADATA
-from ckptfs.commit.spec import fresh_ids
-from ckptfs.dcp.boxes import pieces_of
-from ckptfs.dcp.engine import auto_engine
-from ckptfs.dcp.grid import fills
-from ckptfs.dcp.layout import Cancelled, FileTask, data_name
-from ckptfs.dcp.metadata import describe, encode_metadata
-from ckptfs.dcp.reading_plan import untiled
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
+from ckptfs.dcp.planning.global_plan import fills
+from ckptfs.dcp.read.boxes import pieces_of
+from ckptfs.dcp.read.read_plan import untiled
+from ckptfs.dcp.write.rank_files import Cancelled, FileTask, auto_engine, data_name
 from ckptfs.progress import Meter
 from ckptfs.tools.contents import Box, Contents, ObjectLeaf, TensorLeaf
 from ckptfs.tools.landing import Landing
@@ -54,7 +53,16 @@ def write_dcp(  # noqa: PLR0917 - a source, a place, and how
     limit_bytes: int,
     meter: Meter,
 ) -> None:
-    """Write these leaves; ``.metadata`` last. Errors are the storage's and those of reading."""
+    """Write these leaves; ``.metadata`` last.
+
+    Args:
+        contents: The source.
+        chosen: The leaves, with their new names.
+        made: Where to write.
+        checkpoint_id: The name of the checkpoint, for torch.
+        limit_bytes: The size of a file, in bytes.
+        meter: Counts the bytes that are read.
+    """
     items_by_key = {one.key: list(_items_of(one)) for one in chosen}
     items = [item for one in chosen for item in items_by_key[one.key]]
     by_index = {item.item.index: item for item in items}

@@ -18,7 +18,13 @@ __all__ = ["Checked", "Damage", "Finding", "Verdict", "Verified", "worst"]
 
 
 class Verdict(StrEnum):
-    """Of one checkpoint, or of all."""
+    """Of one checkpoint, or of all.
+
+    Attributes:
+        CLEAN: Nothing is damaged.
+        UNKNOWN: Something could not be checked.
+        DAMAGED: Something is damaged.
+    """
 
     CLEAN = "clean"
     UNKNOWN = "unknown"
@@ -26,24 +32,45 @@ class Verdict(StrEnum):
 
 
 class Damage(StrEnum):
-    """How something is damaged."""
+    """How something is damaged.
 
-    LOG = "log"  # the run log cannot be read to its end
-    MANIFEST = "manifest"  # missing, changed, or not to be decoded
-    MISSING = "missing"  # a listed file is not there
-    SIZE = "size"  # a listed file has another size
-    SIDECAR = "sidecar"  # digests that are damaged, or of another file
-    METADATA = "metadata"  # .metadata: changed, not to be decoded, or it names what is not there
-    PROJECTION = "projection"  # what stock readers see differs from what was committed
-    BYTES = "bytes"  # data that differs from its digests
-    UNREADABLE = "unreadable"  # the storage could not read it
+    Attributes:
+        LOG: The run log cannot be read to its end.
+        MANIFEST: The manifest is missing, changed, or cannot be decoded.
+        MISSING: A listed file is not there.
+        SIZE: A listed file has another size.
+        SIDECAR: Digests are damaged, or of another file.
+        METADATA: ``.metadata`` is changed, cannot be decoded, or names what is not there.
+        PROJECTION: What stock readers see differs from what was committed.
+        BYTES: Data differs from its digests.
+        UNREADABLE: The storage could not read it.
+    """
+
+    LOG = "log"
+    MANIFEST = "manifest"
+    MISSING = "missing"
+    SIZE = "size"
+    SIDECAR = "sidecar"
+    METADATA = "metadata"
+    PROJECTION = "projection"
+    BYTES = "bytes"
+    UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One damage. uri: of the file. path: as the manifest lists it. start, stop: bytes of the file,
-    None where all of it is meant. blocks: how many blocks of digests differ. tensors: keys that lie in
-    these bytes. todo: what to do.
+    """One damage.
+
+    Attributes:
+        damage: What kind.
+        uri: The file.
+        what: What was found.
+        todo: What to do.
+        path: As the manifest lists the file.
+        start: The first byte; None where all of the file is meant.
+        stop: The byte after the last one; None where all of the file is meant.
+        blocks: How many blocks of digests differ.
+        tensors: Keys that have some of these bytes.
     """
 
     damage: Damage
@@ -61,11 +88,21 @@ class Finding:
 class Checked:
     """One checkpoint, or one part of one.
 
-    origin: "log", "manifest" (valid by itself) or "stock". files, size_bytes: that were looked at.
-    compared_bytes: of data that were held against digests, now or (resumed_bytes) by an earlier call.
-    uncompared_bytes: of data that have no digest, or were damaged before they could be compared; None
-    where nothing was to be compared.
-    unchecked: what was not looked at or had nothing to be compared with, and why.
+    Attributes:
+        uri: Where it is.
+        name: Its name in the run.
+        origin: "log", "manifest" (valid by itself) or "stock".
+        save_id: The id of the save; None where it is not known.
+        step: Completed optimizer steps; None where there is no number.
+        files: How many files were checked.
+        size_bytes: Their bytes.
+        compared_bytes: Bytes of data that were compared with digests, by this call or an earlier one.
+        resumed_bytes: Bytes of these that an earlier call compared.
+        findings: What is damaged.
+        unchecked: What was not checked or had nothing to be compared with, and why.
+        notes: What else was noticed.
+        uncompared_bytes: Bytes of data that have no digest, or were damaged before they could be compared;
+            None where nothing was to be compared.
     """
 
     uri: Uri
@@ -92,7 +129,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """All that was asked for. findings: of runs, not of one checkpoint. deep: bytes were compared."""
+    """All that was to be verified.
+
+    Attributes:
+        deep: Bytes were compared.
+        checkpoints: The checkpoints and parts.
+        findings: Damage of runs, not of one checkpoint.
+        notes: What else was noticed.
+    """
 
     deep: bool
     checkpoints: tuple[Checked, ...]
@@ -113,7 +157,7 @@ class Verified:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of several verdicts the one to act on; UNKNOWN of none."""
+    """Return of several ``verdicts`` the one to act on; UNKNOWN of none."""
     told = set(verdicts)
     for verdict in (Verdict.DAMAGED, Verdict.UNKNOWN, Verdict.CLEAN):
         if verdict in told:

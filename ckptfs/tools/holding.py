@@ -12,16 +12,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ckptfs.commit.entries import GENESIS, Fence, Generation
-from ckptfs.commit.owners import alive_here, describe, who_am_i
-from ckptfs.commit.protocol import Views
-from ckptfs.topology.world import World
+from ckptfs.commit.log.entries import GENESIS, Fence, Generation
+from ckptfs.commit.ownership.lease import alive_here, describe, who_am_i
+from ckptfs.commit.state import Views
+from ckptfs.control.world import World
 
 __all__ = ["Hold", "Holding", "holding_of"]
 
 
 class Hold(StrEnum):
-    """Whether somebody has the run."""
+    """Whether a process holds the run.
+
+    Attributes:
+        FREE: No process does.
+        HELD: A process does, as far as is known.
+        GONE: Its owner was a process of this node and has died.
+    """
 
     FREE = "free"
     HELD = "held"
@@ -30,8 +36,14 @@ class Hold(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The newest owner of a run. generation: 0 where nobody ever claimed it; then the rest is empty.
-    host, pid, job: of the owner, also of one that left.
+    """The newest owner of a run.
+
+    Attributes:
+        hold: Whether it holds the run.
+        generation: Its number; 0 where the run was never claimed, and the rest is empty.
+        host: The owner's host, also of one that left.
+        pid: The owner's process id.
+        job: The owner's job; None where it had no name.
     """
 
     hold: Hold
@@ -51,7 +63,7 @@ class Holding:
 
 
 def holding_of(views: Views) -> Holding:
-    """Who holds the run whose reached logs these are."""
+    """Return who holds the run with the reached logs ``views``."""
     if not views:
         return Holding(Hold.FREE)
     newest = max(views.values(), key=lambda view: view.generation)

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfs.commit.catalog import find
-from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.looking import looking_at
+from ckptfs.commit.catalog.catalog import find, looking_at
+from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.opening import step_of
-from ckptfs.commit.ops import drive
-from ckptfs.commit.pieces import piece
-from ckptfs.dcp.leaves import first_line
+from ckptfs.commit.operations import drive
+from ckptfs.commit.session import step_of
+from ckptfs.commit.state import piece
+from ckptfs.dcp.planning.leaves import first_line
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, SymlinkError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, TensorLeaf
@@ -43,12 +42,24 @@ __all__ = [
 SMALL_BYTES = 64 << 10  # an object whose value is worth showing
 SMALL_ELEMENTS = 8
 _TEXT = 200
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}
 _DIMENSIONS = 64  # as numpy
 
 
 @dataclass(frozen=True, slots=True)
 class DomainSummary:
-    """Who wrote a part of it: a domain's id, its ranks, the hosts that people know."""
+    """Who wrote a part of it.
+
+    Attributes:
+        id: The domain's id.
+        ranks: Its ranks.
+        hosts: The hosts, for people.
+    """
 
     id: str
     ranks: tuple[int, ...]
@@ -57,7 +68,12 @@ class DomainSummary:
 
 @dataclass(frozen=True, slots=True)
 class FileSummary:
-    """One file; path relative to the checkpoint, size_bytes None where nobody told."""
+    """One file.
+
+    Attributes:
+        path: Relative to the checkpoint.
+        size_bytes: Its bytes; None where they are not known.
+    """
 
     path: str
     size_bytes: int | None
@@ -65,7 +81,17 @@ class FileSummary:
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """A part of a checkpoint of parts. files, size_bytes: None where it is not seen from here."""
+    """A part of a checkpoint of parts.
+
+    Attributes:
+        name: Its name.
+        uri: Where it is.
+        save_id: Its own id.
+        domains: Ids of the domains that hold it.
+        hosts: Their hosts, for people.
+        files: How many files; None where it is not seen from here.
+        size_bytes: Their bytes; None where it is not seen from here.
+    """
 
     name: str
     uri: Uri
@@ -78,9 +104,24 @@ class PartSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A checkpoint as its manifest and its seal tell of it; None, or empty, where they do not.
+    """A checkpoint as its manifest and its seal describe it; None, or empty, where they do not.
 
-    writer: as the manifest says, the library that wrote it. size_bytes: of all files.
+    Attributes:
+        uri: Where it is.
+        format: How its bytes are stored.
+        name: Its name in the run.
+        step: Completed optimizer steps.
+        save_id: The id of the save.
+        kind: "checkpoint", "weights" or "directory".
+        writer: The library that wrote it, as the manifest says.
+        created_at: When, in ISO 8601.
+        world_size: How many ranks saved it.
+        domains: The domains that hold it.
+        files: How many files.
+        size_bytes: Bytes of all files.
+        per_rank: Keys that every rank keeps for itself.
+        metrics: What the user gave of the model.
+        shares_bytes_with: save_ids with files that this one uses.
     """
 
     uri: Uri
@@ -102,8 +143,13 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """leaves: those asked for, in the order of the checkpoint. files: of a checkpoint
-    that is a directory of files, and of what holds no leaves.
+    """What is in one checkpoint.
+
+    Attributes:
+        summary: The checkpoint as a whole.
+        leaves: Those that fit the filters, in the order of the checkpoint.
+        files: Of a checkpoint that is a directory of files, and of what holds no leaves.
+        parts: Of a checkpoint of parts.
     """
 
     summary: Summary
@@ -118,10 +164,22 @@ def inspect(
     *,
     filters: Sequence[str] = (),
 ) -> Inspected:
-    """Look at one checkpoint. Local, read-only; no data file is read, of a torch.save file its pickle.
+    """Describe one checkpoint. Local, read-only; no data file is read, of a torch.save file its pickle.
 
-    filters: fnmatch patterns of keys; a leaf that any of them fits is told. NotFoundError,
-    IncompleteCheckpointError, IntegrityError, ManifestError: as ``ckptfs.load``.
+    Args:
+        uri: The checkpoint, a part of one, or one safetensors or torch.save file.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        filters: fnmatch patterns of keys; a leaf that any of them fits is listed. Empty: all.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        IncompleteCheckpointError: Not all of it is there.
+        IntegrityError: The description differs from what was written.
+        ManifestError: The description is damaged or too new.
     """
     whole = whole_of_parts(uri, storage_options)
     if whole is not None:
@@ -135,7 +193,9 @@ def inspect(
 
 
 def matching(leaves: Iterable[Leaf], filters: Sequence[str]) -> Iterator[Leaf]:
-    """The leaves whose keys fit one of the patterns; all of them where there is none. Pure."""
+    """Yield the ``leaves`` with keys that fit one of the patterns ``filters``; all of them where there is none.
+    Pure.
+    """
     for leaf in leaves:
         if not filters or any(fnmatch.fnmatchcase(leaf.key, pattern) for pattern in filters):
             yield leaf
@@ -147,9 +207,21 @@ def values(
     *,
     filters: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Small leaves as text: objects of up to 64 KiB, tensors of up to 8 elements. Local, read-only.
+    """Read small leaves as text: objects of up to 64 KiB, tensors of up to 8 elements. Local, read-only.
 
     An object that would run code is not loaded, and its text says so.
+
+    Args:
+        uri: As for ``inspect``.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        filters: fnmatch patterns of keys; empty: all.
+
+    Returns:
+        The texts, by key.
+
+    Raises:
+        CkptfsError: As for ``inspect``, and those of reading.
     """
     with open_contents(uri, storage_options) as opened:
         told: dict[str, str] = {}
@@ -172,11 +244,50 @@ def _is_small(leaf: TensorLeaf) -> bool:
 
 def _object_text(contents: Contents, leaf: ObjectLeaf) -> str:
     try:
-        return _shortened(repr(contents.value(leaf)))
+        return _shortened(_start_of_repr(contents.value(leaf)))
     except (IntegrityError, ManifestError, OSError):
         raise
     except Exception as error:  # noqa: BLE001 - the unpickler refuses in a dozen ways
         return f"<not loaded: {first_line(error)[:_TEXT]}>"
+
+
+def _start_of_repr(value: Any) -> str:
+    """The start of ``repr(value)``, longer than what is shown if it is cut.
+
+    Containers that share their elements have a text of any length: only what is shown is made.
+    """
+    text = ""
+    for more in _repr_pieces(value):
+        text += more
+        if len(text) > _TEXT:
+            break
+    return text
+
+
+def _repr_pieces(value: Any) -> Iterator[str]:
+    """The text of a value in pieces. Each level has a character of its own before the next, so the depth is bounded."""
+    kind = type(value)
+    if isinstance(value, str | bytes):
+        yield repr(value[: _TEXT + 1])
+    elif isinstance(value, dict):
+        yield "{" if kind is dict else f"{kind.__name__}({{"
+        for number, (key, item) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _repr_pieces(key)
+            yield ": "
+            yield from _repr_pieces(item)
+        yield "}" if kind is dict else "})"
+    elif kind in _BRACKETS and value:
+        opening, closing = _BRACKETS[kind]
+        yield opening
+        for number, item in enumerate(value):
+            yield ", " if number else ""
+            yield from _repr_pieces(item)
+        yield f",{closing}" if kind is tuple and len(value) == 1 else closing
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):
+        yield f"<{kind.__name__} of objects>"
+    else:
+        yield repr(value)
 
 
 def _shortened(text: str) -> str:

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptfs.commit.ops import read_limited
-from ckptfs.commit.spec import fresh_ids
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.errors import AnswerLostError, NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
@@ -29,24 +29,30 @@ from ckptfs.uri import Uri
 
 __all__ = ["Landing", "landing"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.tools")
 
 
 @dataclass(slots=True)
 class Landing:
-    """prefix: where files are written, "" or ending in "/". marker: the name that is written last."""
+    """A directory that an export is written into.
+
+    Attributes:
+        storage: Of the directory above.
+        prefix: Where files are written, "" or ending in "/".
+        written: The keys so far.
+    """
 
     storage: Storage
     prefix: str
     written: list[str] = field(default_factory=list)
 
     def key(self, name: str) -> str:
-        """The key to write a file of this name to; what is new is removed if the export fails."""
+        """Return the key to write a file ``name`` to; what is new is removed if the export fails."""
         self.written.append(f"{self.prefix}{name}")
         return self.written[-1]
 
     def put(self, name: str, data: bytes) -> None:
-        """Write one small file."""
+        """Write one small file ``name`` with ``data``."""
         with self.storage.open_write(self.key(name), size_hint_bytes=len(data)) as writer:
             writer.write(data)
 
@@ -62,9 +68,18 @@ def landing(
 ) -> Iterator[Landing]:
     """A directory to write into; it is there when the block is left without an exception.
 
-    ours: the names that an export of this format has; markers: those by which readers find it.
-    AlreadyExistsError: something is there (overwrite=False), or came meanwhile. StateError: what is
-    there, or came meanwhile, is no export of this format; it stays. Errors are the storage's.
+    Args:
+        target: The directory.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        overwrite: Replace an earlier export of this format.
+        ours: The names that an export of this format has.
+        markers: The names by which readers find it.
+
+    Raises:
+        AlreadyExistsError: Something is there and ``overwrite`` is False, or it was written in between.
+        StateError: What is there is no export of this format; it stays.
+        StorageError: The storage failed.
     """
     storage = open_storage(target.parent, storage_options)
     try:

@@ -14,10 +14,10 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ckptfs.commit.catalog import Origin
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.layout import number_order
+from ckptfs.commit.catalog.catalog import Origin
+from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.paths import number_order
 from ckptfs.tools.holding import Holding
 from ckptfs.uri import Uri
 
@@ -41,7 +41,22 @@ R = TypeVar("R")
 
 
 class State(StrEnum):
-    """What a checkpoint is, at first look."""
+    """What a checkpoint is, at first look.
+
+    Attributes:
+        COMMITTED: Committed and visible.
+        UNPROJECTED: Committed, and stock readers do not see it yet.
+        IN_DOUBT: Not known from here whether it is committed.
+        SAVING: A save that is under way.
+        ABANDONED: An attempt that no process will finish: a newer owner came, or nothing was written to it
+            for a day.
+        FOREIGN: Another program, such as stock torch, saved it into the run, and it is whole.
+        DAMAGED: Files of it are missing or changed; the note says which.
+        REPLACED: A newer save has its name.
+        OVERWRITTEN: Taken out of the catalog by ``mode="overwrite"``.
+        DELETED: Deleted.
+        ABORTED: A save that was given up.
+    """
 
     COMMITTED = "committed"
     UNPROJECTED = "not projected"
@@ -61,7 +76,15 @@ HISTORY = frozenset({State.REPLACED, State.OVERWRITTEN, State.DELETED, State.ABO
 
 
 class Sort(StrEnum):
-    """The order of a listing. The last one is the newest, or the largest."""
+    """The order of a listing. The last one is the newest, or the largest.
+
+    Attributes:
+        COMMIT: The order of the commits.
+        STEP: By step.
+        NAME: By name.
+        AGE: By age.
+        SIZE: By size.
+    """
 
     COMMIT = "commit"
     STEP = "step"
@@ -72,9 +95,28 @@ class Sort(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One line. None where nobody told: sizes, ranks and times of plain DCP checkpoints are in no
-    manifest. origin: what it is believed by; None of attempts. created_at: ISO 8601, UTC. note: why
-    it is in its state. manifest: where it was read.
+    """One line of a listing. None where no source says: sizes, ranks and times of plain DCP checkpoints are in
+    no manifest.
+
+    Attributes:
+        uri: Where it is.
+        name: Its name in the run.
+        state: What it is, at first look.
+        origin: Why it is believed; None of attempts.
+        step: Completed optimizer steps.
+        kind: A checkpoint, weights or a directory.
+        save_id: The id of the save.
+        created_at: When, in ISO 8601, UTC.
+        size_bytes: Bytes of its files.
+        files: How many files.
+        ranks: How many ranks saved it.
+        parts: The parts of one that several groups wrote.
+        pinned: Retention leaves it alone.
+        failure: Saved by a run that was failing.
+        generation: The number of the run's owner that saved it.
+        domains: Ids of the domains that hold it.
+        note: Why it is in its state.
+        manifest: The manifest, where it was read.
     """
 
     uri: Uri
@@ -99,7 +141,15 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run. withheld: lines of its history that were not asked for. notes: what is odd about it."""
+    """A run.
+
+    Attributes:
+        uri: The run.
+        holding: Who holds it.
+        checkpoints: Its checkpoints.
+        withheld: Lines of its history that were not to be listed.
+        notes: What is odd about it.
+    """
 
     uri: Uri
     holding: Holding
@@ -109,7 +159,7 @@ class Run:
 
 
 def in_order(lines: Sequence[Checkpoint], sort: Sort) -> list[Checkpoint]:
-    """The lines in that order; those that the order does not tell apart stay as they are."""
+    """The ``lines`` in the order ``sort``; those that the order does not tell apart stay as they are."""
     key = _KEYS.get(sort)
     return list(lines) if key is None else sorted(lines, key=key)
 
@@ -123,7 +173,7 @@ _KEYS: dict[Sort, Callable[[Checkpoint], tuple[Any, ...]]] = {
 
 
 def side_by_side(ask: Callable[[T], R], of: Sequence[T]) -> list[R]:
-    """``ask`` of each, several at once: on a network each takes a round trip."""
+    """Return the results of ``ask`` for each of ``of``, several at once: on a network each takes a round trip."""
     if len(of) < 2:  # noqa: PLR2004
         return [ask(one) for one in of]
     with ThreadPoolExecutor(min(_AT_ONCE, len(of)), thread_name_prefix="ckptfs-look") as pool:
@@ -131,7 +181,7 @@ def side_by_side(ask: Callable[[T], R], of: Sequence[T]) -> list[R]:
 
 
 def began_at(save_id: str | None) -> str | None:
-    """When a save began, by its id; None: it is somebody else's name."""
+    """Return when a save began, by its ``save_id``; None: the id is none of ckptfs."""
     try:
         began = datetime.strptime((save_id or "")[:15], "%Y%m%dT%H%M%S").replace(tzinfo=UTC)
     except ValueError:
@@ -140,12 +190,14 @@ def began_at(save_id: str | None) -> str | None:
 
 
 def time_text(unix_s: float) -> str:
-    """ISO 8601, UTC."""
+    """Return ``unix_s``, seconds since the epoch, as ISO 8601, UTC."""
     return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 def age_s(created_at: str | None, now: datetime | None = None) -> float | None:
-    """Seconds since then by this machine's clock; None where nobody told."""
+    """Return the seconds since ``created_at`` by this machine's clock, or until ``now``; None where no time is
+    known.
+    """
     if not created_at:
         return None
     try:

@@ -18,13 +18,13 @@ import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptfs.commit.beside import Beside, look_beside, names_beside, oldest_first
-from ckptfs.commit.catalog import Origin
-from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG
-from ckptfs.commit.looking import Look, gap_of
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import (
+from ckptfs.commit.catalog.catalog import Look, Origin, gap_of
+from ckptfs.commit.catalog.unlogged import Beside, look_beside, names_beside, oldest_first
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.recovery import AttemptRecord, read_record
+from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG
+from ckptfs.commit.state import (
     Live,
     Standing,
     catalog,
@@ -35,7 +35,6 @@ from ckptfs.commit.protocol import (
     standing,
     used_overwrites,
 )
-from ckptfs.commit.recovery import AttemptRecord, read_record
 from ckptfs.errors import AccessError, NotFoundError, UnsupportedError
 from ckptfs.storage.base import Entry
 from ckptfs.tools.debris import DAY_S, Fate, attempt_fate, is_sending
@@ -68,10 +67,19 @@ def list_run(
     sort: Sort = Sort.COMMIT,
     limit: int | None = None,
 ) -> Run:
-    """The checkpoints of a run, in commit order those that the log knows.
+    """The checkpoints of a run, in commit order those that the log knows. Local, read-only.
 
-    everything: history too, and whether stock readers see each. kinds, names: only these. limit: so
-    many, the last of the order. NotFoundError: the place is absent. ManifestError: the log is damaged.
+    Args:
+        look: What this process sees of the run.
+        everything: History too, and whether stock readers see each.
+        kinds: Only these; empty: all.
+        names: Only these; empty: all.
+        sort: The order.
+        limit: So many, the last of the order; None: all.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        ManifestError: The log is damaged.
     """
     found = _candidates(look, names)
     shown = [one for one in found if everything or one.line.state not in HISTORY]
@@ -276,7 +284,9 @@ def _notes(look: Look) -> tuple[str, ...]:
 
 
 def gap(look: Look) -> str:
-    """What is wrong where entries of the log are missing and later ones are there; "" where none is."""
+    """Return what is wrong where entries of the log in ``look`` are missing and later ones are there; "" where
+    none is.
+    """
     found = gap_of(look)
     if found is None:
         return ""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.boxes import narrowed
-from ckptfs.dcp.leaves import serialise_leaf
-from ckptfs.dcp.resolve import host_tensor
+from ckptfs.dcp.planning.leaves import serialise_leaf
+from ckptfs.dcp.read.boxes import narrowed
+from ckptfs.dcp.write.host_memory import host_tensor
 from ckptfs.errors import IntegrityError
 from ckptfs.tools.contents import DEEPEST, Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
 
@@ -18,7 +18,12 @@ __all__ = ["LoadedContents"]
 
 
 class LoadedContents(Contents):
-    """Leaves of one torch.save file that was loaded: a nested dict, flattened as DCP does it."""
+    """Leaves of one torch.save file that was loaded: a nested dict, flattened as DCP does it.
+
+    Args:
+        loaded: What was loaded.
+        file: The name of the file.
+    """
 
     def __init__(self, loaded: Any, file: str) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
@@ -37,12 +42,14 @@ class LoadedContents(Contents):
                 found[key] = ObjectLeaf(key, file, 0, size, path)
         self.leaves = found
 
-    def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    def read(
+        self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """As ``Contents.read``: views of what was loaded, copied where they are not contiguous."""
-        return [
-            host_tensor(narrowed(self._tensors[box.leaf.key], box.offsets, box.lengths))
-            for box in boxes
-        ]
+        found = [narrowed(self._tensors[box.leaf.key], box.offsets, box.lengths) for box in boxes]
+        if into is None:
+            return [host_tensor(tensor) for tensor in found]
+        return [target.copy_(tensor) for target, tensor in zip(into, found, strict=True)]
 
     def blob(self, leaf: ObjectLeaf) -> bytes:
         """As ``Contents.blob``: pickled once more, by itself."""

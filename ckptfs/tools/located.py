@@ -13,18 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.catalog import Found, live_of
-from ckptfs.commit.entries import Seal
-from ckptfs.commit.locate import locate_directory, reading_seat
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.misplaced import is_run, run_error
-from ckptfs.commit.opening import Place
-from ckptfs.commit.ops import drive
+from ckptfs.commit.catalog.catalog import Found, is_run, live_of, looking_at, run_error
+from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.log.entries import Seal
+from ckptfs.commit.operations import drive
+from ckptfs.commit.session import Place
+from ckptfs.control.control import SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import NotFoundError, StateError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri, options_of
 
 __all__ = ["File", "Located", "file_at", "located", "options_for", "whole_of_parts"]
@@ -32,8 +30,14 @@ __all__ = ["File", "Located", "file_at", "located", "options_for", "whole_of_par
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A committed checkpoint. storage: of its run, open until the block is left. name: in the run;
-    of a part ``step_100/actor``. domain: the id of the domain that is seen from here, "" for none.
+    """A committed checkpoint.
+
+    Attributes:
+        uri: Where it is.
+        storage: Of its run, open until the block is left.
+        name: Its name in the run; of a part ``step_100/actor``.
+        found: Where its files are.
+        domain: The id of the domain that is seen from here, "" for none.
     """
 
     uri: Uri
@@ -45,7 +49,13 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """One file. storage: of the directory that it lies in."""
+    """One file.
+
+    Attributes:
+        uri: Where it is.
+        storage: Of its directory.
+        size_bytes: Its bytes.
+    """
 
     uri: Uri
     storage: Storage
@@ -54,10 +64,19 @@ class File:
 
 @contextlib.contextmanager
 def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iterator[Located]:
-    """The checkpoint, or the part of one, or the directory of files at ``uri``.
+    """The checkpoint, or the part of one, or the directory of files at ``uri``. Local, read-only.
 
-    NotFoundError, IncompleteCheckpointError, IntegrityError, ManifestError as ``ckptfs.load`` raises
-    them. StateError: it consists of parts (see ``whole_of_parts``).
+    Args:
+        uri: Where.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+        IncompleteCheckpointError: Not all of it is there.
+        IntegrityError: The description differs from what was written.
+        ManifestError: The description is damaged or too new.
+        StateError: It consists of parts (see ``whole_of_parts``), or is a run.
     """
     target = Uri.parse(uri)
     place = Place({**options_of(uri), **(storage_options or {})})
@@ -76,9 +95,18 @@ def located(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
 
 
 def whole_of_parts(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Seal | None:
-    """The seal of a checkpoint that several groups of processes wrote; None where it is none.
+    """The seal of a checkpoint that several groups of processes wrote. Local, read-only.
 
-    IncompleteCheckpointError: whether it was committed is in doubt.
+    Args:
+        uri: The checkpoint.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Returns:
+        The seal; None where it is no such checkpoint.
+
+    Raises:
+        IncompleteCheckpointError: Whether it was committed is in doubt.
     """
     target = Uri.parse(uri)
     with looking_at(target.parent, {**options_of(uri), **(storage_options or {})}) as look:
@@ -88,8 +116,18 @@ def whole_of_parts(uri: Any, storage_options: Mapping[str, Any] | None = None) -
 
 @contextlib.contextmanager
 def file_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iterator[File | None]:
-    """The file of that name, None where there is none: a directory, or nothing. Errors are the
-    storage's.
+    """The file of that name, until the block is left. Local, read-only.
+
+    Args:
+        uri: The file.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Yields:
+        The file; None where there is none: a directory, or nothing.
+
+    Raises:
+        StorageError: The storage failed.
     """
     target = Uri.parse(uri)
     storage = open_storage(target.parent, {**options_of(uri), **(storage_options or {})})
@@ -110,8 +148,13 @@ def file_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Itera
 def options_for(
     other: Any, uri: Any, storage_options: Mapping[str, Any] | None, own: Mapping[str, Any] | None
 ) -> Mapping[str, Any]:
-    """The options of a second URI: its own, where it was given some; else those of the first, where
-    both are of one kind of storage. Pure.
+    """The options of a second URI. Pure.
+
+    Args:
+        other: The second URI.
+        uri: The first URI.
+        storage_options: The options of the first; None: no options.
+        own: The options of the second; None: those of the first, where both are of one kind of storage.
     """
     if own:
         return own

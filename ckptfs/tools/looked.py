@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ckptfs.commit.catalog import Found
+from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.digests import FileDigests
-from ckptfs.commit.entries import Seal
+from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.manifest import FileRecord, Manifest
 from ckptfs.tools.findings import Damage, Finding
 from ckptfs.uri import Uri
@@ -19,8 +19,13 @@ __all__ = ["Looked", "Target"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be looked at. name: in the run that the storage is of; of a part ``step_100/actor``.
-    seal: of one that the log knows. digest: of the manifest of a part whose whole says it.
+    """What is to be checked.
+
+    Attributes:
+        uri: Where it is.
+        name: Its name in the run that the storage is of; of a part ``step_100/actor``.
+        seal: Of one that the log knows; else None.
+        digest: Of the manifest of a part, as its whole has it; else None.
     """
 
     uri: Uri
@@ -31,9 +36,20 @@ class Target:
 
 @dataclass(slots=True)
 class Looked:
-    """What was seen. sizes: of the listed files that are there, by path; stamps: size, time and etag, of
-    which one differs where a file was written since. digests: of data files; proofs: digests of those.
-    is_live: False once it was deleted while it was looked at.
+    """What was seen of one checkpoint.
+
+    Attributes:
+        target: What was to be checked.
+        found: Where its files are; None where it was not found.
+        findings: What is damaged.
+        unchecked: What was not checked, and why.
+        notes: What else was noticed.
+        files: Its files, as the manifest lists them.
+        sizes: Bytes of the listed files that are there, by path.
+        stamps: Size, time and etag, by path; one of them differs where a file was written since.
+        digests: Of data files, by path.
+        proofs: Digests of ``digests``, by path.
+        is_live: False once it was deleted while it was checked.
     """
 
     target: Target
@@ -54,5 +70,13 @@ class Looked:
         return None if self.found is None else self.found.manifest
 
     def add(self, damage: Damage, uri: Uri, what: str, todo: str, **where: object) -> None:
-        """One more finding."""
+        """Add one more finding. The arguments are as for ``Finding``.
+
+        Args:
+            damage: What kind.
+            uri: The file.
+            what: What was found.
+            todo: What to do.
+            where: The other fields of ``Finding``.
+        """
         self.findings.append(Finding(damage, uri, what, todo, **where))  # type: ignore[arg-type]

@@ -16,14 +16,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit.beside import newest_there
-from ckptfs.commit.catalog import Origin, find, list_live
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, number_order
-from ckptfs.commit.looking import Look, looking_at, refuse_gap
-from ckptfs.commit.misplaced import refuse_no_run
-from ckptfs.commit.ops import drive
-from ckptfs.commit.unlogged import check_unlogged
+from ckptfs.commit.catalog.catalog import (
+    Look,
+    Origin,
+    find,
+    list_live,
+    looking_at,
+    refuse_gap,
+    refuse_no_run,
+)
+from ckptfs.commit.catalog.unlogged import check_unlogged, newest_there
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import CONTROL, MANIFEST, METADATA, number_order
 from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.storage.local.files import is_partial_name
@@ -39,7 +44,15 @@ _DEPTH = 3  # directories between what was asked for and a run
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is shown of a place; see ``list_run``. files: of one checkpoint."""
+    """What is shown of a place; see ``list_run``.
+
+    Attributes:
+        everything: History too, and whether stock readers see each.
+        kinds: Only these; empty: all.
+        sort: The order.
+        limit: So many, the last of the order; None: all.
+        files: The files too, of one checkpoint.
+    """
 
     everything: bool = False
     kinds: tuple[Kind, ...] = ()
@@ -50,7 +63,13 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a checkpoint. path: from its directory. domain: that holds it, None for all."""
+    """A file of a checkpoint.
+
+    Attributes:
+        path: From its directory.
+        size_bytes: Its bytes.
+        domain: The id of the domain that holds it; None for all.
+    """
 
     path: str
     size_bytes: int
@@ -59,7 +78,14 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One checkpoint of a run. lines: the save of that name, older ones of the name after it."""
+    """One checkpoint of a run.
+
+    Attributes:
+        uri: Where it is.
+        holding: Who holds the run.
+        lines: The save of that name, older ones of the name after it.
+        files: Its files; None where they were not wanted.
+    """
 
     uri: Uri
     holding: Holding
@@ -69,7 +95,12 @@ class OneOf:
 
 @dataclass(frozen=True, slots=True)
 class Newest:
-    """The latest; None: there is none. notes: what is odd about its run, as of ``Run``."""
+    """The latest checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint; None: there is none.
+        notes: What is odd about its run, as of ``Run``.
+    """
 
     checkpoint: Checkpoint | None
     notes: tuple[str, ...] = ()
@@ -77,7 +108,17 @@ class Newest:
 
 @dataclass(frozen=True, slots=True)
 class RunFound:
-    """A run below the place that was looked at. trouble: why nothing is known of it."""
+    """A run below the place that was listed.
+
+    Attributes:
+        uri: The run.
+        holding: Who holds it; None where that is not known.
+        checkpoints: How many.
+        latest: The name of the latest; None where there is none.
+        step: Its completed optimizer steps; None where there is no number.
+        created_at: When it was made, in ISO 8601; None where that is not known.
+        trouble: Why nothing is known of the run.
+    """
 
     uri: Uri
     holding: Holding | None
@@ -90,7 +131,12 @@ class RunFound:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """A place above runs."""
+    """A place above runs.
+
+    Attributes:
+        uri: The place.
+        runs: The runs below it.
+    """
 
     uri: Uri
     runs: tuple[RunFound, ...]
@@ -99,7 +145,22 @@ class Runs:
 def look_at(
     uri: Any, wanted: Wanted = Wanted(), storage_options: Mapping[str, Any] | None = None
 ) -> Run | OneOf | Runs:
-    """What lies there. NotFoundError; ManifestError: a run's log is damaged; the storage's errors."""
+    """Find what is at a URI. Local, read-only.
+
+    Args:
+        uri: A run, a checkpoint, or a place above runs.
+        wanted: What is shown of it.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Returns:
+        A run, one checkpoint of a run, or the runs below.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        ManifestError: A run's log is damaged.
+        StorageError: The storage failed.
+    """
     with looking_at(uri, storage_options) as look:
         if look.views:
             return _list(look, wanted)
@@ -123,9 +184,20 @@ def look_at(
 
 
 def newest(run_uri: Any, kind: Kind, storage_options: Mapping[str, Any] | None = None) -> Newest:
-    """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made; None:
-    there is none. NotFoundError: the place is absent. ManifestError: the log has a gap, so that what is
-    found may be an old one. IncompleteCheckpointError: the last one was removed by hand.
+    """The last committed checkpoint of a kind, as ``ckptfs.latest`` finds it, and when it was made. Local,
+    read-only.
+
+    Args:
+        run_uri: The run.
+        kind: A checkpoint, weights or a directory.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        ManifestError: The log has a gap, so that what is found may be an old one.
+        IncompleteCheckpointError: The last one was removed by hand.
+        AmbiguousCheckpointError: Stock torch saved a checkpoint into the run after its newest commit.
     """
     with looking_at(run_uri, storage_options) as look:
         refuse_gap(look)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ckptfs.commit.layout import AttemptKeys, shared_key
-from ckptfs.commit.recovery_plan import AttemptRecord
+from ckptfs.commit.ownership.recovery_plan import AttemptRecord
+from ckptfs.commit.paths import AttemptKeys, shared_key
 from ckptfs.errors import NotFoundError, SymlinkError
 from ckptfs.storage.base import Entry, Shape, Storage
 from ckptfs.tools.lines import side_by_side
@@ -24,8 +24,13 @@ __all__ = ["Tree", "attempt_tree", "files_below", "is_link", "listed", "measured
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Files below some keys. newest_s: when the last of them, or an empty directory, was written, on
-    the store's clock; None: nobody told.
+    """Files below some keys.
+
+    Attributes:
+        files: How many.
+        size_bytes: Their bytes.
+        newest_s: When the last of them, or an empty directory, was written, in seconds of Unix time on the
+            server's clock; None: not known.
     """
 
     files: int = 0
@@ -39,13 +44,23 @@ class Tree:
 
 
 def measured(storage: Storage, keys: Iterable[str]) -> Tree:
-    """Of files, and of all below directories."""
+    """Return files, bytes and age of the files ``keys`` of ``storage``, and of all below directories among them."""
     files = [file for key in dict.fromkeys(keys) for file in files_below(storage, key) or [key]]
     return sum(side_by_side(partial(_stat, storage), files), Tree())
 
 
 def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
-    """Of all that an attempt has written; on object stores its data lies where the save will have it."""
+    """Measure all that an attempt has written.
+
+    On object stores its data is where the save will have it.
+
+    Args:
+        storage: The run's.
+        record: The attempt.
+
+    Returns:
+        Its files, bytes and age.
+    """
     shape = storage.capabilities.shape
     keys = AttemptKeys(shape, record.name, record.save_id)
     below = [keys.attempt]
@@ -55,8 +70,14 @@ def attempt_tree(storage: Storage, record: AttemptRecord) -> Tree:
 
 
 def files_below(storage: Storage, key: str) -> list[str]:
-    """Keys of all files below a directory or prefix; empty where there is none. A link counts as what it
-    is: what lies behind one to a directory is not removed with it, and mazes of links have no end.
+    """List the keys of all files below a directory or prefix; empty where there is none.
+
+    A link counts as what it is: what is behind one to a directory is not removed with it, and mazes of links
+    have no end.
+
+    Args:
+        storage: The run's.
+        key: The directory or prefix.
     """
     found: list[str] = []
     for entry in listed(storage, key):
@@ -69,7 +90,7 @@ def files_below(storage: Storage, key: str) -> list[str]:
 
 
 def listed(storage: Storage, key: str) -> Sequence[Entry]:
-    """Names directly below; none where there is no directory."""
+    """List names directly below ``key`` in ``storage``; none where there is no directory."""
     try:
         return storage.list(key)
     except NotFoundError:
@@ -77,7 +98,7 @@ def listed(storage: Storage, key: str) -> Sequence[Entry]:
 
 
 def is_link(storage: Storage, key: str) -> bool:
-    """Whether a name is a symbolic link; never where there are none."""
+    """Whether the name ``key`` in ``storage`` is a symbolic link; never where there are none."""
     path = storage.local_path(key)
     return path is not None and os.path.islink(path)
 

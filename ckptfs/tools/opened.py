@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.commit.catalog import Found
-from ckptfs.commit.entries import Kind
-from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.opened import read_metadata, source_of
-from ckptfs.dcp.pickle_scan import advise_on_torch, check_archive
-from ckptfs.dcp.safetensors_format import SUFFIX
-from ckptfs.dcp.safetensors_layout import read_file_layout, read_layout
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.log.entries import Kind
+from ckptfs.dcp.loading import read_metadata, source_of
+from ckptfs.dcp.metadata.pickle_scan import advise_on_torch, check_archive
+from ckptfs.dcp.read.data_file import Source, Verify
+from ckptfs.dcp.safetensors.safetensors_format import SUFFIX
+from ckptfs.dcp.safetensors.safetensors_reader import read_file_layout, read_layout
 from ckptfs.errors import CkptfsError, IntegrityError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.contents import Contents
@@ -39,7 +39,15 @@ _ARCHIVE = b"PK\x03\x04"
 
 
 class Format(StrEnum):
-    """How the bytes lie there."""
+    """How the bytes are stored.
+
+    Attributes:
+        CKPTFS: A checkpoint of ckptfs.
+        DCP: A checkpoint of torch.distributed.checkpoint.
+        SAFETENSORS: Files of safetensors.
+        TORCH_SAVE: One file of ``torch.save``.
+        FILES: Files with plain names.
+    """
 
     CKPTFS = "ckptfs"
     DCP = "torch.distributed.checkpoint"
@@ -50,7 +58,16 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """found, storage, home: None of one file, where it lies, and the directory that paths begin at."""
+    """An open checkpoint.
+
+    Attributes:
+        uri: Where it is.
+        format: How its bytes are stored.
+        contents: Its leaves.
+        storage: The storage that its files are in.
+        home: The directory that paths begin at.
+        found: Where its files are; None of one file.
+    """
 
     uri: Uri
     format: Format
@@ -75,11 +92,25 @@ def open_contents(
     verify: Verify = Verify.READ,
     follow_links: bool = True,
 ) -> Iterator[Opened]:
-    """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file.
+    """Open a checkpoint, a part of one, a directory of files, one safetensors or torch.save file. Local,
+    read-only.
 
-    Local, read-only. A torch.save file is loaded with weights_only; IntegrityError: it is none,
-    or holds what would run code. follow_links: of False, a symbolic link that leads out of a checkpoint
-    is a SymlinkError. Errors of finding it are those of ``ckptfs.load``.
+    A torch.save file is loaded with weights_only.
+
+    Args:
+        uri: Where.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        verify: Whether what is read is compared with its digests.
+        follow_links: Read what symbolic links that lead out of a checkpoint lead to.
+
+    Yields:
+        The open checkpoint, until the block is left.
+
+    Raises:
+        IntegrityError: A torch.save file is none, or holds what would run code.
+        SymlinkError: A link leads out of the checkpoint, and ``follow_links`` is False.
+        CkptfsError: Errors of finding it are those of ``ckptfs.load``.
     """
     with file_at(uri, storage_options) as file:
         if file is not None:

@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from ckptfs.commit.catalog import Found
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.layout import METADATA
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.manifest import digest_of
-from ckptfs.commit.ops import read_limited
-from ckptfs.dcp.datafile import Verify
-from ckptfs.dcp.grid import fills
-from ckptfs.dcp.metadata import decode_metadata
-from ckptfs.dcp.reading_plan import untiled
-from ckptfs.dcp.safetensors_layout import read_layout
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.paths import METADATA
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.planning.global_plan import fills
+from ckptfs.dcp.read.data_file import Verify
+from ckptfs.dcp.read.read_plan import untiled
+from ckptfs.dcp.safetensors.safetensors_reader import read_layout
 from ckptfs.errors import CkptfsError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.findings import Damage
@@ -39,7 +39,7 @@ _MOST = 5
 
 
 def places_of(storage: Storage, found: Found) -> Places:
-    """Where each leaf lies; empty where it cannot be told, for whatever reason."""
+    """Return where each leaf of ``found`` in ``storage`` is; empty where that cannot be known, for any reason."""
     manifest = found.manifest
     try:
         if manifest is not None and manifest.artifact is Kind.DIRECTORY:
@@ -50,12 +50,21 @@ def places_of(storage: Storage, found: Found) -> Places:
 
 
 def keys_in(places: Places, path: str, start: int, stop: int) -> tuple[str, ...]:
-    """The leaves that have any of these bytes of a file, in their order there. Pure."""
+    """Return the leaves that have any of these bytes of a file, in their order there. Pure.
+
+    Args:
+        places: Where each leaf is.
+        path: The file.
+        start: The first byte.
+        stop: The byte after the last one.
+    """
     return tuple(key for low, high, key in places.get(path, ()) if low < stop and start < high)
 
 
 def look_into(storage: Storage, seen: Looked) -> None:
-    """Adds findings. Whoever changed ``.metadata`` and the manifest both is found by this."""
+    """Add findings to ``seen``, read from ``storage``: a change of ``.metadata`` and the manifest together is
+    found by this.
+    """
     found, manifest = seen.found, seen.manifest
     if found is None or manifest is None or manifest.artifact is Kind.DIRECTORY or manifest.parts:
         return
@@ -79,7 +88,7 @@ def look_into(storage: Storage, seen: Looked) -> None:
 
 
 def look_at_stock(storage: Storage, seen: Looked) -> None:
-    """Adds findings, and that there is nothing to compare data with."""
+    """Add findings to ``seen``, read from ``storage``, and that there is nothing to compare data with."""
     found = seen.found
     if found is None:
         return

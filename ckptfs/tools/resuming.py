@@ -27,11 +27,15 @@ _EVERY_S = 1.0
 
 
 class Resumed:
-    """What earlier calls did, and this one. path: None remembers nothing. Any thread.
+    """What earlier calls did, and this one. Any thread.
 
-    It is written at once, so that a place that takes no file is told before the work. StateError: the
-    file is none of these, or cannot be written: a verification that was asked to be resumable must not
-    go on without.
+    The file is written at once, so that a place that takes no file is found before the work. A file that is
+    none of these, or cannot be written, is a StateError: a verification that was meant to be resumable must
+    not run without.
+
+    Args:
+        path: The file; None remembers nothing.
+        every_s: How many seconds pass between two writes of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, *, every_s: float = _EVERY_S) -> None:
@@ -46,7 +50,14 @@ class Resumed:
             self._written = -math.inf
 
     def has(self, name: str, proof: str, segment: int, segment_bytes: int) -> bool:
-        """Whether this segment was verified against the same digests."""
+        """Whether this segment was verified against the same digests.
+
+        Args:
+            name: The file's URI.
+            proof: Of its digests, and of the file as it is now.
+            segment: The number of the segment.
+            segment_bytes: The size of segments in bytes.
+        """
         known = self._done.get(name)
         return (
             known is not None
@@ -56,7 +67,7 @@ class Resumed:
         )
 
     def add(self, name: str, proof: str, segment: int, segment_bytes: int) -> None:
-        """This segment is as it was written."""
+        """Note that this segment is as it was written. The arguments are as for ``Resumed.has``."""
         if self._path is None:
             return
         with self._lock:

@@ -1,22 +1,40 @@
 """The log of a run as a person reads it: who saved, fenced and deleted what, when, from where.
 
     read_log(uri)   -> Line per entry: number, when, who, what, and why it is void where it is
+    RunWatcher(uri) -> RunEvent for each commit, failure, fence, release and delete, as it happens
 
-Every entry is read by itself, so that one that is damaged, missing or of a newer version is a line
+Of the whole log every entry is read by itself, so that one that is damaged, missing or of a newer version is a line
 like the others. An entry is void by those below it: a seal after an abort of the same save, an abort
 after its seal, a fence below the one that stands. What follows a damaged or missing entry is read
 here, and by nobody else. Read-only, no torch.
+
+A watcher asks for the entry after the last one that it read, at least every ``WATCH_PACE.longest_s`` seconds:
+
+    idle poll       one read; every few seconds one of the owner's lease, one of the domain's id
+    advisory log    one listing, because an entry may appear below one that was read already
+
+An event says what an entry changed: an abort after a seal, or a fence below the one that stands, is none. That
+an owner died is in no entry until the next one comes: its process or its lease tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from threading import Lock
+from types import TracebackType
+from typing import Any, Self
 
-from ckptfs.commit.advisory import with_log
-from ckptfs.commit.entries import (
+from ckptfs.commit.catalog.catalog import read_domain
+from ckptfs.commit.log.advisory_log import LogKind, kind_of_log, with_log
+from ckptfs.commit.log.append import LogBudget, catch_up
+from ckptfs.commit.log.entries import (
+    GENESIS,
     Abort,
     Body,
     Decided,
@@ -36,24 +54,60 @@ from ckptfs.commit.entries import (
     Stamp,
     decode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry
-from ckptfs.commit.layout import LOG, log_key
-from ckptfs.commit.ops import read_limited
-from ckptfs.errors import ManifestError, NotFoundError
+from ckptfs.commit.log.fold import LogState, fold_entry
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.ownership.lease import LeaseTimes, alive_here, describe, who_am_i
+from ckptfs.commit.ownership.recovery import read_record
+from ckptfs.commit.paths import AHEAD_BYTES, CONTROL, ENTRY_BYTES, LEASE, LOG, log_key
+from ckptfs.commit.state import Standing, standing
+from ckptfs.control.world import World
+from ckptfs.errors import (
+    AccessError,
+    AnswerLostError,
+    CkptfsError,
+    CommitInDoubtError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    TransientError,
+)
+from ckptfs.manager.waiting import Pace
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.lines import side_by_side
 from ckptfs.uri import Uri, options_of
 
-__all__ = ["Condition", "Line", "lines_of", "read_log", "told"]
+__all__ = [
+    "Condition",
+    "EventKind",
+    "Line",
+    "RunEvent",
+    "RunWatcher",
+    "lines_of",
+    "read_log",
+    "told",
+]
+
+logger = logging.getLogger("ckptfs.tools")
+
+WATCH_PACE = Pace(first_s=0.5, longest_s=2.0)
 
 
 class Condition(StrEnum):
-    """Whether an entry counts."""
+    """Whether an entry counts.
+
+    Attributes:
+        VALID: It counts.
+        VOID: Entries before it say otherwise.
+        UNREAD: It is after an entry that cannot be read: no reader folds it.
+        DAMAGED: It cannot be decoded.
+        MISSING: It is not there, and later ones are.
+    """
 
     VALID = "valid"
-    VOID = "void"  # those below it say otherwise
-    UNREAD = "unread"  # it lies behind an entry that cannot be read: nobody folds it
+    VOID = "void"
+    UNREAD = "unread"
     DAMAGED = "damaged"
     MISSING = "missing"
 
@@ -63,8 +117,18 @@ _MOST_MISSING = 1000  # entries, that are told one by one
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One entry. entry: of an entry, "damaged" and "missing" of what is none. what: in words. why: it
-    does not count, "" where it does. save_id, name: of the save that it is about, None of others.
+    """One entry of the log.
+
+    Attributes:
+        number: Its number.
+        entry: Its kind; "damaged" and "missing" of what is none.
+        condition: Whether it counts.
+        stamp: Who wrote it, and when.
+        what: What it says, in words.
+        why: Why it does not count, "" where it does.
+        save_id: The save that it is about; None of others.
+        name: The name of that save; None of others.
+        generation: The number of the owner that it is about; None of others.
     """
 
     number: int
@@ -79,7 +143,16 @@ class Line:
 
 
 def read_log(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> list[Line]:
-    """Every entry of the run's log, oldest first. NotFoundError: there is none."""
+    """Every entry of the run's log, oldest first. Local, read-only.
+
+    Args:
+        run_uri: The run.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: There is no log.
+    """
     root = Uri.parse(run_uri)
     plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
     try:
@@ -96,9 +169,9 @@ def read_log(run_uri: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 def lines_of(storage: Storage) -> list[Line]:
-    """As ``read_log``, of a storage ``with_log``; none where there is no entry."""
+    """Return the entries of the log in ``storage``, as ``read_log``; none where there is no entry."""
     storage.refresh(LOG)
-    return told(_read(storage, _end(storage)))
+    return _lines(_read(storage, _end(storage)))
 
 
 def _end(storage: Storage) -> int:
@@ -116,27 +189,56 @@ def _end(storage: Storage) -> int:
     return min(last + 1, len(numbered) + _MOST_MISSING)
 
 
-def _read(storage: Storage, end: int) -> list[bytes | None]:
-    """The entries' bytes; None where one is missing."""
+def _read(storage: Storage, end: int) -> list[Entry | Line]:
+    """Read and decode the entries: small ones several at once, each large one by itself.
 
-    def read(number: int) -> bytes | None:
+    Raises:
+        ManifestError: There are more than ``LogBudget`` permits.
+    """
+    budget, lock = LogBudget(), Lock()
+
+    def read(number: int, limit_bytes: int) -> Entry | Line | None:
         try:
-            return read_limited(storage, log_key(number))
+            data = storage.read_small(log_key(number), limit_bytes)
         except NotFoundError:
+            return _decoded(number, None)
+        except StorageError as error:
+            if error.errno != errno.EFBIG:
+                raise
             return None
+        entry = _decoded(number, data)
+        if isinstance(entry, Entry):
+            with lock:
+                budget.add(len(data), entry.body)
+        return entry
 
-    raw = side_by_side(read, range(end))
-    while raw and (more := read(len(raw))) is not None:
-        raw.append(more)
-    return raw
+    def read_large(number: int) -> Entry | Line:
+        found = read(number, ENTRY_BYTES)
+        what = f"more than {ENTRY_BYTES} bytes"
+        return found or Line(
+            number, "damaged", Condition.DAMAGED, Stamp(), what, "no entry is so large"
+        )
+
+    found = side_by_side(lambda number: read(number, AHEAD_BYTES), range(end))
+    entries = [read_large(n) if entry is None else entry for n, entry in enumerate(found)]
+    while entries and _is_present(more := read_large(len(entries))):
+        entries.append(more)
+    return entries
+
+
+def _is_present(entry: Entry | Line) -> bool:
+    return isinstance(entry, Entry) or entry.condition is not Condition.MISSING
 
 
 # -- in words: pure ---------------------------------------------------------------------------
 
 
 def told(raw: Sequence[bytes | None]) -> list[Line]:
-    """The lines of a log's entries, from number 0 on; None: it is missing."""
-    entries = [_decoded(number, data) for number, data in enumerate(raw)]
+    """Return the lines of a log's entries ``raw``, from number 0 on; None in it: that entry is missing."""
+    return _lines([_decoded(number, data) for number, data in enumerate(raw)])
+
+
+def _lines(entries: Sequence[Entry | Line]) -> list[Line]:
     names = _names(entries)
     state: LogState = LogState()
     broken: int | None = None
@@ -160,7 +262,13 @@ def _decoded(number: int, data: bytes | None) -> Entry | Line:
         what = "nothing: somebody removed it"
         return Line(number, "missing", Condition.MISSING, Stamp(), what, "no entry is ever removed")
     try:
-        return decode_entry(data, log_key(number))
+        entry = decode_entry(data, log_key(number))
+        if isinstance(entry.body, Snapshot):
+            # Of a snapshot its size alone is shown: all of them would fill the memory.
+            saves = entry.body.state.get("saves", ())
+            count = len(saves) if isinstance(saves, Sized) else 0
+            return replace(entry, body=Snapshot({"saves": range(count)}))
+        return entry
     except ManifestError as error:
         shown = f"{len(data)} bytes that are no entry"
         return Line(number, "damaged", Condition.DAMAGED, Stamp(), shown, error.message)
@@ -283,3 +391,378 @@ def _why_save_void(
             return "it was deleted before"
         case _:
             return ""
+
+
+# -- as it happens ----------------------------------------------------------------------------
+
+
+class EventKind(StrEnum):
+    """What happened to a run.
+
+    Attributes:
+        COMMIT: A checkpoint is there.
+        FAILURE: A save was aborted, or the owner died.
+        FENCE: A new owner.
+        RELEASE: The owner left.
+        DELETE: A checkpoint is deleted; its bytes follow.
+    """
+
+    COMMIT = "commit"
+    FAILURE = "failure"
+    FENCE = "fence"
+    RELEASE = "release"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """One thing that happened to a run.
+
+    Attributes:
+        number: Of the log's entry; None where no entry says it, as of an owner that died.
+        event: What happened.
+        stamp: Who wrote the entry, and when.
+        what: The same in words.
+        save_id: The id of the save; None of owners.
+        uri: The checkpoint; None of owners, and of a save that was aborted before its name was known.
+        name: Its name; None where ``uri`` is.
+        step: Its completed optimizer steps; None where ``uri`` is, and where there is no number.
+        kind: What it is; None where ``uri`` is.
+        generation: The number of the owner; None where it is not known.
+    """
+
+    number: int | None
+    event: EventKind
+    stamp: Stamp
+    what: str
+    save_id: str | None = None
+    uri: Uri | None = None
+    name: str | None = None
+    step: int | None = None
+    kind: Kind | None = None
+    generation: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An entry that was not there before, and the log without and with it."""
+
+    number: int
+    entry: Entry
+    before: LogState
+    after: LogState
+
+
+class RunWatcher:
+    """What happens to a run, from now on. One thread iterates; any thread may ``stop`` it.
+
+    Local and read-only: read permission is enough, and nothing is appended. The run need not exist yet. On
+    node-local disks this node's log answers, and a save over several domains is reported once this log
+    records that it was committed. While iterating, a damaged entry of the log is a ManifestError: what comes
+    after it is read by no reader. Where the storage fails for longer than a moment, that is a StorageError.
+
+    Args:
+        run_uri: The run.
+        from_entry: Begin with this entry of the log. None: with what comes after the first look.
+        until_end: End once an owner left or died. A run that is free is waited for.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        pace: The pauses between polls.
+        storage: At the run, for tests; it is closed too. None: opened here.
+        wait: Waits so many seconds and returns whether to stop; for tests. None: until ``stop``.
+        clock: Seconds that only increase; for tests.
+
+    Attributes:
+        root: The run's URI.
+    """
+
+    def __init__(
+        self,
+        run_uri: Any,
+        *,
+        from_entry: int | None = None,
+        until_end: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        pace: Pace = WATCH_PACE,
+        storage: Storage | None = None,
+        wait: Callable[[float], bool] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.root = Uri.parse(run_uri)
+        options = {**options_of(run_uri), **(storage_options or {})}
+        self._storage = storage or open_storage(self.root, options)
+        self._pace, self._until_end = pace, until_end
+        self._stopped = threading.Event()
+        self._wait = wait or self._stopped.wait
+        self._tail = _Tail(self._storage, from_entry)
+        self._owner = _OwnerCheck(self._storage, clock)
+        self._dead: Generation | None = None
+
+    def __iter__(self) -> Iterator[RunEvent]:
+        idle, trouble = 0, False
+        while not self._stopped.is_set():
+            events: list[RunEvent] = []
+            try:
+                events.extend(self._poll(idle))  # what was read before an error is kept
+                trouble = False
+            except (AnswerLostError, CommitInDoubtError, StaleError, TransientError) as error:
+                if not trouble:
+                    logger.warning("watching %s goes on: %s", self.root, error)
+                trouble = True
+            except ManifestError as error:
+                error.uri = str(self._storage.uri(error.uri or ""))  # an entry is read by its key
+                raise
+            for event in events:
+                yield event
+                if self._until_end and _ends(event):
+                    return
+            idle = 0 if events else idle + 1
+            if self._wait(self._pace.rest_s(idle)):
+                return
+
+    def _poll(self, idle: int) -> Iterator[RunEvent]:
+        yield from self._new_events(idle)
+        state = self._tail.state
+        if not self._owner.has_died(state):
+            self._dead = None
+            return
+        if self._dead == state.generation:
+            return
+        # An owner appends that it leaves before its process ends: that may have come since.
+        yield from self._new_events(idle)
+        if self._tail.state.generation == state.generation and not self._tail.state.released:
+            self._dead, fence = state.generation, state.fence
+            what = f"the owner died: {describe(fence)}"
+            stamp = Stamp(host=fence.host, pid=fence.pid)
+            yield RunEvent(None, EventKind.FAILURE, stamp, what, generation=fence.generation.number)
+
+    def _new_events(self, idle: int) -> Iterator[RunEvent]:
+        for change in self._tail.poll(idle):
+            event = _event_of(change, self._tail.domain, self.root)
+            if event is not None:
+                yield event if event.name or not event.save_id else self._named(event)
+
+    def _named(self, event: RunEvent) -> RunEvent:
+        """The event with the name that the save's own record has, as long as that lies there."""
+        try:
+            record = read_record(event.save_id or "", self._storage.capabilities)
+            name = drive(record, self._storage).name
+        except CkptfsError:
+            return event
+        return replace(event, name=name, uri=self.root / name) if name else event
+
+    def stop(self) -> None:
+        """End the iteration. Any thread, a signal handler too."""
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Stop, and release the storage. Harmless twice."""
+        self.stop()
+        self._storage.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _ends(event: RunEvent) -> bool:
+    return event.event is EventKind.RELEASE or (
+        event.event is EventKind.FAILURE and event.number is None
+    )
+
+
+def _event_of(change: _Change, domain: str, root: Uri) -> RunEvent | None:
+    """What an entry of a domain's log changed, None where that is no event. Pure."""
+    number, stamp, body = change.number, change.entry.stamp, change.entry.body
+    after, generation = change.after, change.after.generation.number
+    match body:
+        case Fence() if after.generation != change.before.generation:
+            what = _what(body, {})
+            return RunEvent(number, EventKind.FENCE, stamp, what, generation=generation)
+        case Release() if after.released and not change.before.released:
+            what = _what(body, {})
+            return RunEvent(number, EventKind.RELEASE, stamp, what, generation=generation)
+        case Seal() | Decided() | Abort() | Delete():
+            return _save_event(change, body, domain, root)
+        case _:
+            return None
+
+
+_OUTCOMES = {
+    Standing.COMMITTED: EventKind.COMMIT,
+    Standing.ABORTED: EventKind.FAILURE,
+    Standing.DELETED: EventKind.DELETE,
+}
+
+
+def _save_event(
+    change: _Change, body: Seal | Decided | Abort | Delete, domain: str, root: Uri
+) -> RunEvent | None:
+    # A save over several domains is in doubt by one log alone, until that records what it came to.
+    before, now = (
+        standing(body.save_id, {domain: state}) for state in (change.before, change.after)
+    )
+    if before is now or now not in _OUTCOMES:
+        return None
+    save = change.after.save(body.save_id)
+    known = save.seal or save.part
+    name = None if known is None else known.name
+    if save.seal is not None and now is Standing.COMMITTED:
+        parts = f", of parts {', '.join(ref.name for ref in save.seal.parts)}"
+        what = f"committed {name} ({body.save_id}){parts if save.seal.parts else ''}"
+        what += ", by a failing run" if save.seal.failure else ""
+    else:
+        what = _what(body, {} if name is None else {body.save_id: name})
+    return RunEvent(
+        change.number,
+        _OUTCOMES[now],
+        change.entry.stamp,
+        what,
+        body.save_id,
+        None if name is None else root / name,
+        name,
+        None if known is None else known.step,
+        None if save.seal is None else save.seal.artifact,
+        change.after.generation.number,
+    )
+
+
+class _Tail:
+    """The entries of a log that were not there at the poll before."""
+
+    _ROUND_EVERY = 8  # idle polls: whether this is still the run that was watched
+
+    def __init__(self, storage: Storage, from_entry: int | None) -> None:
+        self.state = LogState()
+        self._storage = storage
+        self._first = from_entry
+        self._domain: str | None = None
+        self._is_begun = False
+        self._kind = LogKind.NONE
+        self._entries: dict[str, Entry] = {}  # of an advisory log, by the names of their files
+
+    @property
+    def domain(self) -> str:
+        """The id of the domain whose log this is; "" before there is one."""
+        return self._domain or ""
+
+    def poll(self, idle: int) -> list[_Change]:
+        """Read on. Errors of the moment: poll again, nothing was lost."""
+        if self._domain is None or (idle and idle % self._ROUND_EVERY == 0):
+            domain = drive(read_domain(), self._storage)
+            if domain != self._domain:
+                # Somebody may have removed the run and begun it anew: all of that is new.
+                first = self._first if self._domain is None else 0
+                self._domain, self._kind, self.state = domain, LogKind.NONE, LogState()
+                self._first, self._entries = first, {}
+        if self._kind is LogKind.NONE:
+            self._kind = LogKind.NONE if self._domain is None else kind_of_log(self._storage)
+        is_begun, self._is_begun = self._is_begun, True
+        if self._kind is LogKind.NONE:
+            if self._first is None:
+                self._first = 0  # the run is not there yet: all that comes is new
+            return []
+        if self._kind is LogKind.ADVISORY:
+            changes = self._read_names()
+        elif self._first is None and not is_begun:
+            changes, self.state = [], drive(catch_up(None), self._storage)
+        else:
+            changes = self._read_numbers()
+        if self._first is None:
+            changes, self._first = [], 0
+        return [change for change in changes if change.number >= self._first]
+
+    def _read_numbers(self) -> list[_Change]:
+        found: list[_Change] = []
+        state = self.state
+        self._storage.refresh(LOG)
+        while True:
+            key = log_key(state.next)
+            try:
+                entry = decode_entry(self._storage.read_small(key, ENTRY_BYTES), key)
+            except NotFoundError:
+                break
+            after = fold_entry(state, _shortened(entry).body)
+            found.append(_Change(state.next, entry, state, after))
+            state = after
+        self.state = state
+        return found
+
+    def _read_names(self) -> list[_Change]:
+        self._storage.refresh(LOG)
+        listed = [e.name for e in self._storage.list(LOG) if not e.is_dir and e.name[:1].isdigit()]
+        names = sorted(name for name in listed if "." in name)
+        fresh = [name for name in names if name not in self._entries]
+
+        def read(name: str) -> Entry:
+            key = f"{LOG}/{name}"
+            return _shortened(decode_entry(self._storage.read_small(key, ENTRY_BYTES), key))
+
+        if not fresh:
+            return []
+        read_now = dict(zip(fresh, side_by_side(read, fresh), strict=True))
+        self._entries |= read_now
+        state, found = LogState(), []
+        for number, name in enumerate(names):
+            entry = self._entries[name]
+            after = fold_entry(state, entry.body)
+            if name in read_now:
+                found.append(_Change(number, entry, state, after))
+            state = after
+        self.state = state
+        return found
+
+
+def _shortened(entry: Entry) -> Entry:
+    """Of a snapshot its place alone counts here: all of them would fill the memory."""
+    return replace(entry, body=Snapshot()) if isinstance(entry.body, Snapshot) else entry
+
+
+class _OwnerCheck:
+    """Whether the owner of a run died: by its process on this machine, else by its lease."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        clock: Callable[[], float],
+        times: LeaseTimes = LeaseTimes(),
+    ) -> None:
+        self._storage, self._clock, self._times = storage, clock, times
+        self._node = who_am_i(World.solo()).node
+        self._generation: Generation | None = None
+        self._lease = b""
+        self._moved_s = self._read_s = 0.0
+        self._is_dead = False
+
+    def has_died(self, state: LogState) -> bool:
+        """Whether the owner died, as far as anybody can tell. state: the log as it was read last."""
+        if state.generation == GENESIS or state.released:
+            return False
+        now_s = self._clock()
+        if state.generation != self._generation:
+            self._generation, self._is_dead, self._lease = state.generation, False, b""
+            self._moved_s, self._read_s = now_s, now_s - self._times.rewrite_s
+        if state.fence.node == self._node:
+            self._is_dead = not alive_here(state.fence)
+        elif now_s - self._read_s >= self._times.rewrite_s:
+            self._read_s = now_s
+            self._look(now_s)
+        return self._is_dead
+
+    def _look(self, now_s: float) -> None:
+        self._storage.refresh(CONTROL)
+        try:
+            lease = read_limited(self._storage, LEASE)
+        except (AccessError, NotFoundError):
+            return  # nobody can tell
+        if lease != self._lease:
+            self._lease, self._moved_s, self._is_dead = lease, now_s, False
+        elif now_s - self._moved_s >= self._times.still_s:
+            self._is_dead = True

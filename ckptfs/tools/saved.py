@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ckptfs.commit.digests import ItemDigests
-from ckptfs.dcp.boxes import narrowed
-from ckptfs.dcp.datafile import DataFile, Source, Verify, open_data, read_digests
-from ckptfs.dcp.fetch import fetch
-from ckptfs.dcp.grid import fills
-from ckptfs.dcp.reading_plan import untiled
+from ckptfs.dcp.planning.global_plan import fills
+from ckptfs.dcp.read.boxes import narrowed
+from ckptfs.dcp.read.data_file import DataFile, Source, Verify, open_data, read_digests
+from ckptfs.dcp.read.read_plan import untiled
+from ckptfs.dcp.read.scheduler import fetch
 from ckptfs.errors import IntegrityError, ManifestError
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, Shard, TensorLeaf
 
@@ -31,7 +31,12 @@ _LARGEST = (1 << 63) - 1  # what torch's sizes can be
 
 
 class SavedContents(Contents):
-    """Leaves that lie in data files, by torch's metadata. ``source`` stays the caller's."""
+    """Leaves in data files, by torch's metadata.
+
+    Args:
+        source: Reads the files; it stays the caller's.
+        metadata: torch's.
+    """
 
     def __init__(self, source: Source, metadata: Metadata) -> None:
         self._source = source
@@ -39,16 +44,20 @@ class SavedContents(Contents):
         self._digests: dict[str, Mapping[int, ItemDigests] | None] = {}
         self.leaves = _leaves_of(metadata)
 
-    def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    def read(
+        self, boxes: Sequence[Box], into: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """As ``Contents.read``; every byte that is read is compared as the source says."""
-        into = _Into()
+        if into is None:
+            into = [torch.empty(box.lengths, dtype=box.leaf.dtype) for box in boxes]
+        targets = _Targets()
         items: list[ReadItem] = []
-        for box in boxes:
+        for box, tensor in zip(boxes, into, strict=True):
             found = self._items_of(box)
-            into.add(box, found)
+            targets.add(tensor, found)
             items += found
-        fetch(self._source, LoadPlan(items), into, self._metadata)  # type: ignore[arg-type]
-        return into.tensors
+        fetch(self._source, LoadPlan(items), targets, self._metadata)  # type: ignore[arg-type]
+        return list(into)
 
     def _items_of(self, box: Box) -> list[ReadItem]:
         if not math.prod(box.lengths):
@@ -129,16 +138,13 @@ class SavedContents(Contents):
         return item if item is not None and item.length == length else None
 
 
-class _Into:
-    """As much of a load planner as ``fetch`` asks for: boxes of fresh memory are filled."""
+class _Targets:
+    """As much of a load planner as ``fetch`` asks for: tensors are filled."""
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
         self._by_index: dict[MetadataIndex, torch.Tensor] = {}
 
-    def add(self, box: Box, items: Iterable[ReadItem]) -> None:
-        tensor = torch.empty(box.lengths, dtype=box.leaf.dtype)
-        self.tensors.append(tensor)
+    def add(self, tensor: torch.Tensor, items: Iterable[ReadItem]) -> None:
         self._by_index.update((item.dest_index, tensor) for item in items)
 
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:

@@ -23,7 +23,14 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A leaf to export. key, path: its new names. dtype: of a tensor, as it is written."""
+    """A leaf to export.
+
+    Attributes:
+        leaf: The leaf.
+        key: Its new key.
+        path: Its new path.
+        dtype: Of a tensor, as it is written; None: as it is.
+    """
 
     leaf: Leaf
     key: str
@@ -40,8 +47,13 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """filters: fnmatch patterns of the keys as they were saved. strip: taken off the front of those
-    that begin with it. prefix: put in front of all. dtype: of floating point tensors; None leaves it.
+    """Which leaves are exported, and as what.
+
+    Attributes:
+        filters: fnmatch patterns of the keys as they were saved; empty: all.
+        strip: Removed from the front of keys that begin with it.
+        prefix: Put in front of all keys.
+        dtype: Of floating point tensors; None leaves it.
     """
 
     filters: Sequence[str] = ()
@@ -50,7 +62,17 @@ class Selection:
     dtype: torch.dtype | None = None
 
     def of(self, leaves: Iterable[Leaf]) -> list[Chosen]:
-        """Those of a checkpoint's leaves that are exported, in its order. StateError: none; two would have one name."""
+        """Choose those of a checkpoint's leaves that are exported, in its order.
+
+        Args:
+            leaves: All leaves.
+
+        Returns:
+            The chosen ones, with their new names.
+
+        Raises:
+            StateError: There is none, or two would have one name.
+        """
         found = [self._chosen(leaf) for leaf in matching(leaves, self.filters)]
         if not found:
             raise StateError(
@@ -81,9 +103,18 @@ class Selection:
 
 
 def nested(leaves: Sequence[tuple[Path, object]]) -> object:
-    """Dicts and lists of these leaves, by their paths. Pure.
+    """Make dicts and lists of these leaves, by their paths. Pure.
 
     What was a list stays one if all of it is there. Keys of dicts are text, as DCP saves them.
+
+    Args:
+        leaves: Path and value of each.
+
+    Returns:
+        The outermost dict or list.
+
+    Raises:
+        StateError: A path is too long, or below another leaf.
     """
     root: dict[str | int, object] = {}
     for path, value in leaves:

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ckptfs.commit.catalog import Found, find, unlogged
+from ckptfs.commit.catalog.catalog import Found, find, unlogged
+from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.digests import FileDigests, decode_digests
-from ckptfs.commit.foreign import is_known
-from ckptfs.commit.layout import LOG, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
-from ckptfs.commit.ops import drive, read_limited
-from ckptfs.commit.protocol import Views
-from ckptfs.commit.shared_data import file_key
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.paths import LOG, MANIFEST, METADATA, AttemptKeys
+from ckptfs.commit.save.foreign_metadata import is_known
+from ckptfs.commit.state import Views
 from ckptfs.errors import (
     IntegrityError,
     ManifestError,
@@ -56,44 +56,55 @@ R = TypeVar("R")
 
 
 def look_at(storage: Storage, target: Target, views: Views, domain: str, *, at_once: int) -> Looked:
-    """Look at one checkpoint that has no parts, or at a whole without its parts. Local, read-only.
+    """Check one checkpoint that has no parts, or a whole without its parts. Local, read-only.
 
-    domain: the id of the one that is seen from here, "" for none. at_once: requests. NotFoundError:
-    there is none. Errors of the storage that say nothing of the checkpoint are raised.
+    Args:
+        storage: The run's.
+        target: What is to be checked.
+        views: The logs that were reached.
+        domain: The id of the one that is seen from here, "" for none.
+        at_once: How many requests at once.
+
+    Returns:
+        What was seen.
+
+    Raises:
+        NotFoundError: There is none.
+        StorageError: The storage failed in a way that says nothing of the checkpoint.
     """
-    seen = Looked(target)
+    result = Looked(target)
     if target.seal is not None and domain not in target.seal.domains:
         lost = ", ".join(target.seal.domains)
-        seen.unchecked.append(f"it lies in domain {lost}: not seen from here; verify there")
-        return seen
-    seen.found = _open(storage, target, views, seen)
-    manifest = seen.manifest
-    if seen.found is None or manifest is None:
-        return seen
-    _look_at_manifest(storage, seen, manifest)
-    seen.files = _expected(storage, seen, manifest, domain, at_once)
-    _look_at_files(storage, seen, at_once)
-    _look_at_sidecars(storage, seen, at_once)
-    _look_at_small(storage, seen, manifest)
-    _look_at_projection(storage, seen, manifest, views)
-    return seen
+        result.unchecked.append(f"it lies in domain {lost}: not seen from here; verify there")
+        return result
+    result.found = _open(storage, target, views, result)
+    manifest = result.manifest
+    if result.found is None or manifest is None:
+        return result
+    _look_at_manifest(storage, result, manifest)
+    result.files = _expected(storage, result, manifest, domain, at_once)
+    _look_at_files(storage, result, at_once)
+    _look_at_sidecars(storage, result, at_once)
+    _look_at_small(storage, result, manifest)
+    _look_at_projection(storage, result, manifest, views)
+    return result
 
 
 # -- manifest ------------------------------------------------------------------------
 
 
-def _open(storage: Storage, target: Target, views: Views, seen: Looked) -> Found | None:
+def _open(storage: Storage, target: Target, views: Views, result: Looked) -> Found | None:
     """Where it lies; by the projected manifest where the sealed one is damaged."""
     if target.seal is None:
-        return _open_unlogged(storage, target, views, seen)
+        return _open_unlogged(storage, target, views, result)
     seal = target.seal
     key = f"{target.name}/{seal.save_id}/{MANIFEST}"
     try:
         return drive(find(seal, storage.capabilities.shape, target.uri), storage)
     except (NotFoundError, StaleError):
-        seen.add(Damage.MANIFEST, storage.uri(key), "the sealed manifest is missing", _BRING_BACK)
+        result.add(Damage.MANIFEST, storage.uri(key), "the sealed manifest is missing", _BRING_BACK)
     except (IntegrityError, ManifestError) as error:
-        seen.add(Damage.MANIFEST, storage.uri(key), error.message, _BRING_BACK)
+        result.add(Damage.MANIFEST, storage.uri(key), error.message, _BRING_BACK)
     try:
         raw = read_limited(storage, f"{target.name}/{MANIFEST}")
     except NotFoundError:
@@ -101,70 +112,70 @@ def _open(storage: Storage, target: Target, views: Views, seen: Looked) -> Found
     if digest_of(raw) != seal.digest:
         return None
     # The copy that people see is the sealed one: the rest can be looked at by it.
-    seen.findings[-1] = Finding(
+    result.findings[-1] = Finding(
         Damage.MANIFEST,
         storage.uri(key),
-        seen.findings[-1].what,
+        result.findings[-1].what,
         f"{storage.uri(target.name)}/{MANIFEST} is whole: copy it there",
     )
     manifest = decode_manifest(raw, storage.uri(target.name))
     return Found(target.name, f"{target.name}/{seal.save_id}/{METADATA}", manifest, seal)
 
 
-def _open_unlogged(storage: Storage, target: Target, views: Views, seen: Looked) -> Found | None:
+def _open_unlogged(storage: Storage, target: Target, views: Views, result: Looked) -> Found | None:
     where = storage.uri(f"{target.name}/{MANIFEST}")
     try:
         found = drive(unlogged(target.name, views, target.uri), storage)
     except ManifestError as error:
-        seen.add(Damage.MANIFEST, where, error.message, error.hint or _BRING_BACK)
+        result.add(Damage.MANIFEST, where, error.message, error.hint or _BRING_BACK)
         return None
     manifest = found.manifest
     if manifest is None:
         if views:
-            seen.notes.append("another program saved it beside the log; load it by its name")
+            result.notes.append("another program saved it beside the log; load it by its name")
         return found
     inner = storage.uri(f"{target.name}/{manifest.save_id}/{MANIFEST}")
     try:
         raw = read_limited(storage, f"{target.name}/{manifest.save_id}/{MANIFEST}")
     except NotFoundError:
-        seen.add(Damage.MANIFEST, inner, "the immutable manifest is missing", _BRING_BACK)
+        result.add(Damage.MANIFEST, inner, "the immutable manifest is missing", _BRING_BACK)
         return found
     outer = read_limited(storage, f"{target.name}/{MANIFEST}")
     if raw != outer:
-        seen.add(Damage.MANIFEST, inner, f"it differs from {where}", _BRING_BACK)
+        result.add(Damage.MANIFEST, inner, f"it differs from {where}", _BRING_BACK)
     elif target.digest is not None and digest_of(raw) != target.digest:
-        seen.add(Damage.MANIFEST, inner, "it is not the one that the whole names", _BRING_BACK)
+        result.add(Damage.MANIFEST, inner, "it is not the one that the whole names", _BRING_BACK)
     return found
 
 
-def _look_at_manifest(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+def _look_at_manifest(storage: Storage, result: Looked, manifest: Manifest) -> None:
     """Against the log, and whether it lists anything: what is not listed is not looked at."""
-    seal, name = seen.target.seal, seen.target.name
+    seal, name = result.target.seal, result.target.name
     for what in contradictions(seal, manifest) if seal is not None else ():
-        seen.add(Damage.LOG, storage.uri(LOG), f"its entry of {name} was changed: {what}", _ENTRY)
+        result.add(Damage.LOG, storage.uri(LOG), f"its entry of {name} was changed: {what}", _ENTRY)
     missing, uri = lacks(manifest), storage.uri(f"{name}/{manifest.save_id}/{MANIFEST}")
     if missing:
         what = f"it does not list {missing}, without which nobody can read the checkpoint"
-        seen.add(Damage.MANIFEST, uri, what, _BRING_BACK)
+        result.add(Damage.MANIFEST, uri, what, _BRING_BACK)
     elif not manifest.files and not manifest.parts:
-        seen.unchecked.append("the manifest lists no file")
+        result.unchecked.append("the manifest lists no file")
 
 
 # -- files ---------------------------------------------------------------------------
 
 
 def _expected(
-    storage: Storage, seen: Looked, manifest: Manifest, domain: str, at_once: int
+    storage: Storage, result: Looked, manifest: Manifest, domain: str, at_once: int
 ) -> tuple[FileRecord, ...]:
     """The files that must be seen from here; what lies on other nodes' disks is told."""
     ids = [d.id for d in manifest.domains]
-    if domain in ids and seen.target.seal is not None:
+    if domain in ids and result.target.seal is not None:
         away = [d for d in manifest.domains if d.id != domain]
     elif len(ids) > 1:
         # Copied here: a domain of which nothing at all is here was not copied.
         here = {
             f.domain
-            for f, stat in _stats(storage, seen, manifest.files, at_once)
+            for f, stat in _stats(storage, result, manifest.files, at_once)
             if stat is not None
         }
         away = [d for d in manifest.domains if d.id not in here]
@@ -173,7 +184,7 @@ def _expected(
     for lost in away:
         hosts = f" on {', '.join(lost.hosts)}" if lost.hosts else ""
         count = sum(f.domain == lost.id for f in manifest.files)
-        seen.unchecked.append(
+        result.unchecked.append(
             f"domain {lost.id}{hosts}, {count} files: not seen from here; verify there"
         )
     gone = {lost.id for lost in away}
@@ -183,29 +194,29 @@ def _expected(
 
 
 def _stats(
-    storage: Storage, seen: Looked, files: Sequence[FileRecord], at_once: int
+    storage: Storage, result: Looked, files: Sequence[FileRecord], at_once: int
 ) -> Iterator[tuple[FileRecord, Stat | None]]:
     def stat_of(record: FileRecord) -> Stat | None:
         try:
-            return storage.stat(_key(seen, record))
+            return storage.stat(_key(result, record))
         except (NotFoundError, NotADirectoryError):
             return None
 
     yield from zip(files, _map(stat_of, files, at_once), strict=True)
 
 
-def _look_at_files(storage: Storage, seen: Looked, at_once: int) -> None:
-    sidecars = {record.digests for record in seen.files}
-    for record, stat in _stats(storage, seen, seen.files, at_once):
-        uri = storage.uri(_key(seen, record))
+def _look_at_files(storage: Storage, result: Looked, at_once: int) -> None:
+    sidecars = {record.digests for record in result.files}
+    for record, stat in _stats(storage, result, result.files, at_once):
+        uri = storage.uri(_key(result, record))
         if stat is None:
             todo = _SIDECAR_BACK if record.path in sidecars else _BRING_BACK
-            seen.add(Damage.MISSING, uri, "it is missing", todo, path=record.path)
+            result.add(Damage.MISSING, uri, "it is missing", todo, path=record.path)
             continue
-        size = seen.sizes[record.path] = stat.size_bytes
-        seen.stamps[record.path] = f"{size} {stat.modified_s} {stat.etag}"
+        size = result.sizes[record.path] = stat.size_bytes
+        result.stamps[record.path] = f"{size} {stat.modified_s} {stat.etag}"
         if size != record.size_bytes:
-            seen.add(
+            result.add(
                 Damage.SIZE,
                 uri,
                 f"it has {size} bytes, {record.size_bytes} were written",
@@ -216,19 +227,19 @@ def _look_at_files(storage: Storage, seen: Looked, at_once: int) -> None:
             )
 
 
-def _look_at_sidecars(storage: Storage, seen: Looked, at_once: int) -> None:
-    by_path = {record.path: record for record in seen.files}
+def _look_at_sidecars(storage: Storage, result: Looked, at_once: int) -> None:
+    by_path = {record.path: record for record in result.files}
     pairs = [
         (data, by_path[data.digests])
-        for data in seen.files
-        if data.digests in seen.sizes and data.digests in by_path
+        for data in result.files
+        if data.digests in result.sizes and data.digests in by_path
     ]
 
     def read(pair: tuple[FileRecord, FileRecord]) -> tuple[FileDigests, str] | tuple[str, str]:
         data, sidecar = pair
         try:
-            raw = read_limited(storage, _key(seen, sidecar))
-            digests = decode_digests(raw, storage.uri(_key(seen, sidecar)))
+            raw = read_limited(storage, _key(result, sidecar))
+            digests = decode_digests(raw, storage.uri(_key(result, sidecar)))
         except ManifestError as error:
             return error.message, _SIDECAR_BACK
         except StorageError as error:
@@ -242,48 +253,48 @@ def _look_at_sidecars(storage: Storage, seen: Looked, at_once: int) -> None:
         return digests, digest_of(raw)
 
     if any(sidecar.digest is None for _, sidecar in pairs):
-        seen.notes.append(_UNBOUND)
+        result.notes.append(_UNBOUND)
     for (data, sidecar), answer in zip(pairs, _map(read, pairs, at_once), strict=True):
         told, more = answer
         if isinstance(told, FileDigests):
-            seen.digests[data.path], seen.proofs[data.path] = told, more
+            result.digests[data.path], result.proofs[data.path] = told, more
         else:
-            uri = storage.uri(_key(seen, sidecar))
-            seen.add(Damage.SIDECAR, uri, told, more, path=sidecar.path)
+            uri = storage.uri(_key(result, sidecar))
+            result.add(Damage.SIDECAR, uri, told, more, path=sidecar.path)
 
 
-def _look_at_small(storage: Storage, seen: Looked, manifest: Manifest) -> None:
+def _look_at_small(storage: Storage, result: Looked, manifest: Manifest) -> None:
     """``.metadata``, which has a digest of its own. Whatever else has one may be large: it is data."""
     known, path = _digests_of(manifest, METADATA), f"{manifest.save_id}/{METADATA}"
-    record = next((f for f in seen.files if f.path == path), None)
-    if record is None or seen.sizes.get(path) != record.size_bytes or not known:
+    record = next((f for f in result.files if f.path == path), None)
+    if record is None or result.sizes.get(path) != record.size_bytes or not known:
         return
-    uri = storage.uri(_key(seen, record))
+    uri = storage.uri(_key(result, record))
     try:
-        raw = read_limited(storage, _key(seen, record))
+        raw = read_limited(storage, _key(result, record))
     except StorageError as error:
-        seen.add(Damage.UNREADABLE, uri, _of_the_disk(error), _BRING_BACK, path=path)
+        result.add(Damage.UNREADABLE, uri, _of_the_disk(error), _BRING_BACK, path=path)
         return
     if digest_of(raw) not in known:
-        seen.add(Damage.METADATA, uri, "it is not what was committed", _BRING_BACK, path=path)
+        result.add(Damage.METADATA, uri, "it is not what was committed", _BRING_BACK, path=path)
 
 
 # -- projection ----------------------------------------------------------------------
 
 
-def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest, views: Views) -> None:
+def _look_at_projection(storage: Storage, result: Looked, manifest: Manifest, views: Views) -> None:
     """What a person and stock readers see of a save that the log knows."""
-    home = "" if seen.found is None else seen.found.home
-    seal, wanted = seen.target.seal, {METADATA: _digests_of(manifest, METADATA)}
-    if seal is not None and home != seen.target.name:
-        seen.notes.append(
+    home = "" if result.found is None else result.found.home
+    seal, wanted = result.target.seal, {METADATA: _digests_of(manifest, METADATA)}
+    if seal is not None and home != result.target.name:
+        result.notes.append(
             "it is committed and not projected yet: stock readers do not see it; the next writer "
             "of the run, or prepare_run, does that"
         )
         return
     if seal is not None:
         wanted[MANIFEST] = {seal.digest}  # of a copy it was compared when it was opened
-    keys = AttemptKeys(storage.capabilities.shape, seen.target.name, manifest.save_id)
+    keys = AttemptKeys(storage.capabilities.shape, result.target.name, manifest.save_id)
     note = (
         "it is committed and its projection is not complete: stock readers see what it replaces; the "
         "next writer of the run, or prepare_run, completes it"
@@ -291,23 +302,23 @@ def _look_at_projection(storage: Storage, seen: Looked, manifest: Manifest, view
     for name, digests in wanted.items():
         if not digests:
             continue  # files, and wholes of parts, have no `.metadata`
-        key = f"{seen.target.name}/{name}"
+        key = f"{result.target.name}/{name}"
         why = _difference(storage, key, digests)
         if why and seal is not None and _is_on_its_way(storage, keys, name, digests):
-            if note not in seen.notes:
-                seen.notes.append(note)
+            if note not in result.notes:
+                result.notes.append(note)
             continue
         # It may have been completed between the two looks.
         if why and (why := _difference(storage, key, digests)):
-            source = storage.uri(f"{seen.target.name}/{manifest.save_id}/{name}")
+            source = storage.uri(f"{result.target.name}/{manifest.save_id}/{name}")
             todo = _REWRITE.format(source)
             if (
                 seal is not None
                 and name == METADATA
-                and _is_foreign(storage, seen.target.name, views)
+                and _is_foreign(storage, result.target.name, views)
             ):
                 why, todo = "another program saved over it: this is not ours", _SAVED_OVER
-            seen.add(Damage.PROJECTION, storage.uri(key), why, todo, path=name)
+            result.add(Damage.PROJECTION, storage.uri(key), why, todo, path=name)
 
 
 def _is_foreign(storage: Storage, name: str, views: Views) -> bool:
@@ -355,8 +366,8 @@ def _digests_of(manifest: Manifest, name: str) -> set[str]:
 # -- helpers -------------------------------------------------------------------------
 
 
-def _key(seen: Looked, record: FileRecord) -> str:
-    return file_key(record, "" if seen.found is None else seen.found.home)
+def _key(result: Looked, record: FileRecord) -> str:
+    return file_key(record, "" if result.found is None else result.found.home)
 
 
 def _of_the_disk(error: StorageError) -> str:

@@ -16,10 +16,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from ckptfs.commit.claim import ORPHAN_S
-from ckptfs.commit.entries import Generation, Seal
-from ckptfs.commit.erase import listed_files
-from ckptfs.commit.layout import (
+from ckptfs.commit.catalog.catalog import Look
+from ckptfs.commit.delete.erase import listed_files
+from ckptfs.commit.delete.shared_data import needed, not_needed
+from ckptfs.commit.log.entries import Generation, Seal
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import ORPHAN_S
+from ckptfs.commit.ownership.recovery import AttemptRecord, Report, attempts_here, plan_recovery
+from ckptfs.commit.paths import (
     ATTEMPTS,
     CONTROL,
     PARTIAL_PREFIX,
@@ -30,12 +34,7 @@ from ckptfs.commit.layout import (
     is_save_id,
     shared_key,
 )
-from ckptfs.commit.looking import Look
-from ckptfs.commit.ops import drive
-from ckptfs.commit.pieces import pieces
-from ckptfs.commit.protocol import Standing, doomed, standing
-from ckptfs.commit.recovery import AttemptRecord, Report, attempts_here, plan_recovery
-from ckptfs.commit.shared_data import needed, not_needed
+from ckptfs.commit.state import Standing, doomed, pieces, standing
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
 from ckptfs.storage.local.files import is_partial_name, writer_is_gone
@@ -52,10 +51,21 @@ _PARTIAL = re.compile(re.escape(PARTIAL_PREFIX) + r"((probe-)?[0-9a-f]{8,64}|kep
 
 
 def survey_debris(look: Look, older_than_s: float = DAY_S) -> Survey:
-    """What is left in a run, as one process sees it. Where there is no log, files that never got their name
-    alone: writers of single files leave them.
+    """Find what is left in a run, as one process sees it. Local, read-only.
 
-    Errors are the storage's; ManifestError: an entry of the log is damaged.
+    Where there is no log, only files that never got their name: writers of single files leave them.
+
+    Args:
+        look: What this process sees of the run.
+        older_than_s: How many seconds ago something that may be in use must have been written last, to be
+            removed.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ManifestError: An entry of the log is damaged.
+        StorageError: The storage failed.
     """
     if not look.views:
         return Survey(tuple(_loose(look.storage, look.root, older_than_s)))
@@ -126,8 +136,10 @@ class _Finder:
         self.notes: tuple[str, ...] = ()
         try:
             self._uploads = self._storage.unfinished_uploads()
-        except (AccessError, UnsupportedError) as error:
+        except AccessError as error:
             self.notes = (f"unfinished uploads: not permitted to look ({error.message})",)
+        except UnsupportedError as error:
+            self.notes = (f"unfinished uploads: they cannot be listed here ({error.message})",)
 
     # -- by the log ---------------------------------------------------------------------
 

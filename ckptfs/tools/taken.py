@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.layout import CONTROL, MANIFEST, is_save_id
+from ckptfs.commit.paths import CONTROL, MANIFEST, is_save_id
 from ckptfs.errors import AccessError, AlreadyExistsError, NotFoundError, StateError, UriError
 from ckptfs.storage.base import Entry, Storage
 from ckptfs.uri import Uri
@@ -28,9 +28,14 @@ _MOST = 3
 
 @dataclass(frozen=True, slots=True)
 class There:
-    """What stands at the target: nothing, a link, a file, or a directory with these names in it.
+    """What is at the target: nothing, a link, a file, or a directory.
 
-    links: those of the names that are symbolic links.
+    Attributes:
+        is_link: It is a symbolic link.
+        is_file: It is a file.
+        is_dir: It is a directory.
+        entries: The names in the directory.
+        links: Those of the names that are symbolic links.
     """
 
     is_link: bool = False
@@ -59,7 +64,18 @@ def refuse_place(
     source_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Nothing is written; of local paths the links in them are resolved. StateError, UriError."""
+    """Check that an export may be written to a place. Nothing is written; links in local paths are resolved.
+
+    Args:
+        source: The checkpoint.
+        target: The place.
+        source_options: For the source: what fsspec's filesystem of that protocol takes; None: no options.
+        target_options: The same for the target; None: no options.
+
+    Raises:
+        StateError: The target is the source, above or inside it, or part of a run.
+        UriError: The target has no name.
+    """
     if not target.name:
         raise UriError("an export has a name of its own", uri=target, hint="name a place below it")
     # The last name is not followed: a link there is refused for what it is.
@@ -109,10 +125,20 @@ def _endpoints(uri: Uri, options: Mapping[str, Any] | None) -> dict[str, str]:
 def refuse_taken(
     storage: Storage, target: Uri, *, ours: re.Pattern[str] | None, overwrite: bool
 ) -> There:
-    """What is there. storage: of the parent. ours: the names in a directory that an export of this
-    format has; None of a format that is one file.
+    """Check that what is at a target may be replaced.
 
-    StateError: it is never overwritten. AlreadyExistsError: it is there (overwrite=False).
+    Args:
+        storage: Of the directory above.
+        target: The place.
+        ours: The names in a directory that an export of this format has; None of a format that is one file.
+        overwrite: Whether an earlier export may be replaced.
+
+    Returns:
+        What is there.
+
+    Raises:
+        StateError: It is never overwritten.
+        AlreadyExistsError: Something is there, and ``overwrite`` is False.
     """
     there = look(storage, target.name)
     _refuse_checkpoints(storage, target, there)
@@ -130,7 +156,7 @@ def refuse_taken(
 
 
 def look(storage: Storage, name: str) -> There:
-    """What stands at this name. Links are seen as such, not followed. Errors are the storage's."""
+    """Return what is at ``name`` in ``storage``. Links are seen as such, not followed."""
     if _is_link(storage, name):
         return There(is_link=True)
     is_dir = False
@@ -149,7 +175,9 @@ def look(storage: Storage, name: str) -> There:
 
 
 def strangers(there: There, ours: re.Pattern[str]) -> list[str]:
-    """The names that no export of this format gave: other files, every directory, every link. Pure."""
+    """Return the names in ``there`` that no export of this format gave (``ours``): other files, every directory,
+    every link. Pure.
+    """
     return [
         entry.name
         for entry in there.entries

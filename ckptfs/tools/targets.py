@@ -14,16 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit.advisory import with_log
-from ckptfs.commit.beside import look_beside, names_beside
-from ckptfs.commit.catalog import list_live, live_of, part_of
-from ckptfs.commit.entries import PartRef, Seal
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import LOG, MANIFEST, METADATA
+from ckptfs.commit.catalog.catalog import list_live, live_of, part_of
+from ckptfs.commit.catalog.unlogged import look_beside, names_beside
+from ckptfs.commit.log.advisory_log import with_log
+from ckptfs.commit.log.entries import PartRef, Seal
+from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import decode_manifest
-from ckptfs.commit.ops import drive, read_limited
-from ckptfs.commit.pieces import part_name, piece
-from ckptfs.commit.protocol import Standing, standing
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.paths import LOG, MANIFEST, METADATA
+from ckptfs.commit.state import Standing, part_name, piece, standing
 from ckptfs.errors import (
     AccessError,
     ManifestError,
@@ -44,7 +43,14 @@ __all__ = ["Aim", "Doubt", "aimed_at", "is_live"]
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """A save of which it is not known from here whether it was committed."""
+    """A save of which it is not known from here whether it was committed.
+
+    Attributes:
+        uri: Where it would be.
+        name: Its name in the run.
+        save_id: The id of the save.
+        why: The reason.
+    """
 
     uri: Uri
     name: str
@@ -54,8 +60,16 @@ class Doubt:
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """storage: of the run, open until the block is left. domain: the id that is seen from here, "" for
-    none; views: its log.
+    """What is to be verified at one URI.
+
+    Attributes:
+        storage: Of the run, open until the block is left.
+        views: Its log, by domain.
+        domain: The id of the domain that is seen from here, "" for none.
+        targets: The checkpoints and parts.
+        doubts: Saves that may be committed.
+        findings: Damage of the run.
+        notes: What else was noticed.
     """
 
     storage: Storage
@@ -74,8 +88,17 @@ class Aim:
 
 @contextlib.contextmanager
 def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iterator[Aim]:
-    """What there is to verify. NotFoundError: nothing. IncompleteCheckpointError: the checkpoint that
-    was asked for is in doubt. Other errors are the storage's.
+    """Yield what there is to verify. Local, read-only.
+
+    Args:
+        uri: A run, a checkpoint, or a part of one.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+
+    Raises:
+        NotFoundError: There is nothing.
+        IncompleteCheckpointError: Whether the checkpoint was committed is in doubt.
+        StorageError: The storage failed.
     """
     target = Uri.parse(uri)
     options = {**options_of(uri), **(storage_options or {})}
@@ -105,7 +128,9 @@ def aimed_at(uri: Any, storage_options: Mapping[str, Any] | None = None) -> Iter
 
 
 def is_live(aim: Aim, seal: Seal) -> bool:
-    """Whether the log, read again, still has this save: what is deleted under us is not damaged."""
+    """Whether the log of ``aim``, read again, still has the save ``seal``: what is deleted under us is not
+    damaged.
+    """
     views = _sight(aim.storage).views
     known = {live.save_id for live in list_live(views)}
     return seal.save_id in known or any(

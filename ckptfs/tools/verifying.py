@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfs.commit.layout import METADATA, step_in
+from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.shared_data import file_key
+from ckptfs.commit.paths import METADATA, step_in
 from ckptfs.errors import NotFoundError, StateError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.tools.digesting import BadRange, Compared, DeepFile, compare_files
@@ -49,10 +49,24 @@ def verify(
 ) -> Verified:
     """Verify runs, checkpoints, parts. Local, read-only.
 
-    deep: every byte with a digest is read and compared. jobs: files, or pieces of them, at once. resume:
-    a file that remembers what was compared, also after a kill; a later call with it skips that.
-    NotFoundError: there is nothing to verify. Errors of the storage that say nothing of a checkpoint
-    (no permission, no network) are raised. StateError: resume is no such file, or jobs below 1.
+    Args:
+        uris: What to verify.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        deep: Read every byte that has a digest, and compare it.
+        jobs: Files, or pieces of them, at once.
+        resume: A file that remembers what was compared, also after a kill; a later call with it skips that.
+            None: no such file.
+        meter: Counts the bytes that are read.
+
+    Returns:
+        What was found.
+
+    Raises:
+        NotFoundError: There is nothing to verify.
+        StateError: ``resume`` is no such file, or ``jobs`` is below 1.
+        StorageError: The storage failed in a way that says nothing of a checkpoint: no permission, no
+            network.
     """
     if jobs < 1:
         raise StateError(f"jobs is {jobs}", hint="at least 1")
@@ -64,11 +78,11 @@ def verify(
     for uri in uris:
         with aimed_at(uri, storage_options) as aim:
             one = _Pass(aim, jobs, resumed, meter, notes)
-            seen = list(one.look())
+            result = list(one.look())
             if deep:
-                expected_bytes += sum(f.size_bytes for s in seen for f in one.deep_files(s))
+                expected_bytes += sum(f.size_bytes for s in result for f in one.deep_files(s))
                 meter.expect(expected_bytes)
-            told = ((s, one.compare(s)) if deep else (s, None) for s in seen)
+            told = ((s, one.compare(s)) if deep else (s, None) for s in result)
             checkpoints += [_checked(s, compared) for s, compared in told if s.is_live]
             checkpoints += [_doubted(doubt) for doubt in aim.doubts]
             findings += aim.findings
@@ -92,65 +106,65 @@ class _Pass:
         aim = self.aim
         for target in aim.targets:
             try:
-                seen = look_at(aim.storage, target, aim.views, aim.domain, at_once=self.jobs)
+                result = look_at(aim.storage, target, aim.views, aim.domain, at_once=self.jobs)
             except NotFoundError:
                 if not self._is_deleted(target):
                     raise
                 continue
-            if seen.findings and self._is_deleted(target):
+            if result.findings and self._is_deleted(target):
                 continue
-            if seen.manifest is None and seen.found is not None:
-                self._look_at_stock(seen)
-            self._name_tensors(seen)
-            yield seen
+            if result.manifest is None and result.found is not None:
+                self._look_at_stock(result)
+            self._name_tensors(result)
+            yield result
 
-    def deep_files(self, seen: Looked) -> list[DeepFile]:
+    def deep_files(self, result: Looked) -> list[DeepFile]:
         """The files that can be compared, and have the right size or are shorter."""
-        manifest, home = seen.manifest, seen.found.home if seen.found else ""
+        manifest, home = result.manifest, result.found.home if result.found else ""
         # Small, and compared when its form was looked at.
-        done = {f"{_save_id(seen)}/{METADATA}", *(f.digests for f in seen.files)}
+        done = {f"{_save_id(result)}/{METADATA}", *(f.digests for f in result.files)}
         files = []
-        for record in seen.files if manifest is not None else ():
-            size, path = seen.sizes.get(record.path), record.path
+        for record in result.files if manifest is not None else ():
+            size, path = result.sizes.get(record.path), record.path
             if size is None or path in done:
                 continue
             key = file_key(record, home)
-            name, now = str(self.aim.storage.uri(key)), seen.stamps[path]
-            digests = seen.digests.get(path)
+            name, now = str(self.aim.storage.uri(key)), result.stamps[path]
+            digests = result.digests.get(path)
             if digests is not None:
-                held, size = f"{seen.proofs[path]} {now}", min(size, record.size_bytes)
+                held, size = f"{result.proofs[path]} {now}", min(size, record.size_bytes)
                 files.append(DeepFile(key, name, path, size, held, digests))
             elif record.digest is not None and size == record.size_bytes:
                 held = f"{record.digest} {now}"
                 files.append(DeepFile(key, name, path, size, held, None, record.digest))
         return files
 
-    def compare(self, seen: Looked) -> tuple[Compared, ...]:
+    def compare(self, result: Looked) -> tuple[Compared, ...]:
         """Every byte of one checkpoint; findings are added to it."""
-        if seen.manifest is not None and _has_torch():
+        if result.manifest is not None and _has_torch():
             from ckptfs.tools.placing import look_into
 
-            look_into(self.aim.storage, seen)
-        files = self.deep_files(seen)
+            look_into(self.aim.storage, result)
+        files = self.deep_files(result)
         fresh = [f for f in files if f.key not in self.compared]
         try:
             done = compare_files(
                 self.aim.storage, fresh, jobs=self.jobs, resumed=self.resumed, meter=self.meter
             )
         except NotFoundError:
-            if not self._is_deleted(seen.target):
+            if not self._is_deleted(result.target):
                 raise
-            seen.is_live = False
+            result.is_live = False
             return ()
         self.compared.update(done)
         mine = tuple(self.compared[f.key] for f in files)
         for bad in (bad for one in mine for bad in one.bad):
-            seen.findings.append(self._finding(seen, bad))
-        self._tell_uncompared(seen, files)
-        self._name_tensors(seen)
+            result.findings.append(self._finding(result, bad))
+        self._tell_uncompared(result, files)
+        self._name_tensors(result)
         return mine
 
-    def _finding(self, seen: Looked, bad: BadRange) -> Finding:
+    def _finding(self, result: Looked, bad: BadRange) -> Finding:
         uri = self.aim.storage.uri(bad.file.key)
         at = {"path": bad.file.path, "start": bad.start, "stop": bad.stop, "blocks": bad.blocks}
         if bad.why:
@@ -160,58 +174,64 @@ class _Pass:
             what = "its bytes differ from what was written"
         return Finding(Damage.BYTES, uri, what, _DO, **at)  # type: ignore[arg-type]
 
-    def _tell_uncompared(self, seen: Looked, files: Sequence[DeepFile]) -> None:
-        if seen.found is not None and seen.manifest is None:
-            seen.unchecked.append("no digests: only sizes could be compared")
+    def _tell_uncompared(self, result: Looked, files: Sequence[DeepFile]) -> None:
+        if result.found is not None and result.manifest is None:
+            result.unchecked.append("no digests: only sizes could be compared")
             return
-        told = {f.path for f in seen.findings} | {f.path for f in files}
-        sidecars = {f.digests for f in seen.files if f.digests is not None}
-        bare = [f for f in seen.files if f.path in seen.sizes and not _is_told(f, told, sidecars)]
+        told = {f.path for f in result.findings} | {f.path for f in files}
+        sidecars = {f.digests for f in result.files if f.digests is not None}
+        bare = [
+            f for f in result.files if f.path in result.sizes and not _is_told(f, told, sidecars)
+        ]
         # Of a sidecar that is damaged or missing there is a finding already.
-        own = [f for f in bare if f.path.startswith(f"{_save_id(seen)}/") and f.digests not in told]
+        own = [
+            f for f in bare if f.path.startswith(f"{_save_id(result)}/") and f.digests not in told
+        ]
         # An empty sidecar is none: readers refuse the file.
         own += [
             record
-            for record in seen.files
-            if (digests := seen.digests.get(record.path)) is not None and not digests.items
+            for record in result.files
+            if (digests := result.digests.get(record.path)) is not None and not digests.items
         ]
         for record in own:
-            size = seen.sizes.get(record.path, 0)
-            if size and record.path != f"{_save_id(seen)}/{METADATA}":
-                uri = self.aim.storage.uri(file_key(record, seen.found.home if seen.found else ""))
+            size = result.sizes.get(record.path, 0)
+            if size and record.path != f"{_save_id(result)}/{METADATA}":
+                uri = self.aim.storage.uri(
+                    file_key(record, result.found.home if result.found else "")
+                )
                 what = f"it has no digests: none of its {size} bytes could be compared"
-                seen.add(Damage.SIDECAR, uri, what, _NO_DIGESTS, path=record.path)
-        bare = [f for f in bare if not f.path.startswith(f"{_save_id(seen)}/")]
+                result.add(Damage.SIDECAR, uri, what, _NO_DIGESTS, path=record.path)
+        bare = [f for f in bare if not f.path.startswith(f"{_save_id(result)}/")]
         if bare:
             count = f"{len(bare)} files" if len(bare) > 1 else bare[0].path
-            seen.unchecked.append(f"{count} without digests: only sizes could be compared")
+            result.unchecked.append(f"{count} without digests: only sizes could be compared")
 
-    def _look_at_stock(self, seen: Looked) -> None:
+    def _look_at_stock(self, result: Looked) -> None:
         if not _has_torch():
-            seen.unchecked.append(".metadata not looked at: torch is not installed")
+            result.unchecked.append(".metadata not looked at: torch is not installed")
             return
         from ckptfs.tools.placing import look_at_stock
 
-        look_at_stock(self.aim.storage, seen)
+        look_at_stock(self.aim.storage, result)
 
-    def _name_tensors(self, seen: Looked) -> None:
+    def _name_tensors(self, result: Looked) -> None:
         """Which tensors lie in what is damaged; needs torch, so only where something is."""
-        by_data = {f.digests: f.path for f in seen.files if f.digests is not None}
-        paths = {f.path for f in seen.files if f.digests is not None or f.digest is not None}
+        by_data = {f.digests: f.path for f in result.files if f.digests is not None}
+        paths = {f.path for f in result.files if f.digests is not None or f.digest is not None}
         hurt = [
-            f for f in seen.findings if not f.tensors and (f.path in paths or f.path in by_data)
+            f for f in result.findings if not f.tensors and (f.path in paths or f.path in by_data)
         ]
-        if seen.found is None or not hurt or not _has_torch():
+        if result.found is None or not hurt or not _has_torch():
             return
         from ckptfs.tools.placing import keys_in, places_of
 
-        places = places_of(self.aim.storage, seen.found)
-        for number, finding in enumerate(seen.findings):
+        places = places_of(self.aim.storage, result.found)
+        for number, finding in enumerate(result.findings):
             path = by_data.get(finding.path, finding.path)
             start, stop = finding.start or 0, finding.stop
             keys = keys_in(places, path, start, (1 << 62) if stop is None else stop)
             if finding in hurt:
-                seen.findings[number] = replace(finding, tensors=tuple(dict.fromkeys(keys)))
+                result.findings[number] = replace(finding, tensors=tuple(dict.fromkeys(keys)))
 
     def _is_deleted(self, target: Target) -> bool:
         if target.seal is None or is_live(self.aim, target.seal):
@@ -224,48 +244,48 @@ def _is_told(record: FileRecord, told: set[str], sidecars: set[str]) -> bool:
     return record.path in told or record.path in sidecars
 
 
-def _save_id(seen: Looked) -> str:
-    return "" if seen.manifest is None else seen.manifest.save_id
+def _save_id(result: Looked) -> str:
+    return "" if result.manifest is None else result.manifest.save_id
 
 
-def _step(seen: Looked) -> int | None:
-    if seen.target.seal is not None:
-        return seen.target.seal.step
-    if seen.manifest is not None:
-        return seen.manifest.step
-    return None if seen.found is None else step_in(seen.target.name)  # of stock torch
+def _step(result: Looked) -> int | None:
+    if result.target.seal is not None:
+        return result.target.seal.step
+    if result.manifest is not None:
+        return result.manifest.step
+    return None if result.found is None else step_in(result.target.name)  # of stock torch
 
 
 def _has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
-def _checked(seen: Looked, compared: Sequence[Compared] | None) -> Checked:
-    manifest, seal = seen.manifest, seen.target.seal
+def _checked(result: Looked, compared: Sequence[Compared] | None) -> Checked:
+    manifest, seal = result.manifest, result.target.seal
     origin = "log" if seal is not None else "manifest"
-    if seen.found is not None and manifest is None:
+    if result.found is not None and manifest is None:
         origin = "stock"
     return Checked(
-        seen.target.uri,
-        seen.target.name,
+        result.target.uri,
+        result.target.name,
         origin,
-        seal.save_id if seal is not None else _save_id(seen) or None,
-        _step(seen),
-        len(seen.sizes),
-        sum(seen.sizes.values()),
+        seal.save_id if seal is not None else _save_id(result) or None,
+        _step(result),
+        len(result.sizes),
+        sum(result.sizes.values()),
         sum(one.compared_bytes for one in compared or ()),
         sum(one.resumed_bytes for one in compared or ()),
-        tuple(seen.findings),
-        tuple(seen.unchecked),
-        tuple(seen.notes),
-        None if compared is None else _uncompared_bytes(seen, compared),
+        tuple(result.findings),
+        tuple(result.unchecked),
+        tuple(result.notes),
+        None if compared is None else _uncompared_bytes(result, compared),
     )
 
 
-def _uncompared_bytes(seen: Looked, compared: Sequence[Compared]) -> int:
+def _uncompared_bytes(result: Looked, compared: Sequence[Compared]) -> int:
     """Of data files; ``.metadata`` and sidecars are compared as wholes when their form is looked at."""
-    small = {f.digests for f in seen.files} | {f"{_save_id(seen)}/{METADATA}", METADATA}
-    data = sum(size for path, size in seen.sizes.items() if path not in small)
+    small = {f.digests for f in result.files} | {f"{_save_id(result)}/{METADATA}", METADATA}
+    data = sum(size for path, size in result.sizes.items() if path not in small)
     return max(0, data - sum(one.compared_bytes for one in compared))
 
 

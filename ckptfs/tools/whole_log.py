@@ -7,8 +7,8 @@ is not known. So nothing is deleted, pinned or called dead by such a log.
 
 from __future__ import annotations
 
-from ckptfs.commit.layout import DOMAIN, LOG
-from ckptfs.commit.looking import Look, refuse_gap
+from ckptfs.commit.catalog.catalog import Look, refuse_gap
+from ckptfs.commit.paths import DOMAIN, LOG
 from ckptfs.errors import ManifestError
 from ckptfs.tools.measured import listed
 
@@ -16,7 +16,11 @@ __all__ = ["refuse_gap", "refuse_lost_domain", "refuse_newer"]
 
 
 def refuse_newer(look: Look) -> None:
-    """ManifestError where a newer version wrote something that this one does not know."""
+    """Check that this version understands the log in ``look``.
+
+    Raises:
+        ManifestError: A newer version wrote something that this one does not know.
+    """
     if any(state.foreign for state in look.views.values()):
         raise ManifestError(
             "a newer version of ckptfs wrote to this run: what it meant is not known here",
@@ -26,7 +30,11 @@ def refuse_newer(look: Look) -> None:
 
 
 def refuse_lost_domain(look: Look) -> None:
-    """ManifestError where a log lies there that nobody reads: the id of its domain is gone."""
+    """Check that the log in ``look`` is one that readers find.
+
+    Raises:
+        ManifestError: There is a log that no reader finds: the id of its domain is gone.
+    """
     if not look.views and listed(look.storage, LOG):
         raise ManifestError(
             f"{DOMAIN} is missing beside a run log: what it says can not be told",

@@ -1,9 +1,12 @@
-"""Who takes part, who sees the same bytes, and how all of them reach one answer.
+"""Which nodes see the same disk, and directories that all of them may use.
 
-    world       World: this process among its peers
-    control     Control: one collective step, one answer on every rank (solo, c10d store)
-    domain      Placement: which ranks share storage, found by a probe
-    directory   ensure_dir: a directory that every rank may use
+    every node lead   reads or makes .ckptfs/domain, leaves a token      storage_domains.Probe
+    coordinator       groups the nodes by what they saw                  storage_domains
 
-No contents of files, no tensors; torch only through ``ckptfs._torch``, when it is needed.
+Ways in:
+
+    storage_domains   Placement: which ranks share storage
+    ensure_dir        ensure_dir: a directory that every rank of every node may use
+
+No contents of files, no tensors. The ranks talk through ``ckptfs.control``.
 """

@@ -1,5 +1,6 @@
 """Docstrings of ckptfs as reStructuredText, so that they read well in the manual as they do in code.
 
+Args, Returns, Raises, Attributes    a field each, with a list of the names
 indented blocks, aligned columns     literal blocks; Python where they are Python
 "uri: the run. mode: ..."            a list, where the words are parameters, fields or errors
 names of errors and public classes   links
@@ -13,6 +14,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable
 
+from sections import ENTRIES, parsed
 from sphinx.application import Sphinx
 
 import ckptfs
@@ -27,12 +29,32 @@ _ERRORS = {name for name in _PUBLIC if name.endswith("Error")}
 _OF_THE_WHOLE = re.compile(r"(?<=\. )(?=After (?:a crash|an error))")
 _CODE = re.compile(r"\bCKPTFS_[A-Z_]+\b|\b[a-z]+(?:_[a-z]+)+\b(?:\(\))?|\b[a-z_]+\(\)")
 _CLASS = re.compile(r"\b(" + "|".join(sorted(_PUBLIC, key=len, reverse=True)) + r")(s?)\b")
+_TITLES = {"Args": "Parameters"}
 
 
 def to_rst(text: str, names: Iterable[str] = ()) -> list[str]:
     """Lines of reStructuredText. names: words that may be the label of a list item."""
-    out: list[str] = []
     label = _labels({*names, *_ERRORS})
+    found = parsed(text)
+    out = _text(found.text, label)
+    for name, lines in found.sections.items():
+        if name in ENTRIES:
+            out += [f":{_TITLES.get(name, name)}:"]
+            out += [f"   * {_label(n)}: {_inline(t)}" for n, t in found.entries[name].items()]
+            out += [""]
+        elif name in {"Returns", "Yields"}:
+            out += [
+                f":{name}:",
+                *textwrap.indent("\n".join(_text(lines, label)), "   ").splitlines(),
+            ]
+            out += [""]
+        else:
+            out += [f".. rubric:: {name}", "", *_text(textwrap.indent(lines, "    "), label)]
+    return out
+
+
+def _text(text: str, label: re.Pattern[str]) -> list[str]:
+    out: list[str] = []
     for block in _blocks(text):
         if block[0].lstrip().startswith(_BULLETS):
             out += _bullets(block)

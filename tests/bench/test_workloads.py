@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ckptfs.bench.states import clear, differences, make_blank, make_state
 from ckptfs.bench.workloads import (
     KINDS,
+    NO_MODELS,
     DType,
     TensorSpec,
     make_workload,
@@ -42,9 +43,18 @@ def test_a_model_has_the_parameters_that_were_asked_for(kind: str, params: int) 
 @given(st.sampled_from(tuple(KINDS)), st.integers(2_300_000, 5_000_000_000))
 def test_a_workload_has_the_bytes_that_were_asked_for(kind: str, size_bytes: int) -> None:
     """To 3 %, whatever it is made of."""
-    size_bytes = min(size_bytes, 50_000_000) if kind == "many" else size_bytes
+    size_bytes = min(size_bytes, 50_000_000) if kind in NO_MODELS else size_bytes
     found = make_workload(kind, size_bytes=size_bytes).size_bytes
     assert found == pytest.approx(size_bytes, rel=0.03)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(4096, 1_200_000_000))
+def test_no_two_tensors_of_shapes_have_one_shape(size_bytes: int) -> None:
+    """Also when all lengths have been used up, and for the last tensor, which is cut."""
+    made = make_workload("shapes", size_bytes=size_bytes).tensors
+    assert len({one.shape for one in made}) == len({one.name for one in made}) == len(made)
+    assert all(4096 <= one.size_bytes <= 65_536 for one in made)
 
 
 @settings(deadline=None)
@@ -109,6 +119,9 @@ def test_nonsense_is_no_number_of_parameters(text: str) -> None:
     [
         ("gpt", {}),
         ("many", {"params": 10**6}),
+        ("shapes", {"params": 10**6}),
+        ("shapes", {"size_bytes": 100}),
+        ("shapes", {"size_bytes": 10**12}),
         ("llm", {"params": 5}),
         ("many", {"size_bytes": 100}),
         ("many", {"size_bytes": 10**12}),

@@ -23,8 +23,10 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 
-from ckptfs.commit.entries import Delete
-from ckptfs.commit.layout import (
+from ckptfs.commit.log.append import append, catch_up
+from ckptfs.commit.log.entries import Delete
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import (
     ATTEMPTS,
     CONTROL,
     DOMAIN,
@@ -36,8 +38,6 @@ from ckptfs.commit.layout import (
     AttemptKeys,
     log_key,
 )
-from ckptfs.commit.log import append, catch_up
-from ckptfs.commit.ops import drive
 from ckptfs.storage.base import Storage
 from tests.cli.conftest import Place, a_run, state_of
 

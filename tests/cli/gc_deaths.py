@@ -21,9 +21,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckptfs.commit.catalog import find, list_live
-from ckptfs.commit.looking import Look, looking_at
-from ckptfs.commit.ops import drive
+from ckptfs.commit.catalog.catalog import Look, find, list_live, looking_at
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.collecting import collect, look_for_debris
 from ckptfs.tools.measured import files_below

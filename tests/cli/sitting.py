@@ -6,12 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.opening import Place as Sitting
-from ckptfs.commit.opening import open_seat
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
-from ckptfs.topology.control import SoloControl
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place as Sitting
+from ckptfs.commit.session import Seat, open_seat
+from ckptfs.control.control import SoloControl
 from ckptfs.uri import Uri
 
 __all__ = ["begun", "sitting"]

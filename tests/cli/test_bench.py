@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ import pytest
 from ckptfs.bench.files import read_result, try_place
 from ckptfs.bench.results import decode_result
 from ckptfs.cli.bench import _written
+from ckptfs.cli.main import main
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 from tests.bench.made import made_result
 from tests.cli.conftest import Cli
 from tests.lab.server import Server
+from tests.multiprocess.harness import Rank, torchrun
 
 TINY = ("--params", "20K", "--rounds", "1")
 LOADS = {"load_warm", "load_cold"}
@@ -95,18 +98,23 @@ def test_two_ranks_share_the_state(cli: Cli, tmp_path: Path) -> None:
     assert "of limit" in ran.out
 
 
+def bench_rank(rank: Rank) -> list[Any]:
+    """What this process of the command says, and its exit code."""
+    told = io.StringIO()
+    with redirect_stdout(told), pytest.raises(SystemExit) as ended:
+        main(["bench", *rank.args["words"]])
+    return [ended.value.code or 0, told.getvalue()]
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     """Each process runs the command; one of them tells, and cleans up."""
     out, target = tmp_path / "result.json", tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "ckptfs", "bench", str(target), *TINY]
-    command += ["-e", "ckptfs", "--json", "--out", str(out)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["result"] == json.loads(out.read_text())
+    words = [str(target), *TINY, "-e", "ckptfs", "--json", "--out", str(out)]
+    ended = torchrun(bench_rank, 2, args={"words": words}, warm=True)
+    assert [one.error for one in ended] == [None, None], ended[0].log
+    (code, told), other = (one.value for one in ended)
+    assert (code, other) == (0, [0, ""])
+    assert json.loads(told)["result"] == json.loads(out.read_text())
     result = decode_result(out.read_text(), str(out))
     assert result.settings["ranks"] == 2
     assert {one.phase for one in result.samples} == {"save", *LOADS}

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 import ckptfs
-from ckptfs.commit.entries import Decided, Outcome
-from ckptfs.commit.layout import TMP, log_key
-from ckptfs.commit.log import append
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import append
+from ckptfs.commit.log.entries import Decided, Outcome
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import TMP, log_key
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
 from tests.cli.damage import DAMAGES, state_now
 

@@ -22,7 +22,7 @@ OK, NO, USAGE, NOT_FOUND, ACCESS = 0, 1, 2, 3, 4
 
 # Those that change something have tests of their own; doctor writes, into a corner of its own.
 COLUMNS = ("ls", "log", "latest", "inspect", "verify", "deep", "cp", "gc")
-ELSEWHERE = {"rm", "pin", "unpin", "export", "doctor", "bench"}
+ELSEWHERE = {"rm", "pin", "unpin", "export", "doctor", "bench", "watch"}
 
 
 @dataclass(frozen=True)

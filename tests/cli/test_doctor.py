@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 
+from ckptfs.cli.main import main
 from ckptfs.testing.proxy import FaultProxy
 from tests.cli.conftest import Cli, Golden, Place, a_run
 from tests.lab import raw
 from tests.lab.radosgw import make_user
 from tests.lab.server import Server
+from tests.multiprocess.harness import Rank, launch, mount_privately, torchrun
 from tests.servers.conftest import moto
 
 __all__ = ["moto"]
@@ -36,6 +39,7 @@ _NUMBERS = (
     (r"(?m)^\S+(?=  (latency|write-bandwidth|read-bandwidth)  )", "<sign>"),
     (r"(?m)^warn (latency|write-bandwidth|read-bandwidth): .*\n  .*\n\n", ""),
     (r"\d+ ok, \d+ warn", "<n> ok, <n> warn"),
+    (r"replaced \d+ times", "replaced <n> times"),
 )
 
 
@@ -230,28 +234,44 @@ def test_rules_of_a_bucket_that_would_take_checkpoints(
 # -- mounts ------------------------------------------------------------------------------
 
 
-def mounted(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """``ckptfs doctor --json`` in a mount namespace of its own, after ``script``."""
+def doctor_after_mounts(rank: Rank) -> list[Any]:
+    """Mount what the script says, for this process alone; the exit code of the command, and its document."""
+    mount_privately()
+    subprocess.run(["sh", "-c", rank.args["script"]], check=True, capture_output=True)
+    return doctor(rank)
+
+
+def doctor(rank: Rank) -> list[Any]:
+    """The exit code of ``ckptfs doctor --json`` in this process, and its document: None where it is silent."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
+        main(["doctor", *rank.args["words"], "--json"])
+    return [ended.value.code or 0, json.loads(out.getvalue() or "null")]
+
+
+def mounted(script: str, *words: str) -> tuple[int, Any]:
+    """What ``ckptfs doctor`` says in a mount namespace of its own, after ``script``."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
-    words = " ".join(str(a) for a in (sys.executable, "-m", "ckptfs", "doctor", *arguments))
-    command = ["unshare", "--mount", "--propagation", "private"]
-    command += ["sh", "-c", f"({script}) || exit 99; exec {words} --json"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    if ran.returncode == 99:
-        pytest.skip(f"this kernel or container allows no mount: {ran.stderr}")
-    return ran
+    args = {"script": script, "words": words}
+    with launch(doctor_after_mounts, 1, args=args, store="none") as ranks:
+        (ended,) = ranks.results()
+    if ended.error_type in {"OSError", "PermissionError", "CalledProcessError"}:
+        pytest.skip(f"this kernel or container allows no mount: {ended.error}")
+    assert ended.value, ended.log
+    code, document = ended.value
+    return code, document
 
 
 def test_a_read_only_mount_fails_with_the_reason(tmp_path: Path) -> None:
     """A real read-only bind mount: EROFS is told as what it means for training."""
     (tmp_path / "run").mkdir()
-    ran = mounted(
+    code, document = mounted(
         f"mount --bind {tmp_path}/run {tmp_path}/run && mount -o remount,bind,ro {tmp_path}/run",
         f"{tmp_path}/run",
     )
-    assert ran.returncode == 1, ran.stderr
-    found = finding(json.loads(ran.stdout), "make-directories")
+    assert code == 1
+    found = finding(document, "make-directories")
     assert found["data"]["why"] == "read-only"
     assert "cannot save" in found["meaning"]
 
@@ -262,19 +282,18 @@ def test_a_full_disk_fails_and_a_small_one_warns(tmp_path: Path, left: str) -> N
     (tmp_path / "disk").mkdir()
     fill = "" if left == "half a MiB" else " bs=4k count=10000"
     fill = fill or " bs=4k count=128"
-    ran = mounted(
+    code, document = mounted(
         f"mount -t tmpfs -o size=1m tmpfs {tmp_path}/disk && "
         f"(dd if=/dev/zero of={tmp_path}/disk/filler{fill} 2>/dev/null || true)",
         f"{tmp_path}/disk/run",
     )
-    document = json.loads(ran.stdout)
     space, mount = finding(document, "free-space"), finding(document, "mount")
     if left == "nothing":
-        assert ran.returncode == 1
+        assert code == 1
         assert space["verdict"] == "fail"
         assert "no space" in space["seen"].lower()
     else:
-        assert ran.returncode == 0
+        assert code == 0
         assert space["verdict"] == "warn"
         assert verdicts(document)["write-bandwidth"] == "unknown"
     assert mount["verdict"] == "warn"  # memory
@@ -284,49 +303,57 @@ def test_a_full_disk_fails_and_a_small_one_warns(tmp_path: Path, left: str) -> N
 # -- under a launcher --------------------------------------------------------------------
 
 
-def torchrun(tmp_path: Path, ranks: int, uri: str, *flags: str) -> subprocess.Popen[bytes]:
-    """Real torchrun, two ranks per simulated node; rank N prints to out.N and ends with code.N."""
-    script = (
-        # The shell outlives torchrun's SIGTERM, which it sends to all when the first rank has failed.
-        'trap : TERM; export CKPTFS_NODE=node$((RANK / 2)); "$0" -m ckptfs doctor "$@" '
-        f"> {tmp_path}/out.$RANK; code=$?; echo $code > {tmp_path}/code.$RANK; exit $code"
-    )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
-    command += ["127.0.0.1", "--nproc-per-node", str(ranks), "--no-python", "sh", "-c", script]
-    with open(tmp_path / "torchrun.log", "wb") as file:
-        return subprocess.Popen(
-            [*command, sys.executable, uri, "--json", *flags],
-            stdout=file,
-            stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-
-
-def codes(tmp_path: Path, ranks: int) -> list[int]:
-    """How each rank ended."""
-    return [int((tmp_path / f"code.{rank}").read_text()) for rank in range(ranks)]
-
-
 def test_two_ranks_of_torchrun_agree_and_one_speaks(tmp_path: Path) -> None:
     """Two processes, no process group: both exit with 0, rank 0 alone prints, nothing stays."""
-    with torchrun(tmp_path, 2, f"{tmp_path}/disk/run", *QUICK) as process:
-        assert process.wait(120) == 0
-    assert codes(tmp_path, 2) == [0, 0]
-    assert json.loads((tmp_path / "out.0").read_text())["ranks"] == 2
-    assert (tmp_path / "out.1").read_text() == ""
+    words = [f"{tmp_path}/disk/run", *QUICK]
+    first, other = torchrun(doctor, 2, args={"words": words}, warm=True)
+    assert first.value, first.log
+    code, document = first.value
+    assert (code, other.value) == (0, [0, None])
+    assert document["ranks"] == 2
     assert not (tmp_path / "disk").exists()
 
 
 def test_four_ranks_on_two_disks_said_to_be_shared(tmp_path: Path) -> None:
-    """Two nodes with a disk each at one path, and --expect shared: all exit with 1, nodes named; rank 0
-    says so to the end, although torchrun ends all ranks when the first of them has failed.
-    """
+    """Two nodes with a disk each at one path, and --expect shared: all exit with 1, nodes named."""
+    words = [f"nodes+file://{tmp_path}/@node/run", "--expect", "shared", "--size", "0"]
+    first, *others = torchrun(doctor, 2, nnodes=2, args={"words": words}, warm=True)
+    assert first.value, first.log
+    code, document = first.value
+    assert (code, [other.value for other in others]) == (1, [[1, None]] * 3)
+    assert_two_disks(document, 2)
+    assert not list(tmp_path.glob("node*"))
+
+
+def assert_two_disks(document: Any, ranks: int) -> None:
+    """That is what the document finds, with so many ranks at each."""
+    domains = finding(document, "domains")
+    assert domains["verdict"] == "fail"
+    assert "node0/" in domains["seen"]
+    assert "node1/" in domains["seen"]
+    assert [len(d["ranks"]) for d in domains["data"]["domains"]] == [ranks] * 2
+
+
+def test_what_rank_0_says_is_whole_although_the_launcher_ends_all(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to all ranks when the first of them has failed, and rank 0 still speaks."""
     os.mkfifo(tmp_path / "out.0")
     pipe = os.open(tmp_path / "out.0", os.O_RDWR | os.O_NONBLOCK)
     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # so that rank 0 speaks until somebody listens
     uri, log = f"nodes+file://{tmp_path}/@node/run", tmp_path / "torchrun.log"
+    script = (
+        # The shell outlives torchrun's SIGTERM.
+        'trap : TERM; export CKPTFS_NODE=node$RANK; "$0" -m ckptfs doctor "$@" '
+        f"> {tmp_path}/out.$RANK; code=$?; echo $code > {tmp_path}/code.$RANK; exit $code"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr"]
+    command += ["127.0.0.1", "--nproc-per-node", "2", "--no-python", "sh", "-c", script]
+    command += [sys.executable, uri, "--json", "--expect", "shared", "--size", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = b""
-    with torchrun(tmp_path, 4, uri, "--expect", "shared", "--size", "0") as process:
+    with (
+        open(log, "wb") as file,
+        subprocess.Popen(command, stdout=file, stderr=file, env=environment) as process,
+    ):
         while b"closing signal" not in log.read_bytes():
             assert process.poll() is None, log.read_text()
             nap(process)
@@ -335,13 +362,9 @@ def test_four_ranks_on_two_disks_said_to_be_shared(tmp_path: Path) -> None:
             nap(process)
     out += heard(pipe)
     os.close(pipe)
-    assert codes(tmp_path, 4) == [1, 1, 1, 1]
-    assert [(tmp_path / f"out.{rank}").read_text() for rank in (1, 2, 3)] == ["", "", ""]
-    domains = finding(json.loads(out), "domains")
-    assert domains["verdict"] == "fail"
-    assert "node0/" in domains["seen"]
-    assert "node1/" in domains["seen"]
-    assert [len(d["ranks"]) for d in domains["data"]["domains"]] == [2, 2]
+    assert [int((tmp_path / f"code.{rank}").read_text()) for rank in range(2)] == [1, 1]
+    assert (tmp_path / "out.1").read_text() == ""
+    assert_two_disks(json.loads(out), 1)
     assert not list(tmp_path.glob("node*"))
 
 

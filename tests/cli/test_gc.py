@@ -19,17 +19,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.claim import Mode, claim
-from ckptfs.commit.deleting import delete_checkpoint
-from ckptfs.commit.entries import Delete
-from ckptfs.commit.layout import CONTROL, SHARED, TRASH
-from ckptfs.commit.log import append, catch_up
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import committed
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
+from ckptfs.commit.log.append import append, catch_up
+from ckptfs.commit.log.entries import Delete
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Mode, claim
+from ckptfs.commit.paths import CONTROL, SHARED, TRASH
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Seat
+from ckptfs.commit.state import committed
 from ckptfs.errors import CommitConflictError, RunBusyError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.memory import STORES

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.deleting import delete_checkpoint
-from ckptfs.commit.layout import PARTIAL_PREFIX, SHARED
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
+from ckptfs.commit.paths import PARTIAL_PREFIX, SHARED
 from ckptfs.errors import ManifestError, RunBusyError
 from ckptfs.tools.collecting import collect, look_for_debris
 from ckptfs.tools.debris import Debris, Fate

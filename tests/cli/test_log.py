@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.entries import (
     Abort,
     Body,
     Decided,

@@ -17,9 +17,9 @@ import torch
 
 import ckptfs
 from ckptfs.cli.main import COMMANDS
-from ckptfs.commit.entries import GENESIS, Kind, Seal
-from ckptfs.commit.log import append
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import append
+from ckptfs.commit.log.entries import GENESIS, Kind, Seal
+from ckptfs.commit.operations import drive
 from ckptfs.errors import IncompleteCheckpointError, ManifestError
 from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Golden, Place, a_run, state_of
@@ -339,7 +339,7 @@ def test_latest_does_not_answer_with_a_stale_checkpoint(cli: Cli, local: Place, 
 # -- at once ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["ls", "log", "latest", "rm", "pin", "unpin"])
+@pytest.mark.parametrize("command", ["ls", "log", "latest", "watch", "rm", "pin", "unpin"])
 def test_no_torch_is_imported(command: str, healthy: Path, tmp_path: Path) -> None:
     """Commands that read no tensor answer without importing torch."""
     run = tmp_path / "run"
@@ -354,7 +354,7 @@ def test_no_torch_is_imported(command: str, healthy: Path, tmp_path: Path) -> No
         "assert 'torch' not in sys.modules\n"
     )
     target = run / "step_10" if command in ("rm", "pin", "unpin") else run
-    flags = ["--yes"] if command == "rm" else []
+    flags = {"rm": ["--yes"], "watch": ["--from", "0", "--until-end"]}.get(command, [])
     subprocess.run([sys.executable, "-c", script, command, str(target), *flags], check=True)
 
 

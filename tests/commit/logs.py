@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable
 from typing import Any
 
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import Appended, append, make_log
+from ckptfs.commit.log.entries import (
     Body,
     Entry,
     Fence,
@@ -18,9 +19,8 @@ from ckptfs.commit.entries import (
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
-from ckptfs.commit.log import Appended, append, make_log
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
+from ckptfs.commit.operations import drive
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.uri import Uri

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import sys
 
-from ckptfs.commit.entries import Pin
-from ckptfs.commit.log import Appended, Refused, append, make_log
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import Appended, Refused, append, make_log
+from ckptfs.commit.log.entries import Pin
+from ckptfs.commit.operations import drive
 from ckptfs.storage.local import LocalStorage
 from ckptfs.uri import Uri
 

@@ -15,10 +15,10 @@ import logging
 import os
 import sys
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.seat import Seat
-from ckptfs.manager.retention import Keep
-from ckptfs.manager.retiring import Retirer
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.session import Seat
+from ckptfs.retention.deletion import Retirer
+from ckptfs.retention.policy import Keep
 from tests.crash.rig import TWO_DOMAINS, Mortal, save, seats, values
 
 LIVES = 45

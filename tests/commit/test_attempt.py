@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.claim import claim
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import ATTEMPTS
-from ckptfs.commit.log import catch_up
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import Standing, standing
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec, WrittenPart
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.paths import ATTEMPTS
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec, WrittenPart
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import Standing, standing
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
     CollectiveError,
     CommitConflictError,
@@ -32,7 +32,6 @@ from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.disk import PowerCut, SimulatedDisk
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Lose, Plan, When
 from ckptfs.testing.world import End, SimulatedDeath
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 from tests.crash import rig
 

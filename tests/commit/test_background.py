@@ -8,8 +8,8 @@ from uuid import uuid4
 
 import pytest
 
-from ckptfs.commit.background import Background
-from ckptfs.commit.ops import Program, Replace, drive
+from ckptfs.commit.operations import Program, Replace, drive
+from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.errors import AccessError, FencedError, TransientError
 from ckptfs.storage.registry import open_storage
 

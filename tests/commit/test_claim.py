@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.claim import Takeover, claim
-from ckptfs.commit.layout import ATTEMPTS
-from ckptfs.commit.lease import LeaseTimes
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.commit.paths import ATTEMPTS
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Seat
 from ckptfs.errors import CollectiveError, RunBusyError
 from ckptfs.testing.faults import Fail, Fault, Plan
 from tests.crash import rig

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import xxhash
 
-from ckptfs.commit.copy_spec import CopyTask, Readable, Writable
-from ckptfs.commit.copying import copy_share
 from ckptfs.commit.digests import BlockDigester, FileDigests, ItemDigests, encode_digests
 from ckptfs.commit.manifest import FileRecord, digest_of
 from ckptfs.errors import IntegrityError
+from ckptfs.replication.copied_files import CopyTask, Readable, Writable, copy_share
 from ckptfs.storage.base import Storage
 from tests.commit.logs import memory
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.entries import (
     Abort,
     Body,
     Decided,
@@ -32,7 +32,7 @@ from ckptfs.commit.entries import (
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
+from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
 from ckptfs.errors import ManifestError
 from tests.commit.logs import G1, G2, fence, folded, seal
 

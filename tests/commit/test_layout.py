@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import is_save_id
-from ckptfs.commit.ops import drive
-from ckptfs.commit.resuming import next_id
-from ckptfs.commit.spec import fresh_ids
-from ckptfs.dcp.copy_source import stock_manifest
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import is_save_id
+from ckptfs.commit.save.shared_attempt import next_id
+from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.integrations.fsspec.arrivals import agreed_id
-from ckptfs.manager.copy_plan import fresh_id
+from ckptfs.replication.backlog import fresh_id
+from ckptfs.replication.checkpoint_copy import stock_manifest
 from ckptfs.storage.base import Shape
 from ckptfs.storage.registry import open_storage
 
 HERE = Path(ckptfs.__file__).parent
 DATED = re.compile(r"\\d\{8\}T\\d\{6\}")
 # The doctor's own scratch directories and the names of entries on their way: no data lies below them.
-OTHER_NAMES = {"commit/layout.py": 1, "tools/doctor/corner.py": 1, "tools/surveying.py": 1}
+OTHER_NAMES = {"commit/paths.py": 1, "tools/doctor/corner.py": 1, "tools/surveying.py": 1}
 
 
 def test_every_id_that_is_made_is_one(tmp_path: Path) -> None:

@@ -16,20 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit import layout, log
-from ckptfs.commit.entries import (
-    Body,
-    Entry,
-    Foreign,
-    Pin,
-    Snapshot,
-    body_fields,
-    decode_entry,
-    encode_entry,
-)
-from ckptfs.commit.fold import LogState, fold_entry
-from ckptfs.commit.layout import HINT, LOG, log_key
-from ckptfs.commit.log import (
+from ckptfs.commit import paths
+from ckptfs.commit.log import append as log
+from ckptfs.commit.log.append import (
     Appended,
     Gap,
     Refused,
@@ -40,7 +29,19 @@ from ckptfs.commit.log import (
     make_log,
     write_snapshot,
 )
-from ckptfs.commit.ops import Program, drive
+from ckptfs.commit.log.entries import (
+    Body,
+    Entry,
+    Foreign,
+    Pin,
+    Snapshot,
+    body_fields,
+    decode_entry,
+    encode_entry,
+)
+from ckptfs.commit.log.fold import LogState, fold_entry
+from ckptfs.commit.operations import Program, drive
+from ckptfs.commit.paths import HINT, LOG, log_key
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,
@@ -287,7 +288,7 @@ def test_a_large_entry_is_read_by_itself(large: int) -> None:
     bodies: list[Body] = [Pin(f"p{n}") for n in range(40)]
     bodies[large] = Snapshot({"saves": [{"save_id": f"{n:020}"} for n in range(60_000)]})
     state = write(storage, bodies)
-    assert storage.stat(log_key(large)).size_bytes > layout.AHEAD_BYTES
+    assert storage.stat(log_key(large)).size_bytes > paths.AHEAD_BYTES
     again = drive(catch_up(), storage)
     assert again.next == 40
     assert again == state

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit.entries import Generation, Kind
+from ckptfs.commit.log.entries import Generation, Kind
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,

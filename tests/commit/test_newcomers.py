@@ -9,23 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.claim import Takeover, claim
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import LOG
-from ckptfs.commit.lease import LeaseTimes
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.paths import LOG
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.control.control import Control, SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import CollectiveError, FencedError, RunBusyError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control, SoloControl
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 from tests.crash import rig
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ckptfs.commit.entries import Body, Decided, Outcome, Seal
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.protocol import commits, latest
-from ckptfs.commit.spec import save_id_at
+from ckptfs.commit.log.entries import Body, Decided, Outcome, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.save.spec import save_id_at
+from ckptfs.commit.state import commits, latest
 from tests.commit.logs import G0, folded, seal
 from tests.crash import rig
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from ckptfs.commit.entries import Fence, Generation
-from ckptfs.commit.owners import alive_here, start_ticks
+from ckptfs.commit.log.entries import Fence, Generation
+from ckptfs.commit.ownership.lease import alive_here, start_ticks
 
 
 def owned_by(pid: int, started: str) -> Fence:

@@ -12,24 +12,25 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.beside import list_unlogged
-from ckptfs.commit.catalog import find
-from ckptfs.commit.claim import claim
+from ckptfs.commit.catalog.catalog import find
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.catalog.unlogged import list_unlogged
 from ckptfs.commit.decisions import may_abort, may_seal, may_seal_part
-from ckptfs.commit.entries import Abort, Decided, Delete, Gone, Outcome, Part, PartRef
-from ckptfs.commit.fold import fold_entries, fold_entry
-from ckptfs.commit.layout import ATTEMPTS, LOG
-from ckptfs.commit.locate import locate
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.parts import stand_in, word_of
-from ckptfs.commit.protocol import Standing, standing
-from ckptfs.commit.recovery import encode_record
-from ckptfs.commit.removal import REMOVED_BY_HAND
-from ckptfs.commit.run import Run
-from ckptfs.commit.spec import IfExists
-from ckptfs.commit.tickets import Ticket, TicketPart, begin_parts
+from ckptfs.commit.delete.deletion_steps import REMOVED_BY_HAND
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Abort, Decided, Delete, Gone, Outcome, Part, PartRef
+from ckptfs.commit.log.fold import fold_entries, fold_entry
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.recovery import encode_record
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.parts import read_home, state_from_word
+from ckptfs.commit.parts.tickets import Ticket, TicketPart, begin_parts
+from ckptfs.commit.paths import ATTEMPTS, LOG
+from ckptfs.commit.save.spec import IfExists
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.commit.state import Standing, standing
+from ckptfs.control.control import Control
 from ckptfs.errors import (
     AccessError,
     CollectiveError,
@@ -45,7 +46,6 @@ from ckptfs.errors import (
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Action, Fail, Fault, FaultyStorage, Lose, Plan
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 from tests.commit.logs import G1, G2, fence, folded, reread, seal
 from tests.crash import rig
@@ -158,12 +158,12 @@ def test_a_word_stands_for_homes_log() -> None:
     """
     other = replace(WHOLE, save_id="gone", seq=2)
     home = folded(fence(G1), WHOLE, other, Delete("gone", G1), Abort("bad", G1), fence(G2))
-    word = word_of("A", "host-a", home)
+    word = read_home("A", "host-a", home)
     assert word.live == (WHOLE,)
     here = folded(
         part(), part("q", "old"), part("r", "open", base=G2), part("x", "not ours", home="Z")
     )
-    state = stand_in(word, here)
+    state = state_from_word(word, here)
     assert state.save("s").seal == WHOLE
     assert state.save("old").deleted
     assert state.save("bad").aborted
@@ -186,16 +186,16 @@ def test_a_word_tells_of_what_ended_without_walking_it() -> None:
         )
     state = fold_entry(state, seal("last", seq=301))
     assert set(state.saves.living) == {"last"}
-    word = word_of("A", "host-a", state)
+    word = read_home("A", "host-a", state)
     assert word.deleted == tuple(f"s{n}" for n in range(300 - 256, 300))
     assert word.aborted == tuple(f"bad{n}" for n in range(300 - 256, 300))
-    assert word_of("A", "host-a", reread(state)) == word
+    assert read_home("A", "host-a", reread(state)) == word
 
 
 def test_a_word_is_short_where_all_parts_lie_at_home() -> None:
     """On shared storage a ticket carries no seals: everybody reads the log."""
     ref = replace(WHOLE.parts[0], domains=("A",))
-    assert word_of("A", "h", folded(replace(WHOLE, parts=(ref,)))).live == ()
+    assert read_home("A", "h", folded(replace(WHOLE, parts=(ref,)))).live == ()
 
 
 # -- tickets ---------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.entries import GENESIS
-from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, TMP, TRASH
-from ckptfs.commit.recovery import encode_record
+from ckptfs.commit.log.entries import GENESIS
+from ckptfs.commit.ownership.recovery import encode_record
+from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, TMP, TRASH
 from ckptfs.errors import CkptfsError, CollectiveError, SymlinkError
 from ckptfs.tools.collecting import collect, look_for_debris
 from ckptfs.tools.debris import Debris, Fate

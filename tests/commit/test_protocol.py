@@ -14,7 +14,8 @@ from ckptfs.commit.decisions import (
     may_seal,
     unreleased,
 )
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.entries import (
     GENESIS,
     Abort,
     Body,
@@ -29,9 +30,8 @@ from ckptfs.commit.entries import (
     Release,
     Seal,
 )
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import Refused
-from ckptfs.commit.protocol import Standing, catalog, doomed, latest, name_taken, next_seq, standing
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.state import Standing, catalog, doomed, latest, name_taken, next_seq, standing
 from tests.commit.logs import G1, G2, G3, fence, folded, seal
 
 AB = ("A", "B")

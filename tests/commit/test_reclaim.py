@@ -8,19 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.catalog import find
+from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.deleting import remove_unheld
-from ckptfs.commit.entries import GENESIS, Body, Generation
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import ATTEMPTS, PARTIAL_PREFIX, TRASH, AttemptKeys
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.reclaim import delete_save
-from ckptfs.commit.recovery import plan_recovery, report, settle
-from ckptfs.commit.retire import Erasure, retire
-from ckptfs.commit.saving import Means, begin
-from ckptfs.commit.trash import own_trash, trash_of
+from ckptfs.commit.delete.delete_checkpoint import remove_unheld
+from ckptfs.commit.delete.deletion_steps import Erasure, delete_save, retire
+from ckptfs.commit.delete.trash import own_trash, trash_of
+from ckptfs.commit.log.append import Means, catch_up
+from ckptfs.commit.log.entries import GENESIS, Body, Generation
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.recovery import plan_recovery, report, settle
+from ckptfs.commit.paths import ATTEMPTS, PARTIAL_PREFIX, TRASH, AttemptKeys
+from ckptfs.commit.save.owner_steps import begin
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage

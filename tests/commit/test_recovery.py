@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptfs.commit.entries import Body, Outcome
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import ATTEMPTS, AttemptKeys
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.project import discard_source, project
-from ckptfs.commit.recovery import plan_recovery, report, settle
-from ckptfs.commit.recovery_plan import Plan as Recovery
-from ckptfs.commit.saving import begin, prepare
-from ckptfs.commit.trash import move_to_trash, take_trash, trash_of
+from ckptfs.commit.delete.trash import move_to_trash, take_trash, trash_of
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Body, Outcome
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.recovery import plan_recovery, report, settle
+from ckptfs.commit.ownership.recovery_plan import Plan as Recovery
+from ckptfs.commit.paths import ATTEMPTS, AttemptKeys
+from ckptfs.commit.save.owner_steps import begin, prepare
+from ckptfs.commit.save.projection import discard_source, project
 from ckptfs.errors import FencedError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.testing.faults import Fault, FaultyStorage, Lose, Plan

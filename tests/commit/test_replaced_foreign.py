@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.claim import claim
-from ckptfs.commit.locate import locate
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import catalog
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import StateError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
@@ -25,7 +25,6 @@ from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan, When
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.world import SimulatedDeath
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
 STOCK = b"what stock torch wrote"

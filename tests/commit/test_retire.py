@@ -9,14 +9,21 @@ from collections.abc import Iterator
 import pytest
 
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.entries import Body, Decided, Delete, Outcome, Pin
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import Refused, catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.retire import Erasure, erase, may_pin, may_retire, pin, retire, waiting
-from ckptfs.commit.saving import Means, clear, finish
-from ckptfs.commit.trash import trash_of
-from ckptfs.commit.turns import take_turns
+from ckptfs.commit.delete.deletion_steps import (
+    Erasure,
+    erase_retired,
+    may_pin,
+    may_retire,
+    pin,
+    retire,
+    waiting,
+)
+from ckptfs.commit.delete.trash import trash_of
+from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.entries import Body, Decided, Delete, Outcome, Pin
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive, take_turns
+from ckptfs.commit.save.owner_steps import clear, finish
 from ckptfs.errors import AlreadyExistsError, FencedError, StorageError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage
@@ -62,7 +69,7 @@ def test_the_entry_comes_alone_and_the_bytes_whenever(storage: MemoryStorage) ->
     assert [s.save_id for s in waiting(fold(storage))] == ["old"]
     assert storage.read("s1/old/.metadata") == OLD.metadata
     assert storage.read("s1/.metadata") == OLD.metadata
-    what, state = drive(erase("old", means(storage), G1, None), storage)
+    what, state = drive(erase_retired("old", means(storage), G1, None), storage)
     assert (what, state.save("old").gone) == (Erasure.GONE, True)
     assert waiting(state) == []
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
@@ -93,7 +100,10 @@ def test_a_fenced_owner_enters_and_erases_nothing(storage: MemoryStorage) -> Non
     )
     assert isinstance(refused, Refused)
     assert refused.reason is Refusal.FENCED
-    assert drive(erase("old", means(storage, "y"), G1, None), storage) == (Erasure.FENCED, before)
+    assert drive(erase_retired("old", means(storage, "y"), G1, None), storage) == (
+        Erasure.FENCED,
+        before,
+    )
     assert fold(storage) == before
     assert storage.read("s1/old/.metadata") == OLD.metadata
 
@@ -110,9 +120,9 @@ def test_a_pin_that_came_first_is_respected(storage: MemoryStorage) -> None:
 def test_erasing_twice_changes_nothing(storage: MemoryStorage) -> None:
     """Whoever comes later finds it gone and appends nothing."""
     let_go(storage)
-    drive(erase("old", means(storage), G1, None), storage)
+    drive(erase_retired("old", means(storage), G1, None), storage)
     before = fold(storage)
-    assert drive(erase("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
     assert fold(storage) == before
 
 
@@ -122,9 +132,9 @@ def test_another_try_empties_what_the_first_left_in_the_trash(storage: MemorySto
     let_go(storage)
     full = Fault("remove_tree", "*.data", 1, Fail(OSError(errno.ENOTEMPTY, "not empty")))
     with pytest.raises(AlreadyExistsError):
-        drive(erase("old", means(storage), G1, None), FaultyStorage(storage, Plan([full])))
+        drive(erase_retired("old", means(storage), G1, None), FaultyStorage(storage, Plan([full])))
     assert [e.name for e in storage.list(trash_of(G1))] == ["old.data"]
-    what, _ = drive(erase("old", means(storage, "e"), G1, None, again=True), storage)
+    what, _ = drive(erase_retired("old", means(storage, "e"), G1, None, again=True), storage)
     assert what is Erasure.GONE
     assert storage.list(trash_of(G1)) == []
 
@@ -135,10 +145,10 @@ def test_bytes_wait_while_a_successor_of_the_name_is_in_doubt(storage: MemorySto
     let_go(storage)
     again = seal("again", "s1", seq=3, domains=("A", "B"))
     write(storage, [again], prefix="a")
-    assert drive(erase("old", means(storage), G1, None), storage)[0] is Erasure.LATER
+    assert drive(erase_retired("old", means(storage), G1, None), storage)[0] is Erasure.LATER
     assert storage.read("s1/old/.metadata") == OLD.metadata
     write(storage, [Decided("again", Outcome.ABORTED)], prefix="b")
-    assert drive(erase("old", means(storage, "e"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "e"), G1, None), storage)[0] is Erasure.GONE
 
 
 def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> None:
@@ -153,7 +163,9 @@ def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> 
     plan = Plan([Fault(removal[0], "s1/.metadata", 1, short), Fault(removal[1], data, 1, long)])
     faulty = FaultyStorage(storage, plan)
     erasing = threading.Thread(
-        target=lambda: drive(take_turns(erase("old", means(storage), G1, None), turn), faulty),
+        target=lambda: drive(
+            take_turns(erase_retired("old", means(storage), G1, None), turn), faulty
+        ),
         daemon=True,
     )
     erasing.start()
@@ -182,13 +194,15 @@ def test_a_program_that_fails_or_is_stopped_gives_its_turn_back(storage: MemoryS
     turn, stop = threading.Lock(), threading.Event()
     stop.set()
     with pytest.raises(FencedError):
-        drive(take_turns(erase("old", means(storage), G1, None), turn), storage, stopped=stop)
+        drive(
+            take_turns(erase_retired("old", means(storage), G1, None), turn), storage, stopped=stop
+        )
     assert not turn.locked()
     for op, key in (("read", "*/log/*"), ("remove_*", "*")):
         plan = Plan([Fault(op, key, 1, Fail(OSError(errno.EIO, "no")))])
         with pytest.raises(StorageError):
             drive(
-                take_turns(erase("old", means(storage, op), G1, None), turn),
+                take_turns(erase_retired("old", means(storage, op), G1, None), turn),
                 FaultyStorage(storage, plan),
             )
         assert not turn.locked()
@@ -228,8 +242,8 @@ def test_bytes_behind_another_mount_wait(storage: MemoryStorage) -> None:
     for key in ("s1/.metadata", "s1/old"):
         far = Fault("rename", key, 1, Fail(OSError(errno.EXDEV, "another disk")))
         again = FaultyStorage(storage, Plan([far]))
-        what, state = drive(erase("old", means(storage, key[-1]), G1, None), again)
+        what, state = drive(erase_retired("old", means(storage, key[-1]), G1, None), again)
         assert (what, state.save("old").gone) == (Erasure.LATER, False)
         assert storage.read("s1/old/.metadata") == OLD.metadata
-    assert drive(erase("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
+    assert drive(erase_retired("old", means(storage, "z"), G1, None), storage)[0] is Erasure.GONE
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]

@@ -12,14 +12,14 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit import erase as erasing
-from ckptfs.commit.entries import Body
-from ckptfs.commit.layout import METADATA
-from ckptfs.commit.ops import drive
-from ckptfs.commit.project import project
-from ckptfs.commit.retire import Erasure, erase, retire
-from ckptfs.commit.saving import Means
-from ckptfs.commit.trash import trash_of
+from ckptfs.commit.delete import erase as erasing
+from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, retire
+from ckptfs.commit.delete.trash import trash_of
+from ckptfs.commit.log.append import Means
+from ckptfs.commit.log.entries import Body
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.projection import project
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
@@ -81,7 +81,7 @@ def let_go_and_erase(storage: Storage) -> Erasure:
     state = drive(
         retire(A.seal(G1, 1), means, G1, fold(storage), reason="keep", going={"aaa"}), storage
     ).state
-    return drive(erase("aaa", means, G1, state), storage)[0]
+    return drive(erase_retired("aaa", means, G1, state), storage)[0]
 
 
 def show_b(storage: Storage) -> None:

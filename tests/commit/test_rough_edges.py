@@ -13,15 +13,16 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptfs
-from ckptfs.commit import opening
-from ckptfs.commit.entries import Pin
-from ckptfs.commit.layout import LEASE, LOG, log_key
-from ckptfs.commit.lease import LeaseTimes, moves
-from ckptfs.commit.log import append, catch_up, make_log
-from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.ops import Program, Read, ReadAhead, Refresh, Sync, drive, perform
-from ckptfs.commit.recovery import report
-from ckptfs.commit.resuming import _once
+from ckptfs.commit import session
+from ckptfs.commit.log.append import append, catch_up, make_log
+from ckptfs.commit.log.entries import Pin
+from ckptfs.commit.operations import Program, Read, ReadAhead, Refresh, Sync, drive, perform
+from ckptfs.commit.ownership.lease import LeaseTimes, moves
+from ckptfs.commit.ownership.recovery import report
+from ckptfs.commit.paths import LEASE, LOG, log_key
+from ckptfs.commit.save.shared_attempt import _once
+from ckptfs.commit.session import Place, open_seat
+from ckptfs.control.control import Control
 from ckptfs.errors import (
     AccessError,
     CollectiveError,
@@ -34,7 +35,6 @@ from ckptfs.storage.base import Storage
 from ckptfs.storage.memory import MemoryStorage
 from ckptfs.testing.faults import Fault, FaultyStorage, Lose, Plan
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 from tests.commit.logs import G0, memory
 from tests.crash import rig
@@ -188,22 +188,26 @@ def test_a_rank_that_could_open_its_storage_closes_it_where_another_could_not(
         with open_seat(Uri.parse("file:///simulated/run"), control, Place(), write=True):
             pass
 
-    monkeypatch.setattr(opening, "open_storage", open_storage)
+    monkeypatch.setattr(session, "open_storage", open_storage)
     for end in simulate(2, body, nodes=["a", "b"]):
         with pytest.raises(CollectiveError, match="not here"):
             end.get()
     assert closed == [0]
 
 
-def test_a_writer_that_is_given_up_while_it_writes_says_why(tmp_path: Path) -> None:
-    """A save that was given up ends with that reason, not with the state of a future."""
+@pytest.mark.parametrize("files", ["are still there", "are gone"])
+def test_a_writer_that_is_given_up_while_it_writes_says_why(tmp_path: Path, files: str) -> None:
+    """A save that was given up ends with that reason, not with the state of a future, nor with the file
+    that its agent removed meanwhile.
+    """
     writer = ckptfs.StorageWriter(tmp_path / "run/step_1", timeout_s=30)
 
     class Resets(DefaultSavePlanner):
         def resolve_data(self, write_item: Any) -> Any:
-            desk = writer._desk
+            desk = writer._handover
             assert desk is not None
             desk.cancel("a test")
+            assert files == "are still there" or desk.ended.wait(60)
             return super().resolve_data(write_item)
 
     with pytest.raises(dcp.api.CheckpointException, match="the save was given up: a test"):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptfs.commit import decisions, protocol
-from ckptfs.commit.entries import (
+from ckptfs.commit import decisions
+from ckptfs.commit import state as protocol
+from ckptfs.commit.log.entries import (
     GENESIS,
     Abort,
     Body,
@@ -31,15 +32,15 @@ from ckptfs.commit.entries import (
     Seal,
     encode_entry,
 )
-from ckptfs.commit.fold import (
+from ckptfs.commit.log.fold import (
     LogState,
     fold_entries,
     fold_entry,
     snapshot_of,
 )
-from ckptfs.commit.protocol import Live, Standing, Views, standing
-from ckptfs.commit.saves import Layers, Saves, SaveState, save_fields, save_from
-from ckptfs.commit.saving import to_clear
+from ckptfs.commit.log.saves import Layers, Saves, SaveState, save_fields, save_from
+from ckptfs.commit.save.owner_steps import to_clear
+from ckptfs.commit.state import Live, Standing, Views, standing
 from tests.commit.logs import reread
 
 MANY = 400

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ckptfs.commit.catalog import missing_files
-from ckptfs.commit.entries import (
+from ckptfs.commit.catalog.catalog import missing_files
+from ckptfs.commit.delete.shared_data import (
+    file_key,
+    is_there,
+    link_file,
+    not_needed,
+    stock_path,
+)
+from ckptfs.commit.log.entries import (
     GENESIS,
     Delete,
     Entry,
@@ -16,8 +23,7 @@ from ckptfs.commit.entries import (
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
-from ckptfs.commit.layout import METADATA
+from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of, state_from_snapshot
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,
@@ -26,14 +32,8 @@ from ckptfs.commit.manifest import (
     encode_manifest,
     needed_reader,
 )
-from ckptfs.commit.ops import drive
-from ckptfs.commit.shared_data import (
-    file_key,
-    is_there,
-    link_file,
-    not_needed,
-    stock_path,
-)
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import METADATA
 from ckptfs.errors import ManifestError, NotFoundError, UnsupportedError
 from ckptfs.storage.base import Shape
 from ckptfs.storage.memory import MemoryStorage, MemoryStores

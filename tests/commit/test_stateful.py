@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptfs.commit.entries import Fence, FenceMode, Generation
+from ckptfs.commit.log.entries import Fence, FenceMode, Generation
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk
 from tests.model.programs import (

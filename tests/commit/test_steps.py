@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.entries import Entry, Generation, Kind, Seal, decode_entry, encode_entry
+from ckptfs.commit.log.entries import Entry, Generation, Kind, Seal, decode_entry, encode_entry
 from ckptfs.errors import StateError
 
 

@@ -6,12 +6,12 @@ import errno
 import os
 from pathlib import Path
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 
-from ckptfs.commit.ops import Program, Read, RemoveTree, drive
-from ckptfs.commit.turns import take_turns
+from ckptfs.commit.operations import Program, Read, RemoveTree, drive, take_turns
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage

@@ -18,27 +18,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckptfs.commit.catalog import list_live, read_view
-from ckptfs.commit.claim import claim
-from ckptfs.commit.layout import ATTEMPTS, TRASH
-from ckptfs.commit.locate import locate
+from ckptfs.commit.catalog.catalog import list_live, read_view
+from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.parts import PartAttempt, spread
-from ckptfs.commit.pieces import part_name
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec, WrittenPart
-from ckptfs.commit.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.parts import PartAttempt, apply_everywhere
+from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, TicketPart, begin_parts
+from ckptfs.commit.paths import ATTEMPTS, TRASH
+from ckptfs.commit.save.spec import SaveSpec, WrittenPart
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import part_name
+from ckptfs.control.control import SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import IncompleteCheckpointError, NotFoundError
 from ckptfs.events import Counters, SaveResult
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.testing.readonly import ReadOnlyStorage
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 
 __all__ = ["PARTS", "Cast", "contents"]
@@ -106,7 +105,7 @@ class Cast:
         """The groups make the decision known where they are."""
         for node in ("a", "b"):
             with self.seat(node) as seat:
-                spread(seat, decision.word)
+                apply_everywhere(seat, decision.word)
 
     # -- looking ---------------------------------------------------------------------------
 

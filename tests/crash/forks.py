@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.session import Seat
 from ckptfs.errors import CkptfsError
 from ckptfs.testing.disk import Fsync, PowerCut, SimulatedDisk
 from ckptfs.testing.world import SimulatedDeath
@@ -57,6 +57,9 @@ CASE_TIMEOUT_S = 300
 VICTIM_TIMEOUT_S = 200  # a hang is a verdict too
 WORKERS = 2
 NEAR_CALLS = 30
+# No system call has this number: the power goes when the victim has been told of its success. The number
+# after its last one is none to name that moment: timers make calls too, on a busy machine before the end.
+AFTER_ALL = 1 << 40
 TOLD, ENDED = "told", "ended"  # keys of the lines that the warmed process writes
 
 
@@ -91,15 +94,16 @@ class Verdict:
 class _Warmed:
     """The warmed process: started by the first job, ended with the tests (its stdin closes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *command: str) -> None:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.forks"],
+            command or [sys.executable, "-m", "tests.crash.forks"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
             cwd=ROOT,
+            process_group=0,
         )
 
     def answers(self, job: Job) -> list[Any]:
@@ -123,7 +127,8 @@ class _Warmed:
 
     def end(self) -> None:
         """It and the job that it does are not to be waited for."""
-        self._process.kill()
+        # All forks have its standard output: what lives on of them would be waited for below.
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.communicate()
         self._errors.close()
 
@@ -176,7 +181,8 @@ class Sites:
 
     Lines of the storage by their functions (make_dirs has several: by the directory too); the
     commit layer's own ``Sync`` operations, which all come through one line of the storage, by the
-    directory and for which time.
+    directory and for which time; the bytes of files, which come through one line too, by their directory and
+    which of its files it is.
     """
 
     def __init__(self, base: str) -> None:
@@ -186,6 +192,11 @@ class Sites:
 
     def name(self, call: Fsync) -> str:
         """The name of the place; to be asked once for each call, in order."""
+        if call.site.endswith(">_finish"):
+            folder = os.path.dirname(call.path)
+            with self._lock:
+                self._seen[folder] += 1
+                return f"{call.site} {_plain(folder, self._base)} #{self._seen[folder]}"
         site = f"{call.site} {_plain(call.path, self._base)}"
         if call.site.startswith("sync>"):
             with self._lock:
@@ -227,7 +238,7 @@ def _do(job: Job) -> None:
             for site in found:
                 print(json.dumps({TOLD: site}), flush=True)
             return
-        todo = [Point(**p) for p in found][:: job.stride]
+        todo = _sample([Point(**p) for p in found], job.stride)
         for verdict in _judge_all(job, scenario, base, todo):
             print(json.dumps({TOLD: asdict(verdict)}), flush=True)
             if job.first and verdict.trouble:
@@ -235,6 +246,15 @@ def _do(job: Job) -> None:
     finally:
         shutil.rmtree(base, ignore_errors=True)
     assert "torch" not in sys.modules, "the commit layer imported torch"
+
+
+def _sample(points: list[Point], stride: int) -> list[Point]:
+    """Every ``stride``-th of each rank, from its last one back: without that one, a sample may end before
+    the commit.
+    """
+    ranks = dict.fromkeys(point.rank for point in points)
+    each = ([point for point in points if point.rank == rank] for rank in ranks)
+    return [point for own in each for point in own[::-stride][::-1]]
 
 
 def _survey(job: Job, scenario: Scenario, base: str) -> str:
@@ -258,12 +278,11 @@ def _survey(job: Job, scenario: Scenario, base: str) -> str:
     if job.how == "sites":
         return json.dumps(sorted(set(names)))
     # The cut after everything was acknowledged comes first: it shows most.
-    last = disk.calls + 1
-    moments = [last, *range(1, last)]
+    moments = [AFTER_ALL, *range(1, disk.calls + 1)]
     if job.deaf is not None:
         # What one fsync guards shows soon after it, or at the end.
         close = {n for at in ignored for n in range(at + 1, at + 1 + NEAR_CALLS)}
-        moments = [last, *sorted(close - {last})]
+        moments = [AFTER_ALL, *sorted(close)]
     return json.dumps([asdict(Point(s, n, "cut")) for s in job.lucky for n in moments])
 
 

@@ -31,7 +31,8 @@ from unittest.mock import patch
 import torch
 
 import ckptfs
-from ckptfs.commit import opening
+from ckptfs.commit import session
+from ckptfs.control.control import Control
 from ckptfs.errors import AccessError, CkptfsError, IntegrityError, TransientError
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
@@ -40,7 +41,6 @@ from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.faults import Action, Fail, FaultyStorage, Plan
 from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.world import End, simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 CAUSE = "the storage of this rank fails"
@@ -242,7 +242,7 @@ class Stage:
             return HERE.control.clone()
 
         with (
-            patch.object(opening, "open_control", control),
+            patch.object(session, "open_control", control),
             patch.dict(registry._WRAPPERS, {"rank": f"{__name__}:open_storage"}),
             patch.object(sys.modules[__name__], "STAGE", self),
         ):

@@ -17,20 +17,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs.commit.artifact import collected_files
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.beside import list_unlogged
-from ckptfs.commit.catalog import Found, list_live, read_view
-from ckptfs.commit.claim import Mode, claim
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.locate import locate
+from ckptfs.commit.catalog.catalog import Found, list_live, read_view
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.catalog.unlogged import list_unlogged
+from ckptfs.commit.directory_checkpoints.write import (
+    Publication,
+    collected_files,
+    list_files,
+    share_files,
+)
+from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.publishing import Publication, list_files, share_files
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Mode, claim
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.control.control import Control
 from ckptfs.errors import (
     CollectiveError,
     CommitInDoubtError,
@@ -38,15 +42,14 @@ from ckptfs.errors import (
     NoSpaceError,
     NotFoundError,
 )
-from ckptfs.manager.retention import Keep
-from ckptfs.manager.retiring import Retirer
+from ckptfs.retention.deletion import Retirer
+from ckptfs.retention.policy import Keep
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.faults import Action, Fail, FaultyStorage, Kill, Plan, When
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import End, SimulatedDeath, simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 RUN = "deep/run"  # so that a newborn run has a missing ancestor too
@@ -210,8 +213,8 @@ def values(ends: Sequence[End[Any]]) -> list[Any]:
 class Scenario:
     """before: makes what lies there; victim: what is killed. old, new: the states allowed.
 
-    between: further states that a reader may see until the next owner came. foreign: files put
-    there by somebody else, that must survive: paths below the run, the same in every domain.
+    between: further states that a reader may see until the next owner came. stages: what may stand for good
+    besides, of a victim that commits more than once. foreign: files put there by somebody else, that must survive: paths below the run, the same in every domain.
     lingering: what one node's own log may still list, because another node's deleted it. removed: what
     somebody removed by hand: the logs list it until they say so, and there is nothing to be found.
     """
@@ -221,6 +224,7 @@ class Scenario:
     old: State
     new: State
     between: tuple[State, ...] = ()
+    stages: tuple[State, ...] = ()
     foreign: tuple[str, ...] = ()
     lingering: frozenset[str] = frozenset()
     removed: frozenset[str] = frozenset()
@@ -271,6 +275,24 @@ def _retire(seat: Seat) -> int:
         retirer.close(30.0)  # the removal is done, or killed, before the release
     if retained is None:
         raise CommitInDoubtError("a rank was lost while the delete was entered")
+    return run.generation.number
+
+
+def _held_twice(seat: Seat) -> int:
+    # The second one knows what the first has made durable.
+    with claim(seat) as run:
+        save(seat, "step_2", "two", run)
+        save(seat, "step_3", "three", run)
+    return run.generation.number
+
+
+def _withdrawn(seat: Seat) -> int:
+    # No other save comes between the projection and the delete.
+    with claim(seat) as run:
+        retirer = Retirer(run, Keep(), lambda _: True)
+        save_id = save(seat, "step_2", "two", run)
+        retirer.delete(run.seat, save_id)
+        retirer.close(30.0)
     return run.generation.number
 
 
@@ -335,6 +357,19 @@ SCENARIOS = {
         {"step_1": "one", "step_2": "two"},
         # A driver's save_object got there first: the step directory exists.
         foreign=("step_1/notes.txt", "step_2/data.pt", "step_9/only.pt"),
+    ),
+    "twice": Scenario(
+        _one,
+        _held_twice,
+        {"step_1": "one"},
+        {"step_1": "one", "step_2": "two", "step_3": "three"},
+        stages=({"step_1": "one", "step_2": "two"},),
+    ),
+    "withdrawn": Scenario(
+        _one,
+        _withdrawn,
+        {"step_1": "one", "step_2": "two"},
+        {"step_1": "one"},
     ),
     "replace": Scenario(
         _replaced_once,
@@ -555,13 +590,14 @@ def judge(
     """
     names = sorted({*scenario.old, *scenario.new})
     first = look(layout, base, names)
-    allowed = [scenario.old, scenario.new, *scenario.between]
+    lasting = (scenario.old, scenario.new, *scenario.stages)
+    allowed = [*lasting, *scenario.between]
     assert first.state in allowed, f"neither old nor new: {first.state}"
     assert not told.acknowledged or first.state == scenario.new, "an acknowledged save is gone"
     if told.failed and scenario.new != scenario.old:
         assert first.state != scenario.new, "a save that surely failed is there"
     assert min(first.fences) >= told.fence, "an acknowledged fence is gone"
-    if first.state in (scenario.old, scenario.new):
+    if first.state in lasting:
         _check_local(layout, first, scenario.lingering | scenario.removed)
     _check_stock(stock_look(layout, base), first.state, scenario)
 
@@ -574,9 +610,9 @@ def judge(
     after = look(layout, base, [*names, "next"])
     settled = {name: label for name, label in after.state.items() if name != "next"}
     assert after.state.get("next") == "next"
-    if first.state in (scenario.old, scenario.new):
+    if first.state in lasting:
         assert settled == first.state, f"recovery changed {first.state} to {settled}"
-    assert settled in (scenario.old, scenario.new), f"neither old nor new: {settled}"
+    assert settled in lasting, f"neither old nor new: {settled}"
     unfound = scenario.removed - set(after.state)
     assert all(local - unfound == set(after.state) for local in after.local), after.local
     stock = stock_look(layout, base)

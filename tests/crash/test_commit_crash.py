@@ -33,10 +33,7 @@ def assert_all_well(
     assert set(seen) == ends, f"the commit was not among the deaths: {seen}"
 
 
-@pytest.mark.parametrize(
-    ("scenario", "layout"),
-    [("fresh", "one"), ("replace", "one")],
-)
+@pytest.mark.parametrize(("scenario", "layout"), [("fresh", "one")])
 def test_killed_at_every_operation_leaves_the_old_or_the_new_state(
     scenario: str, layout: str
 ) -> None:
@@ -49,20 +46,21 @@ def test_killed_at_every_operation_leaves_the_old_or_the_new_state(
 @pytest.mark.parametrize(
     ("scenario", "layout", "stride"),
     [
-        ("fenced", "two", 3),
-        ("replace", "two", 3),
-        ("overwrite", "two", 5),
-        ("directory", "one", 4),
-        ("published", "two", 5),
-        ("fenced", "one", 5),
-        ("fresh", "two-full", 5),
-        ("abandoned", "two", 5),
-        ("removed", "two", 4),
-        ("removed", "one", 7),
+        ("fenced", "two", 8),
+        ("replace", "one", 7),
+        ("replace", "two", 8),
+        ("overwrite", "two", 11),
+        ("directory", "one", 9),
+        ("published", "two", 11),
+        ("fenced", "one", 9),
+        ("fresh", "two-full", 9),
+        ("abandoned", "two", 9),
+        ("removed", "two", 9),
+        ("removed", "one", 11),
     ],
 )
 def test_killed_at_a_sample_of_operations(scenario: str, layout: str, stride: int) -> None:
-    """The other scenarios, at every third to seventh operation here and at all in the campaign."""
+    """The other scenarios, at every seventh to eleventh operation here and at all in the campaign."""
     ends = {"new"} if scenario == "abandoned" else {"old", "new"}
     assert_all_well(deaths(Job(scenario, LAYOUTS[layout], stride=stride)), ends)
 
@@ -74,7 +72,7 @@ def test_one_rank_dies_and_the_others_are_told_the_truth(scenario: str, layout: 
     """A survivor that was told "committed" finds the new state, "failed" the old, "unknown" either;
     what the survivors abandon and what the dead one left is cleaned up just the same.
     """
-    assert_all_well(deaths(Job(scenario, LAYOUTS[layout], "alone", stride=4)))
+    assert_all_well(deaths(Job(scenario, LAYOUTS[layout], "alone", stride=7)))
 
 
 def test_a_rank_dies_between_its_seal_and_the_answer() -> None:

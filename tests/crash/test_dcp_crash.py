@@ -27,7 +27,7 @@ import pytest
 from tests.multiprocess.harness import Rank, launch
 
 RANKS = 2
-SAMPLE = 12
+SAMPLE = 8
 CASE_TIMEOUT_S = 300
 
 # The name that the victim saves, over a run that holds step_1 already.
@@ -91,14 +91,14 @@ def save(run: str, name: str, value: int, plan: Any) -> None:
     """ckptfs.save(if_exists="replace") by two simulated ranks whose operations one plan counts."""
     import torch
 
-    from ckptfs.commit.claim import Takeover, claim
-    from ckptfs.commit.opening import Place, sit_down
-    from ckptfs.commit.spec import IfExists, SaveSpec
+    from ckptfs.commit.ownership.claim import Takeover, claim
+    from ckptfs.commit.save.spec import IfExists, SaveSpec
+    from ckptfs.commit.session import Place, sit_down
+    from ckptfs.control.control import Control
     from ckptfs.dcp.saving import save_at
     from ckptfs.storage.registry import open_storage
     from ckptfs.testing.faults import FaultyStorage
     from ckptfs.testing.world import simulate
-    from ckptfs.topology.control import Control
 
     def body(control: Control) -> None:
         storage = FaultyStorage(open_storage(run), plan)
@@ -223,7 +223,7 @@ def deaths(scenario: str, sample: int | None) -> None:
 
 @pytest.mark.parametrize("scenario", list(SCENARIOS))
 def test_a_save_of_tensors_that_is_killed_leaves_the_old_or_the_new_state(scenario: str) -> None:
-    """SIGKILL at twelve moments of a save by two ranks, the first and the last ones among them."""
+    """SIGKILL at eight moments of a save by two ranks, the first and the last ones among them."""
     deaths(scenario, SAMPLE)
 
 

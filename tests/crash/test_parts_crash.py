@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.layout import LOG
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.removal import REMOVED_BY_HAND
+from ckptfs.commit.delete.deletion_steps import REMOVED_BY_HAND
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.paths import LOG
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.errors import CkptfsError, FencedError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Plan
 from ckptfs.testing.world import SimulatedDeath, simulate
-from ckptfs.topology.control import Control
 from tests.crash.cast import HOME, NAME_OF, PARTS, ROOT, Cast
 from tests.crash.rig import HALVES, Mortal
 

@@ -15,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.run import Run
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import SoloControl
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.faults import Fault, FaultyStorage, Hold, Plan
 from ckptfs.testing.world import SimulatedDeath
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 from tests.crash.forks import Job, deaths, fsync_sites
 from tests.crash.rig import ONE_DOMAIN, SCENARIOS, SOLO, Layout, look, prepare, seats
@@ -39,14 +39,16 @@ ENDS = {"claim": {"new"}, "abandoned": {"new"}}  # old and new are one there
 @pytest.mark.parametrize(
     ("scenario", "layout", "stride", "luck"),
     [
-        ("birth", SOLO, 2, (0,)),
-        ("fresh", SOLO, 1, (0,)),
-        ("fresh", ONE_DOMAIN, 5, (0, 1)),
-        ("fenced", SOLO, 5, (0, 1)),
-        ("replace", SOLO, 4, (0,)),
-        ("overwrite", SOLO, 9, (0, 1)),
-        ("abandoned", SOLO, 7, (0, 1)),
-        ("claim", SOLO, 5, (0,)),
+        ("birth", SOLO, 5, (0,)),
+        ("fresh", SOLO, 2, (0,)),
+        ("fresh", ONE_DOMAIN, 9, (0, 1)),
+        ("fenced", SOLO, 9, (0, 1)),
+        ("twice", SOLO, 11, (0, 1)),
+        ("withdrawn", SOLO, 11, (0, 1)),
+        ("replace", SOLO, 9, (0,)),
+        ("overwrite", SOLO, 17, (0, 1)),
+        ("abandoned", SOLO, 13, (0, 1)),
+        ("claim", SOLO, 7, (0,)),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
@@ -74,8 +76,8 @@ STAY = {
     "replace>_write_in_directory>_replace>write_whole": "the lease; tests/storage proves replace()",
     "replace>_sync_directory>sync_dir": "the lease; tests/storage proves replace()",
     "sync>sync_dir /deep/run/.ckptfs/log #1": "test_a_newcomer_makes_durable_what_it_folded",
-    # After the rename of an attempt: the next begin syncs the same directory when it makes its own.
-    "sync>sync_dir /deep/run/.ckptfs/attempts #1": "doubled by make_dir",
+    # Of a second delete in one run; the first one proves the line.
+    "sync>sync_dir /deep/run/.ckptfs/attempts #2": "one line",
     # Further keys of the line in make_dirs that the first and the last of these prove.
     "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts": "one line",
     "make_dir>make_dirs>sync_dir /deep/run/.ckptfs/attempts/<save>": "one line",
@@ -83,6 +85,7 @@ STAY = {
 }
 # Where to look first; any other scenario and luck is searched after it.
 BEST = {
+    "sync>sync_dir /deep/run/.ckptfs/attempts #1": ("withdrawn", 0),
     "make_dir>make_dirs>sync_dir /deep/run": ("claim", 0),
     "sync>sync_dir /deep/run/.ckptfs/attempts/<save>/<save> #1": ("birth", 2),
     "sync>sync_dir /deep/run/step_2 #1": ("overwrite", 1),

@@ -18,19 +18,18 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.catalog import list_live, read_view
-from ckptfs.commit.claim import Mode, Takeover, claim
-from ckptfs.commit.layout import ATTEMPTS, LOG, TRASH
-from ckptfs.commit.lease import LeaseTimes
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.catalog.catalog import list_live, read_view
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Mode, Takeover, claim
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.paths import ATTEMPTS, LOG, TRASH
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.control.control import SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, FencedError, RunBusyError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 from tests.crash import rig
 from tests.multiprocess.harness import Rank, Ranks, launch

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.catalog import Checkpoint
+from ckptfs.commit.catalog.catalog import Checkpoint
 from ckptfs.tools.findings import Verdict
 from ckptfs.tools.verifying import verify
 from tests.cuts.contents import FILES, blank_state, file_of, seed_in, seed_of_file, state_of

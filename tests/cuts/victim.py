@@ -240,7 +240,7 @@ def _warm_up() -> None:
     for module in (
         "torch.distributed.checkpoint",
         "ckptfs.cli.copy",
-        "ckptfs.tools.copying",
+        "ckptfs.replication.copier",
         "rich",
     ):
         importlib.import_module(module)

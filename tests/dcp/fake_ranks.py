@@ -18,16 +18,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptfs.dcp.datafile import Source, Verify
-from ckptfs.dcp.engine import auto_engine
-from ckptfs.dcp.fetch import fetch
-from ckptfs.dcp.layout import WriteEngine, sidecar_name, write_files
-from ckptfs.dcp.load_planner import LoadPlanner
-from ckptfs.dcp.metadata import decode_metadata, describe, encode_metadata
-from ckptfs.dcp.per_rank import original_item, view_for
-from ckptfs.dcp.pipeline import storage_data_of, written_part
-from ckptfs.dcp.planner import SavePlanner
-from ckptfs.dcp.share import local_plan, unwrap_stateful
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
+from ckptfs.dcp.planning.save_planner import SavePlanner, local_plan
+from ckptfs.dcp.planning.state_dicts import original_item, unwrap_stateful, view_for
+from ckptfs.dcp.read.data_file import Source, Verify
+from ckptfs.dcp.read.load_planner import LoadPlanner
+from ckptfs.dcp.read.scheduler import fetch
+from ckptfs.dcp.write.pipeline import storage_data_of, written_part
+from ckptfs.dcp.write.rank_files import WriteEngine, auto_engine, sidecar_name, write_files
 from ckptfs.storage.base import Storage
 
 Build = Callable[[int], dict[str, Any]]

@@ -16,29 +16,29 @@ from typing import Any
 
 import torch
 
-from ckptfs.commit.catalog import list_live
-from ckptfs.commit.claim import Takeover, claim
-from ckptfs.commit.entries import Kind, Seal, Stamp
-from ckptfs.commit.layout import SHARED
-from ckptfs.commit.locate import locate
-from ckptfs.commit.log import catch_up
+from ckptfs.commit.catalog.catalog import list_live
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.delete.deletion_steps import delete_save
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Kind, Seal, Stamp
 from ckptfs.commit.manifest import decode_manifest
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.reclaim import delete_save
-from ckptfs.commit.run import _OWNED
-from ckptfs.commit.run import Run as HeldRun
-from ckptfs.commit.spec import IfExists, SaveSpec, fresh_ids
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.run import _OWNED
+from ckptfs.commit.ownership.run import Run as HeldRun
+from ckptfs.commit.paths import SHARED
+from ckptfs.commit.save.spec import IfExists, SaveSpec, fresh_ids
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import SoloControl
+from ckptfs.control.world import World
+from ckptfs.dcp.incremental.reuse import Cut, Memory, Unchanged
 from ckptfs.dcp.loading import load_at
-from ckptfs.dcp.reuse import Cut, Memory, Unchanged
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.events import SaveResult
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Plan
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 
 __all__ = ["Run", "same", "shared_in", "walk"]

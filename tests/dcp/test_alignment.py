@@ -11,16 +11,23 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptfs.commit.comparing import BlockCheck
-from ckptfs.commit.digests import FileDigests, decode_digests
-from ckptfs.dcp import laid
-from ckptfs.dcp.engine import WriteEngineName, engine_for, stream_engine
-from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, WriteEngine, split_items
-from ckptfs.dcp.pipeline import plan_save
+from ckptfs.commit.digests import BlockCheck, FileDigests, decode_digests
+from ckptfs.control.control import SoloControl
+from ckptfs.dcp.write import file_layout
+from ckptfs.dcp.write.pipeline import plan_save
+from ckptfs.dcp.write.rank_files import (
+    Cancelled,
+    FileTask,
+    FileWritten,
+    WriteEngine,
+    WriteEngineName,
+    engine_for,
+    split_items,
+    stream_engine,
+)
 from ckptfs.errors import IntegrityError
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import load, our_save
 
@@ -79,7 +86,7 @@ def test_what_torch_frames_itself_is_aligned_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A torch that cannot be asked for its frames: the stream's file, payloads at multiples of 64."""
-    monkeypatch.setattr(laid, "frame", lambda dtype, sizes: None)
+    monkeypatch.setattr(file_layout, "frame", lambda dtype, sizes: None)
     done = written(engine_for(WriteEngineName.AUTO), tmp_path, state_of())
     payloads = [item for item in done.digests.items if item.payload_length]
     assert len(payloads) > 30

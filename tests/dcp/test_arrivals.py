@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptfs
 from ckptfs import _torch
-from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.decisions import may_fence
-from ckptfs.commit.deleting import delete_checkpoint
-from ckptfs.commit.entries import Fence, FenceMode, Generation, Stamp
-from ckptfs.commit.log import append
-from ckptfs.commit.ops import drive
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
+from ckptfs.commit.log.append import append
+from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Stamp
+from ckptfs.commit.operations import drive
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.errors import (
     CkptfsError,
     CommitConflictError,
@@ -45,10 +45,10 @@ from ckptfs.integrations.fsspec import (
     MemoryCheckpoints,
     arrivals,
 )
+from ckptfs.replication.copier import copy_to
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fault, Hold, Plan
-from ckptfs.tools.copying import copy_to
 from ckptfs.uri import Uri
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")

@@ -17,7 +17,7 @@ import torch
 
 import ckptfs
 from ckptfs.dcp.pending import PendingSave, Phase, Progress
-from ckptfs.dcp.slots import slot_directory, writer_slot
+from ckptfs.dcp.saving import slot_directory, writer_slot
 from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.errors import (
     CollectiveError,
@@ -76,7 +76,7 @@ def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path) -> None:
         def emit(self, record: logging.LogRecord) -> None:
             told.put(self.format(record))
 
-    handler, logger = Listening(), logging.getLogger("ckptfs.dcp.worker")
+    handler, logger = Listening(), logging.getLogger("ckptfs.dcp")
     logger.addHandler(handler)
     try:
         ckptfs.async_save(_state(2.0), tmp_path / "step_1")
@@ -208,7 +208,7 @@ def test_a_dead_writer_frees_its_slot(tmp_path: Path, monkeypatch: pytest.Monkey
     """The slot of a process that was killed is taken by the next one; that of a living one is not."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     script = (
-        "from ckptfs.dcp.slots import writer_slot\n"
+        "from ckptfs.dcp.saving import writer_slot\n"
         "with writer_slot('run', 'node', 1):\n"
         "    print('held', flush=True)\n"
         "    input()\n"

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptfs
-from ckptfs.dcp.load_planner import LoadPlanner
+from ckptfs.dcp.read.load_planner import LoadPlanner
 from ckptfs.errors import CollectiveError, StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

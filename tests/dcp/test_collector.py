@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.dcp.collector import gc_paused
+from ckptfs.dcp.python_gc import gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,7 @@ def test_a_child_that_is_forked_meanwhile_collects() -> None:
     """A worker of a data loader inherits no pause of a thread that it does not have."""
     program = (
         "import gc, os, warnings; warnings.simplefilter('ignore')\n"
-        "from ckptfs.dcp.collector import gc_paused\n"
+        "from ckptfs.dcp.python_gc import gc_paused\n"
         "with gc_paused():\n"
         "    child = os.fork()\n"
         "    if not child: os._exit(0 if gc.get_threshold()[0] else 7)\n"

@@ -7,9 +7,15 @@ import pytest
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckptfs.dcp.columns import Interned, decode_structure, structure_of
-from ckptfs.dcp.packed import MOST, Packer, Unpacker
-from ckptfs.dcp.planner import SavePlanner
+from ckptfs.dcp.planning.columns import (
+    MOST,
+    Interned,
+    Packer,
+    Unpacker,
+    decode_structure,
+    structure_of,
+)
+from ckptfs.dcp.planning.save_planner import SavePlanner
 from ckptfs.errors import StateError
 
 

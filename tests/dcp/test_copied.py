@@ -18,7 +18,7 @@ from fsspec.generic import rsync
 from torch.distributed.checkpoint import FileSystemWriter
 
 import ckptfs
-from ckptfs.commit.attempt import Attempt
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.errors import CommitConflictError, StorageError
 from ckptfs.integrations.fsspec import (
     CheckpointFileSystem,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ckptfs.dcp.copies import Place, copies_for, places_for
+from ckptfs.dcp.planning.global_plan import Place, copies_for, places_for
 
 Held = list[list[tuple[MetadataIndex, int]]]
 

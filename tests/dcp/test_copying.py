@@ -12,9 +12,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.claim import claim
-from ckptfs.commit.copying import (
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.digests import decode_digests
+from ckptfs.commit.log.entries import Seal
+from ckptfs.commit.manifest import FileRecord, decode_manifest
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.save.spec import SaveSpec, fresh_save_id
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import catalog
+from ckptfs.control.control import Control
+from ckptfs.dcp.loading import load_at
+from ckptfs.dcp.saving import save_at
+from ckptfs.replication.checkpoint_copy import copy_checkpoint
+from ckptfs.replication.copied_files import (
     CopyTask,
     Readable,
     Writable,
@@ -23,22 +35,9 @@ from ckptfs.commit.copying import (
     share_out,
     tasks_of,
 )
-from ckptfs.commit.digests import decode_digests
-from ckptfs.commit.entries import Seal
-from ckptfs.commit.locate import locate
-from ckptfs.commit.manifest import FileRecord, decode_manifest
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
-from ckptfs.dcp.copying import copy_checkpoint
-from ckptfs.dcp.loading import load_at
-from ckptfs.dcp.saving import save_at
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.reader import LocalReader
 from ckptfs.testing.world import End, simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 NODES = ["a", "a", "b", "b"]
@@ -309,18 +308,22 @@ def test_a_copy_is_exclusive_by_name_unless_the_run_is_held(tmp_path: Path) -> N
     check(loaded_by_stock(primary / "kept", 2), 2)
 
 
-def test_a_directory_of_plain_files_is_refused(tmp_path: Path) -> None:
-    """copy_checkpoint is for tensors; nothing is begun."""
+def test_a_directory_of_plain_files_keeps_its_names(tmp_path: Path) -> None:
+    """Copied as it is, and never replaced."""
     with ckptfs.checkpoint_dir(tmp_path / "run/model") as path:
         Path(path, "config.json").write_text("{}")
 
     def body(control: Control) -> None:
         source = seat_at(control, tmp_path / "run", node_local=False)
-        copy_checkpoint(source, seal_in(source, "model"), source, name="other")
+        for _ in range(2):
+            copy_checkpoint(
+                source, seal_in(source, "model"), source, name="other", save_id=fresh_save_id()
+            )
 
     [end] = simulate(1, body)
-    with pytest.raises(ckptfs.StateError, match="directory of plain files"):
+    with pytest.raises(ckptfs.CommitConflictError, match="other"):
         end.get()
+    assert Path(tmp_path / "run/other/config.json").read_text() == "{}"
 
 
 # -- who copies what, and what passes by ----------------------------------------------------------

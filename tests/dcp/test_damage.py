@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckptfs.commit.catalog import Found
+import ckptfs
+from ckptfs.commit.catalog.catalog import Found
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest
-from ckptfs.dcp.datafile import Verify, verify_file
-from ckptfs.dcp.opened import who_holds
+from ckptfs.dcp.loading import who_holds
+from ckptfs.dcp.read.data_file import Verify, verify_file
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
+from ckptfs.testing.object_client import STORES
 from tests.dcp.fake_ranks import load, our_save, source, stock_save
 
 DATA = "save-1/__0_0.distcp"
@@ -203,3 +206,17 @@ def test_who_holds_a_file_is_known_of_its_digests_too(missing: str) -> None:
     hint = who_holds(f"file:///run/step_1/{missing}", found)
     assert hint is not None
     assert "domain far holds it, written by ranks 2, 3 on host-1" in hint
+
+
+def test_metadata_that_came_with_its_manifest_is_compared_too() -> None:
+    """On an object store both are read at once: what is not as it was sealed is refused all the same."""
+    STORES.drop("changed-metadata")
+    run = "objects+memory://changed-metadata/run"
+    done = ckptfs.save({"w": torch.ones(4)}, f"{run}/step_1")
+    with closing(open_storage(run)) as storage:
+        key = f"step_1/{done.save_id}/.metadata"
+        data = bytearray(storage.read(key))
+        data[-1] ^= 1
+        storage.replace(key, bytes(data))
+    with pytest.raises(IntegrityError, match="not what was saved"):
+        ckptfs.load({"w": torch.zeros(4)}, f"{run}/step_1")

@@ -113,7 +113,7 @@ def sync(rank: Rank, uri: str) -> Any:
 
 def own_planner(rank: Rank, uri: str) -> Any:
     """dcp.save with our planner and two writer threads."""
-    from ckptfs.dcp.planner import SavePlanner
+    from ckptfs.dcp.planning.save_planner import SavePlanner
 
     _save(rank, uri, SavePlanner(), threads=2)
     return _loads(rank, uri)
@@ -540,7 +540,7 @@ def test_objects_that_execute_are_refused_whatever_planner_loads_them(
     from torch.distributed.checkpoint.api import CheckpointException
 
     import ckptfs
-    from ckptfs.dcp.load_planner import LoadPlanner
+    from ckptfs.dcp.read.load_planner import LoadPlanner
     from ckptfs.errors import StateError
 
     class Derived(DefaultLoadPlanner):
@@ -582,7 +582,7 @@ def test_no_agent_outlives_its_save(outcomes: Any) -> None:
 
 def test_async_save_in_a_process(tmp_path: Path) -> None:
     """The writer goes pickled into torch's own process and commits from there, twice."""
-    with launch(async_process, 2, args={"run": str(tmp_path / "run")}, warm=False) as ranks:
+    with launch(async_process, 2, args={"run": str(tmp_path / "run")}) as ranks:
         results = ranks.results()
     assert [r.error and r.error["traceback"] for r in results] == [None] * 2
     assert [r.value for r in results] == [[good(rank)] * 2 for rank in range(2)]

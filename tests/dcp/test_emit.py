@@ -22,16 +22,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.spec import WrittenPart
-from ckptfs.dcp.columns import Interned, decode_structure, structure_of
-from ckptfs.dcp.copies import places_for
-from ckptfs.dcp.emit import Described, is_known_layout
-from ckptfs.dcp.metadata import decode_metadata, describe
-from ckptfs.dcp.pipeline import storage_data_of, written_places
-from ckptfs.dcp.placing import PLACED, placed_in
-from ckptfs.dcp.placing import places_for as places_in
-from ckptfs.dcp.world_plan import World, world_of
-from ckptfs.dcp.world_table import table_of
+from ckptfs.commit.save.spec import WrittenPart
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import (
+    PLACED,
+    Described,
+    describe,
+    is_known_layout,
+    placed_in,
+)
+from ckptfs.dcp.metadata.metadata_writer import places_for as places_in
+from ckptfs.dcp.planning.columns import Interned, decode_structure, structure_of
+from ckptfs.dcp.planning.global_plan import World, places_for, table_of, world_of
+from ckptfs.dcp.write.pipeline import storage_data_of, written_places
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError
 from tests.dcp.random_worlds import shard_item, worlds
 

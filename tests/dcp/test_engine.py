@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.dcp.engine import stream_engine
-from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
-from ckptfs.dcp.pipeline import plan_save
-from ckptfs.dcp.resolve import Loan
+from ckptfs.commit.digests import FileDigests
+from ckptfs.control.control import SoloControl
+from ckptfs.dcp.write.host_memory import Loan
+from ckptfs.dcp.write.pipeline import plan_save
+from ckptfs.dcp.write.rank_files import Cancelled, FileTask, FileWritten, split_items, stream_engine
 from ckptfs.errors import NoSpaceError
-from ckptfs.storage.base import DataWriter
+from ckptfs.storage.base import DataWriter, Shape
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
-from ckptfs.topology.control import SoloControl
+from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
 
 MIB = 1 << 20
@@ -129,6 +131,22 @@ def test_what_is_lent_is_as_it_was_when_the_file_is_closed() -> None:
         assert torch.equal(torch.frombuffer(payload, dtype=torch.float32), tensor.flatten())
 
 
+@pytest.mark.parametrize("shape", Shape)
+def test_a_file_is_closed_once(shape: Shape) -> None:
+    """A second close is an error to some storages. On object stores what lies beside the file is written
+    while it is closed.
+    """
+    plan, made = Plan(), list[FileDigests]()
+    root = Uri.parse("memory://engine/closed")
+    inner = MemoryStorage(root, shape=shape, stores=MemoryStores())
+    inner.make_dir("")
+    planned = plan_save({"w": torch.ones(3)}, SoloControl())
+    task = FileTask("f", split_items(planned.items, 1)[0], beside=made.append)
+    stream_engine(FaultyStorage(inner, plan), task, planned.resolve, Cancelled())
+    assert [one.op for one in plan.trace].count("close") == 1
+    assert len(made) == (1 if shape is Shape.OBJECT else 0)
+
+
 @pytest.mark.parametrize("failing", [0, 2, 5])
 def test_a_write_that_failed_on_the_thread_fails_a_file_whose_writer_forgets_it(
     failing: int,
@@ -234,3 +252,19 @@ def test_what_was_lent_is_not_given_back_when_writing_fails() -> None:
     with pytest.raises(NoSpaceError):
         stream_engine(storage, FileTask("f", items), lambda _: loan, Cancelled())
     assert given_back == []
+
+
+@pytest.mark.parametrize("is_loan", [False, True], ids=["object", "loan"])
+def test_what_refers_to_an_objects_bytes_is_no_view_of_its_stream(is_loan: bool) -> None:
+    """From Python 3.13 on a stream that is collected together with its view is told as an error of whoever runs."""
+    storage = NotingStorage()
+    pieces: list[memoryview] = []
+    storage.on_lend = lambda data: pieces.append(memoryview(data))
+    planned = plan_save({"o": "x" * MIB}, SoloControl())
+    [items] = split_items(planned.items, 1)
+    data = io.BytesIO(b"x" * MIB)
+    resolve = (lambda _: Loan(data, stays=True)) if is_loan else (lambda _: data)
+    stream_engine(storage, FileTask("f", items), resolve, Cancelled())
+    assert pieces, "nothing was lent: this test proves nothing"
+    data.close()
+    assert storage.bytes == b"x" * MIB

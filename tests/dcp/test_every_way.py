@@ -24,10 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptfs.bench.resident import evict
-from ckptfs.dcp.datafile import Verify
-from ckptfs.dcp.engine import WriteEngineName, engine_for, stream_engine
-from ckptfs.dcp.layout import WriteEngine
-from ckptfs.dcp.leaves import dtype_round_trips
+from ckptfs.dcp.planning.leaves import dtype_round_trips
+from ckptfs.dcp.read.data_file import Verify
+from ckptfs.dcp.write.rank_files import WriteEngine, WriteEngineName, engine_for, stream_engine
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects

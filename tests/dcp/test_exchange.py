@@ -15,17 +15,15 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from ckptfs.dcp.columns import prints_of, structure_of
-from ckptfs.dcp.emit import Described
-from ckptfs.dcp.exchange import PlanMemory, Saying, decide
-from ckptfs.dcp.packed import Packer, Unpacker
-from ckptfs.dcp.per_rank import LocalFacts
-from ckptfs.dcp.pipeline import plan_save
-from ckptfs.dcp.planner import refuse_divergence, shard_fingerprint
+from ckptfs.control.control import Control, SoloControl
+from ckptfs.dcp.metadata.metadata_writer import Described
+from ckptfs.dcp.planning.columns import Packer, Unpacker, prints_of, structure_of
+from ckptfs.dcp.planning.save_planner import refuse_divergence, shard_fingerprint
+from ckptfs.dcp.planning.state_dicts import LocalFacts
+from ckptfs.dcp.write.pipeline import PlanMemory, PlanMessage, decide, plan_save
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.testing.scale import Shard, Sizes
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control, SoloControl
 from tests.dcp.random_worlds import shard_item, worlds
 
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
@@ -36,7 +34,7 @@ def _facts(plan: SavePlan, prints: dict[str, int]) -> SavePlan:
 
 
 def _whole(plans: list[SavePlan]) -> list[bytes]:
-    return [Saying.of(plan).whole for plan in plans]
+    return [PlanMessage.of(plan).whole for plan in plans]
 
 
 # -- values ------------------------------------------------------------------------------------
@@ -75,9 +73,9 @@ def test_shards_of_different_tensors_are_told(other: tuple[int, torch.dtype]) ->
     """DCP takes dtype and size from one rank; they are compared without being sent."""
     one = SavePlan([shard_item("w", [0], [2], [4])], planner_data={"w": ("w",)})
     two = SavePlan([shard_item("w", [2], [2], [other[0]], other[1])], planner_data={"w": ("w",)})
-    said = _whole([_facts(one, {"w": 1}), _facts(two, {"w": 2})])
+    received = _whole([_facts(one, {"w": 1}), _facts(two, {"w": 2})])
     with pytest.raises(StateError, match="'w': ranks 0 and ranks 1 differ"):
-        decide(said, PlanMemory())
+        decide(received, PlanMemory())
 
 
 # -- the memory --------------------------------------------------------------------------------
@@ -86,9 +84,9 @@ def test_shards_of_different_tensors_are_told(other: tuple[int, torch.dtype]) ->
 class Spying:
     """A control that counts what its rank says."""
 
-    def __init__(self, control: Control, said: list[tuple[str, int]]) -> None:
+    def __init__(self, control: Control, received: list[tuple[str, int]]) -> None:
         self._control = control
-        self._said = said
+        self._said = received
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._control, name)
@@ -106,16 +104,16 @@ def _planned(state: Any, memories: list[PlanMemory], **options: Any) -> list[Any
     """On each rank: bytes said in each step, keys that it writes, and the metadata of rank 0."""
 
     def body(control: Control) -> Any:
-        said: list[tuple[str, int]] = []
+        received: list[tuple[str, int]] = []
         planned = plan_save(
             state(control.rank),
-            Spying(control, said),
+            Spying(control, received),
             memory=memories[control.rank],
             **options,
         )
         keys = [item.index.fqn for item in planned.items]
         described = planned.described and planned.described.world.metadata()
-        return [size for _, size in said], keys, described
+        return [size for _, size in received], keys, described
 
     return [end.get() for end in simulate(len(memories), body)]
 
@@ -228,19 +226,19 @@ def test_who_forgets_costs_a_step(forgets: int) -> None:
 @given(worlds(most_ranks=2), st.data())
 def test_damaged_messages_are_errors_that_name_the_rank(plans: list[SavePlan], data: Any) -> None:
     """Bits flipped, bytes cut or added, even under a hash that fits: StateError or a plan."""
-    saying = Saying.of(_facts(plans[0], {i.index.fqn: 5 for i in plans[0].items}))
-    raw = bytearray(saying.whole)
+    message = PlanMessage.of(_facts(plans[0], {i.index.fqn: 5 for i in plans[0].items}))
+    raw = bytearray(message.whole)
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     damaged = bytes(raw[: data.draw(st.integers(0, len(raw)))])
-    structure = bytearray(saying.structure)
+    structure = bytearray(message.structure)
     for _ in range(data.draw(st.integers(1, 4))):
         structure[data.draw(st.integers(0, len(structure) - 1))] ^= data.draw(st.integers(1, 255))
-    fits = Saying(xxhash.xxh3_128_digest(structure), saying.prints, bytes(structure)).whole
-    for said in (damaged, fits):
+    fits = PlanMessage(xxhash.xxh3_128_digest(structure), message.prints, bytes(structure)).whole
+    for received in (damaged, fits):
         told = ""
         try:
-            decide([said], PlanMemory())
+            decide([received], PlanMemory())
         except StateError as error:
             told = str(error)
         assert not told or "rank 0" in told or "plans" in told
@@ -260,17 +258,17 @@ def test_sections_of_different_plans_do_not_make_one(section: int) -> None:
         # Small names, shapes or places under the rows of the large plan.
         packer.part((taken if n == section else other)[n])
     structure = packer.bytes()
-    said = Saying(xxhash.xxh3_128_digest(structure), prints_of(small), structure).whole
+    received = PlanMessage(xxhash.xxh3_128_digest(structure), prints_of(small), structure).whole
     with pytest.raises(StateError, match="plan of rank 0 cannot be read"):
-        decide([said], PlanMemory())
+        decide([received], PlanMemory())
 
 
 def test_another_version_is_named() -> None:
     """A rank with another release of ckptfs: which rank, which version."""
-    said = _whole([SavePlan([]), SavePlan([])])
-    said[1] = b"\x07" + said[1][1:]
+    received = _whole([SavePlan([]), SavePlan([])])
+    received[1] = b"\x07" + received[1][1:]
     with pytest.raises(StateError, match="rank 1 sent a save plan of version 7") as caught:
-        decide(said, PlanMemory())
+        decide(received, PlanMemory())
     assert caught.value.rank == 1
 
 
@@ -281,7 +279,7 @@ def test_items_that_no_planner_makes_are_refused() -> None:
     flat = shard_item("w", [0], [2], [2, 2])
     for item in (moved, flat):
         with pytest.raises(StateError, match="'w'"):
-            Saying.of(SavePlan([item], planner_data={}))
+            PlanMessage.of(SavePlan([item], planner_data={}))
 
 
 # -- what it costs -----------------------------------------------------------------------------
@@ -316,8 +314,8 @@ def test_the_coordinators_work_does_not_grow_with_calls_per_item() -> None:
     """Ten times the ranks: a few calls more per rank, none per item."""
 
     def calls(ranks: int) -> int:
-        said = [Saying.of(Shard(Sizes(ranks, 8, 100)).plan(r)).whole for r in range(ranks)]
-        return _calls(lambda: decide(said, PlanMemory()))
+        received = [PlanMessage.of(Shard(Sizes(ranks, 8, 100)).plan(r)).whole for r in range(ranks)]
+        return _calls(lambda: decide(received, PlanMemory()))
 
     calls(4)  # what is made once in a process
     assert calls(40) - calls(4) < 36 * 100
@@ -326,7 +324,7 @@ def test_the_coordinators_work_does_not_grow_with_calls_per_item() -> None:
 def test_sharded_rows_are_never_sorted_by_comparing_them() -> None:
     """A world whose ranks have their pieces in order: what is compared to be sorted is keys, not rows."""
     ranks, tensors = 64, 100
-    said = [Saying.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
+    received = [PlanMessage.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
     sorted_rows = []
 
     def watch(frame: Any, event: str, function: Any) -> None:
@@ -338,7 +336,7 @@ def test_sharded_rows_are_never_sorted_by_comparing_them() -> None:
 
     sys.setprofile(watch)
     try:
-        decide(said, PlanMemory())
+        decide(received, PlanMemory())
     finally:
         sys.setprofile(None)
     assert sorted_rows
@@ -348,11 +346,11 @@ def test_sharded_rows_are_never_sorted_by_comparing_them() -> None:
 def test_what_the_coordinator_holds_is_a_few_numbers_per_item() -> None:
     """At most 300 bytes per item at any moment, and 150 kept for the next save: there is no object."""
     ranks, tensors = 64, 1000
-    said = [Saying.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
+    received = [PlanMessage.of(Shard(Sizes(ranks, 8, tensors)).plan(r)).whole for r in range(ranks)]
     memory = PlanMemory()
     tracemalloc.start()
     try:
-        decide(said, memory)
+        decide(received, memory)
         kept, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -363,10 +361,10 @@ def test_what_the_coordinator_holds_is_a_few_numbers_per_item() -> None:
 def test_a_plan_is_small_on_the_wire() -> None:
     """A thousand sharded tensors: under 20 bytes each and their names, and 47 bytes the next time."""
     plan = Shard(Sizes(64, 8, 1000)).plan(63)
-    saying = Saying.of(plan)
+    message = PlanMessage.of(plan)
     names = sum(len(item.index.fqn) for item in plan.items)
-    assert len(saying.whole) < 20 * 1000 + names
-    assert len(saying.short) < 100
+    assert len(message.whole) < 20 * 1000 + names
+    assert len(message.short) < 100
 
 
 def test_an_object_of_any_rank_is_one_item() -> None:
@@ -380,7 +378,7 @@ def test_an_object_of_any_rank_is_one_item() -> None:
 def test_an_error_leaves_the_memory_as_it_was() -> None:
     """What was refused is no plan to go on from."""
     memory = PlanMemory()
-    said = _whole([_facts(SavePlan([shard_item("w", [0], [3], [2])], planner_data={}), {})] * 2)
+    received = _whole([_facts(SavePlan([shard_item("w", [0], [3], [2])], planner_data={}), {})] * 2)
     with pytest.raises(CkptfsError):
-        decide(said, memory)
+        decide(received, memory)
     assert memory == PlanMemory()

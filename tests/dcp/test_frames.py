@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import math
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.dcp.frames import Frame, frame, matches
-from ckptfs.dcp.resolve import memory_of
+from ckptfs.dcp.write import file_layout
+from ckptfs.dcp.write.file_layout import Frame, frame, matches
+from ckptfs.dcp.write.host_memory import memory_of
 
 DTYPES = [
     torch.bool,
@@ -174,3 +176,69 @@ def test_frames_from_many_threads_are_the_same_and_leave_settings_alone() -> Non
         thread.join()
     assert set(found) == {made(torch.float32, (n, 11)) for n in range(7)}
     assert set(blobs) == {expected}
+
+
+SIDES = st.sampled_from([0, 1, 2, 3, 5, 16, 17, 255, 256, 257, 300, 65_535, 65_536])
+
+
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shapes=st.lists(st.lists(SIDES, max_size=5).map(tuple), min_size=1, max_size=8),
+)
+def test_frames_that_are_filled_in_are_torchs_own(
+    dtype: torch.dtype, shapes: list[tuple[int, ...]]
+) -> None:
+    """Whatever came before it, the frame of a shape is the one that torch makes, byte for byte."""
+    for sizes in shapes:
+        if math.prod(sizes) * dtype.itemsize < 1 << 40:
+            assert frame(dtype, sizes) == file_layout._from_torch(dtype, sizes)
+
+
+@pytest.fixture
+def forgetful() -> Iterator[None]:
+    """No frame and no template is remembered from another test, or for one."""
+    remembered = (file_layout._made, file_layout._layout)
+    for cache in remembered:
+        cache.cache_clear()
+    yield
+    for cache in remembered:
+        cache.cache_clear()
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_torch_is_not_asked_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand shapes of small matrices take a question or two for each layout, and no more."""
+    made(torch.float32, (1,))  # the dtype is tried by now
+    asked = []
+
+    def count(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
+        asked.append(sizes)
+        return from_torch(dtype, sizes)
+
+    from_torch = file_layout._from_torch
+    monkeypatch.setattr(file_layout, "_from_torch", count)
+    for rows in range(1, 101):
+        for columns in range(1, 11):
+            made(torch.float32, (rows, columns))
+    layouts = file_layout._layout.cache_info().currsize
+    assert layouts < len(asked) < 4 * layouts < 300, (layouts, len(asked))
+
+
+@pytest.mark.usefixtures("forgetful")
+@pytest.mark.parametrize(
+    ("blind", "found"),
+    [
+        ("_byte_counts", lambda *_: []),
+        ("_pickled_ints", lambda _, numbers: [(200, "<B")] * len(numbers)),
+    ],
+    ids=["no-lengths", "wrong-ints"],
+)
+def test_a_torch_that_lays_out_otherwise_is_asked_each_time(
+    blind: str, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a field of the template was not found, the second frame tells, and no template is used."""
+    monkeypatch.setattr(file_layout, blind, found)
+    monkeypatch.setattr(file_layout, "_is_right", lambda *_: True)
+    for columns in range(1, 200):
+        for sizes in ((3, 16 * columns), (16 * columns, 3)):  # as many bytes, other numbers
+            assert made(torch.float32, sizes) == file_layout._from_torch(torch.float32, sizes)

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
 
 import ckptfs
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 
 OLD, NEW = {"w": torch.arange(8.0)}, {"w": torch.arange(8.0) + 1}

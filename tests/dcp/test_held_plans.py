@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.claim import claim
-from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.lockstep import lockstep
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfs.dcp.fetch import fetch_reads
-from ckptfs.dcp.lanes import Helping, Lanes
-from ckptfs.dcp.reads import Read
+from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.read.read_threads import Helping, ReadPool
+from ckptfs.dcp.read.scheduler import fetch_reads
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import our_save, source
 
@@ -124,22 +124,22 @@ def test_lanes_begin_narrow_and_widen_when_somebody_waits() -> None:
 
     def submit(job: Callable[[], object], count: int) -> None:
         for _ in range(count):
-            lanes.submit(job, lambda _: None)
+            pool.submit(job, lambda _: None)
 
-    with Lanes(4, Helping.YES, busy=1) as lanes:
+    with ReadPool(4, Helping.YES, busy=1) as pool:
         submit(here, 20)
-        while lanes.wait():
+        while pool.wait():
             pass
         assert set(ran) == {threading.get_ident()}
-        assert lanes.used == 1
+        assert pool.used == 1
         submit(meeting.wait, 4)
-        lanes.widen(4)
-        while lanes.wait():
+        pool.widen(4)
+        while pool.wait():
             pass
-        assert lanes.used == 4
-        lanes.widen(9)
-        lanes.widen(1)
+        assert pool.used == 4
+        pool.widen(9)
+        pool.widen(1)
         submit(meeting.wait, 8)
-        while lanes.wait():
+        while pool.wait():
             pass
-        assert lanes.used == 4
+        assert pool.used == 4

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.dcp.crew import Cancelled, run_all
-from ckptfs.dcp.lanes import Lanes
-from ckptfs.dcp.resolve import memory_of
+from ckptfs.dcp.read.read_threads import ReadPool
+from ckptfs.dcp.write.host_memory import memory_of
+from ckptfs.dcp.write.parallel_windows import Cancelled, run_all
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.storage.io import Engine
-from ckptfs.storage.local.direct_io import WindowedFile
 from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.local.writers import WindowedFile
 from ckptfs.uri import Uri
 from tests.measures import descriptors_below
 
@@ -135,8 +135,8 @@ def test_lanes_are_not_left_while_one_reads() -> None:
         go.set()
 
     def read() -> None:
-        with Lanes(2) as lanes:
-            lanes.submit(job, lambda _: None)
+        with ReadPool(2) as pool:
+            pool.submit(job, lambda _: None)
             reached.wait(60)
             thread.start()
             raise KeyboardInterrupt

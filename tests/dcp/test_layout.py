@@ -18,25 +18,25 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 import ckptfs.errors
-from ckptfs.dcp.crossing import crossing
-from ckptfs.dcp.engine import auto_engine
-from ckptfs.dcp.layout import (
+from ckptfs.control.control import SoloControl
+from ckptfs.dcp.torch_hooks.boundary import crossing
+from ckptfs.dcp.write.host_memory import host_tensor, memory_of
+from ckptfs.dcp.write.pipeline import plan_save, storage_data_of, written_part
+from ckptfs.dcp.write.rank_files import (
     Cancelled,
     FileTask,
     FileWritten,
     Written,
+    auto_engine,
     sidecar_name,
     write_files,
 )
-from ckptfs.dcp.pipeline import plan_save, storage_data_of, written_part
-from ckptfs.dcp.resolve import host_tensor, memory_of
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NoSpaceError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import source
 from tests.measures import own_threads

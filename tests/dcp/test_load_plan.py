@@ -32,14 +32,19 @@ from torch.distributed.tensor import Replicate, Shard
 
 import ckptfs
 import ckptfs._torch as ckptfs_torch
-from ckptfs.dcp.decoding import Columns, read_inventory
-from ckptfs.dcp.flattening import flat_to_load
-from ckptfs.dcp.inventory import Inventory, Renamed, SavedTensor, Whole
-from ckptfs.dcp.load_planner import Asked, LoadPlanner, unexpected_keys
-from ckptfs.dcp.metadata import decode_metadata, encode_metadata
-from ckptfs.dcp.overlaps import meetings
-from ckptfs.dcp.per_rank import marked_key, unmarked_key, view_for
-from ckptfs.dcp.reads import Read
+from ckptfs.dcp.metadata.metadata_reader import (
+    Columns,
+    Inventory,
+    Renamed,
+    SavedTensor,
+    Whole,
+    decode_metadata,
+    read_inventory,
+)
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.planning.state_dicts import flat_to_load, marked_key, unmarked_key, view_for
+from ckptfs.dcp.read.load_planner import LoadPlanner, RequestedKeys, unexpected_keys
+from ckptfs.dcp.read.read_plan import Read, meetings
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import fake_rank, our_save, stock_save
@@ -273,7 +278,7 @@ def test_what_nobody_asks_for_is_the_same_however_it_is_told(
         for key in saved
         if key not in asked and ((own := unmarked_key(key)) is None or own[0] not in asked)
     )
-    told = [Asked.of(saved, keys) for keys in ranks]
+    told = [RequestedKeys.of(saved, keys) for keys in ranks]
     assert unexpected_keys(saved, told) == expected
     assert all(len(one.keys) <= len(keys) for one, keys in zip(told, ranks, strict=True))
 

@@ -14,9 +14,8 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 import ckptfs
-from ckptfs.dcp.flattening import flat_to_save
-from ckptfs.dcp.local_items import Itemiser
-from ckptfs.dcp.planner import SavePlanner
+from ckptfs.dcp.planning.save_planner import Itemiser, SavePlanner
+from ckptfs.dcp.planning.state_dicts import flat_to_save
 from ckptfs.errors import StateError
 
 values = st.recursive(

@@ -33,7 +33,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckptfs._torch as ckptfs_torch
-from ckptfs.dcp.metadata import decode_metadata, encode_metadata
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from ckptfs.errors import ManifestError
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import SAVE_ID, our_save, stock_save

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata
 
 import ckptfs._torch as ckptfs_torch
-from ckptfs.dcp import columns, decoding, metadata_pickle
-from ckptfs.dcp.decoding import decode_metadata, read_inventory
-from ckptfs.dcp.metadata import encode_metadata
-from ckptfs.dcp.metadata_pickle import DCP, names
+from ckptfs.dcp.metadata import metadata_pickle, metadata_reader
+from ckptfs.dcp.metadata.metadata_pickle import DCP, names
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata, read_inventory
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.planning import columns
 from ckptfs.errors import ManifestError
 
 NAMES = sorted({*names(), ("torch", "float32")})
@@ -103,8 +104,8 @@ def shared() -> list[Any]:
     """Objects of this process that are within reach, or near."""
     encoding: Any = ckptfs_torch.mem_format_encoding()
     found: list[Any] = [encoding, *encoding, collections.OrderedDict, torch.Size, torch.dtype]
-    found += [metadata_pickle, decoding, metadata, filesystem, pathlib, copyreg, columns]
-    for module in (metadata_pickle, decoding, metadata, filesystem, pathlib):
+    found += [metadata_pickle, metadata_reader, metadata, filesystem, pathlib, copyreg, columns]
+    for module in (metadata_pickle, metadata_reader, metadata, filesystem, pathlib):
         found += [value for value in vars(module).values() if hasattr(value, "__dict__")]
     return found
 
@@ -311,12 +312,13 @@ def crafted_offsets(count: int) -> list[tuple[int, int]]:
         return ((acc << 31) | (acc >> 33)) & mask
 
     found: list[tuple[int, int]] = []
+    back = pow(p2, -1, 1 << 64)
     first = 0
     target = 12345678901234567
     while len(found) < count:
         first += 1
         acc = turned((p5 + first * p2) & mask) * p1 & mask
-        second = (target - acc) * pow(p2, -1, 1 << 64) & mask
+        second = (target - acc) * back & mask
         if second < (1 << 61) - 1:
             found.append((first, second))
     assert len({hash(one) for one in found}) == 1

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ckptfs
-from ckptfs.dcp.leaves import Objects, check_leaf, load_leaf, serialise_leaf
+from ckptfs.dcp.planning.leaves import Objects, check_leaf, load_leaf, serialise_leaf
 from ckptfs.errors import CollectiveError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs.dcp import pickle_scan
-from ckptfs.dcp.leaves import load_leaf
-from ckptfs.dcp.objectfile import read_object
-from ckptfs.dcp.pickle_scan import check_archive
+from ckptfs.dcp.metadata import pickle_scan
+from ckptfs.dcp.metadata.pickle_scan import check_archive
+from ckptfs.dcp.object_file import read_object
+from ckptfs.dcp.planning.leaves import load_leaf
 from ckptfs.errors import IntegrityError
 from ckptfs.uri import Uri
 
@@ -91,6 +91,23 @@ def test_what_would_hang_or_kill_is_refused(name: str) -> None:
         check_archive(HOSTILE[name])
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"), [(b"N" * 300 + b"t", b"\x85"), (b"]", b"a")], ids=["tuples", "lists"]
+)
+def test_what_is_nested_deeper_than_anybody_writes_is_refused(begin: bytes, end: bytes) -> None:
+    """It is read in time that its length pays for, and nobody can write it again."""
+    most = pickle_scan._MOST_DEPTH
+    lists = begin == b"]"
+    for depth, is_fine in ((most // 2, True), (most + 400, False)):
+        inner = begin * depth + b"N" if lists else b"(" + begin
+        stream = archive(b"\x80\x02" + inner + end * depth + b".")
+        if is_fine:
+            check_archive(stream)
+        else:
+            with pytest.raises(ValueError, match="nested more than"):
+                check_archive(stream)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_damaged_archives_are_one_kind_of_error(data: st.DataObject) -> None:
@@ -151,6 +168,14 @@ def test_the_advice_comes_where_torch_unpickles(
     assert caplog.text == ""
     ckptfs.load_object(tmp_path / "x.pt")
     assert "torch 2.6.0" in caplog.text
+
+
+@pytest.mark.parametrize("pickled", [b"cf\\qo\nb\n.", b"S'\\q'\n.", b"P\\q\n.", b"if\\qo\nb\n."])
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_a_backslash_is_no_warning(pickled: bytes, is_archive: bool) -> None:
+    """Python's own reader of these lines warns of escapes, which is an error where warnings are."""
+    with pytest.raises(ValueError, match=r"."):
+        check_archive(archive(b"(" + pickled[:-1]) if is_archive else io.BytesIO(pickled[:-1]))
 
 
 def test_honest_integer_keys_cost_no_memory() -> None:

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ckptfs.dcp.leaves import check_leaf, fingerprint_of, load_leaf, serialise_leaf
-from ckptfs.dcp.load_pipeline import plan_load, read
-from ckptfs.dcp.per_rank import marked_key, unmarked_key
-from ckptfs.dcp.pipeline import finish_save, plan_save, write
-from ckptfs.dcp.planner import SavePlanner
+from ckptfs.control.control import Control
+from ckptfs.dcp.loading import plan_load, read
+from ckptfs.dcp.planning.leaves import check_leaf, fingerprint_of, load_leaf, serialise_leaf
+from ckptfs.dcp.planning.save_planner import SavePlanner
+from ckptfs.dcp.planning.state_dicts import marked_key, unmarked_key
+from ckptfs.dcp.write.pipeline import finish_save, plan_save, write
 from ckptfs.errors import CollectiveError, StateError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 from tests.dcp.fake_ranks import fake_rank, load, our_save, source
 from tests.dcp.test_metadata import dtensor
 
@@ -269,7 +269,7 @@ def test_marks_can_be_taken_off_again(parts: list[str]) -> None:
 
 
 def _load_on(storage: Storage, size: int, build: Any, **options: Any) -> list[Any]:
-    from ckptfs.dcp.metadata import decode_metadata
+    from ckptfs.dcp.metadata.metadata_reader import decode_metadata
 
     def body(control: Control) -> Any:
         metadata = decode_metadata(storage.read(".metadata"), "here")

@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 import ckptfs
 from ckptfs.cli.main import main
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.removal import lies_nowhere
+from ckptfs.commit.delete.deletion_steps import lies_nowhere
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.changing import remove, set_pin
 
@@ -317,7 +317,7 @@ def test_what_is_deleted_while_latest_looks_is_not_called_removed(
             remove(run / "step_100")
         return (yield from lies_nowhere(*args))
 
-    monkeypatch.setattr("ckptfs.commit.beside.lies_nowhere", look)
+    monkeypatch.setattr("ckptfs.commit.catalog.unlogged.lies_nowhere", look)
     newest = ckptfs.latest(run)
     assert newest is not None
     assert newest.step == 99

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptfs
-from ckptfs.commit.attempt import Attempt
-from ckptfs.commit.entries import Fence, decode_entry
-from ckptfs.commit.lease import Watch
+from ckptfs.commit.log.entries import Fence, decode_entry
+from ckptfs.commit.ownership.lease import Watch
+from ckptfs.commit.save.attempt import Attempt
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.changing import set_pin
 from ckptfs.tools.verifying import verify

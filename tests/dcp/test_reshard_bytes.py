@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckptfs.dcp.datafile import Verify
+from ckptfs.dcp.read.data_file import Verify
 from ckptfs.storage.base import Reach
 from tests.dcp.fake_ranks import load, our_save
 from tests.dcp.test_fetch import MIB, Wide, _read_twice, values

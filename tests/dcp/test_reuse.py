@@ -14,9 +14,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.entries import Kind
+from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.manifest import Manifest, decode_manifest
-from ckptfs.dcp.metadata import decode_metadata
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ckptfs.commit.digests import ItemDigests
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.dcp.reuse import Base, Cut, HeldFile, HeldItem
-from ckptfs.dcp.reuse_plan import bundles, files_in_use
+from ckptfs.dcp.incremental.reuse import Base, Cut, HeldFile, HeldItem, bundles, files_in_use
 from ckptfs.storage.base import Shape
 from tests.dcp.reuse_rig import Run
 

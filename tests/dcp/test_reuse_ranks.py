@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ckptfs.commit.claim import Takeover, claim
-from ckptfs.commit.locate import locate
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Seat
+from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.loading import load_at
-from ckptfs.dcp.reuse import Unchanged
 from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.events import SaveResult
 from ckptfs.testing.disk import SimulatedDisk

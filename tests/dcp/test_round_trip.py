@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from ckptfs.dcp.boxes import pieces_of, strides_of
-from ckptfs.dcp.datafile import Verify
-from ckptfs.dcp.leaves import check_tensor, dtype_round_trips
+import ckptfs
+from ckptfs.dcp.planning.leaves import check_tensor, dtype_round_trips
+from ckptfs.dcp.read.boxes import pieces_of, strides_of
+from ckptfs.dcp.read.data_file import Verify
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from tests.dcp.fake_ranks import load, our_save, stock_save
@@ -266,3 +267,20 @@ def test_tensors_that_have_no_memory_are_refused() -> None:
     assert "meta" in str(check_tensor(torch.empty(2, device="meta")))
     assert "layout" in str(check_tensor(torch.eye(2).to_sparse()))
     assert check_tensor(torch.ones(2)) is None
+
+
+def test_a_torch_built_for_a_device_saves_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The wheels of PyPI are built for CUDA, and name it as the accelerator on a machine without a driver too."""
+    if torch.cuda.is_initialized():
+        pytest.skip("CUDA is in use in this process")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    state = {"w": torch.arange(10.0)}
+    ckptfs.save(state, tmp_path / "run" / "step_1")
+    with ckptfs.CheckpointManager(tmp_path / "kept", mode="async") as manager:
+        manager.save(1, state)
+    loaded = {"w": torch.zeros(10)}
+    ckptfs.load(loaded, tmp_path / "kept" / "step_1")
+    assert torch.equal(loaded["w"], state["w"])
+    assert not torch.cuda.is_initialized()

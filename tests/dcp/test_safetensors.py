@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.dcp.safetensors_format import Entry, encode_header, encode_index
+from ckptfs.dcp.safetensors.safetensors_format import Entry, encode_header, encode_index
 from ckptfs.errors import (
     CollectiveError,
     CommitConflictError,

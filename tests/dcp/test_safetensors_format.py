@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.dcp import safetensors_format as format_of
-from ckptfs.dcp.safetensors_format import (
+from ckptfs.dcp.safetensors import safetensors_format as format_of
+from ckptfs.dcp.safetensors.exporter import Held, order, plan_files
+from ckptfs.dcp.safetensors.safetensors_format import (
     Entry,
     decode_header,
     decode_index,
     encode_header,
     encode_index,
 )
-from ckptfs.dcp.safetensors_plan import Held, order, plan_files
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import IntegrityError, ManifestError, StateError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.dcp.spans import Cutting, Gatherer, Owner, Request, Want
+from ckptfs.dcp.read.data_file import Cutting, Gatherer, Owner, Request, Want
 
 KIB = 1 << 10
 _SIZES = st.integers(1, 300 * KIB)

@@ -20,15 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.control.control import SoloControl
 from ckptfs.dcp.async_api import Aside, begin_aside
-from ckptfs.dcp.buffers import HostBuffers
-from ckptfs.dcp.packing import copy_into, pack, packed_bytes
 from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.saving import WriteOptions, save_at
-from ckptfs.dcp.staging import Staged, stage
+from ckptfs.dcp.staging.buffers import HostBuffers
+from ckptfs.dcp.staging.staging import Staged, copy_into, pack, packed_bytes, stage
 from ckptfs.dcp.worker import SaveWorker
 from ckptfs.errors import CollectiveError, NoSpaceError, StateError
 from ckptfs.events import Event, SaveResult
@@ -36,7 +35,6 @@ from ckptfs.storage.base import DataWriter, Storage
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
 MIB = 1 << 20
@@ -379,8 +377,13 @@ def test_the_second_save_uses_the_pages_of_the_first(tmp_path: Path) -> None:
     assert all(_same(str(tmp_path / f"run/step_{n}"), float(n)) for n in (0, 1, 2, 9))
 
 
-def test_ctrl_c_while_the_call_is_held_commits_nothing(tmp_path: Path) -> None:
-    """The caller gets its KeyboardInterrupt at once; a save that it may have torn fails."""
+@pytest.mark.parametrize("late", [False, True], ids=["while-it-waits", "before-it-sleeps"])
+def test_ctrl_c_while_the_call_is_held_commits_nothing(tmp_path: Path, *, late: bool) -> None:
+    """The caller gets its KeyboardInterrupt; a save that it may have torn fails.
+
+    late: the signal does not interrupt the wait, as one that comes just before the thread sleeps: another thread
+    takes it. Python then hears of it when the main thread wakes.
+    """
     plan, first = Plan(), Hold()
     plan.add(Fault("write", "*.distcp", 1, first))
     storage = FaultyStorage(_Streams(Uri.parse(tmp_path / "run")), plan)
@@ -388,7 +391,8 @@ def test_ctrl_c_while_the_call_is_held_commits_nothing(tmp_path: Path) -> None:
 
         def interrupt() -> None:
             assert first.reached.wait(WAIT_S)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            taker = threading.current_thread() if late else threading.main_thread()
+            signal.pthread_kill(taker.ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
         thread.start()

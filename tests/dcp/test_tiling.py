@@ -28,12 +28,12 @@ from torch.distributed.checkpoint.metadata import (
 
 import ckptfs
 from ckptfs import _torch
-from ckptfs.dcp.grid import fills
-from ckptfs.dcp.inventory import Whole
-from ckptfs.dcp.load_planner import LoadPlanner
-from ckptfs.dcp.metadata import decode_metadata, encode_metadata
+from ckptfs.dcp.metadata.metadata_reader import Whole, decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
+from ckptfs.dcp.planning.global_plan import fills
+from ckptfs.dcp.read.load_planner import LoadPlanner
 from ckptfs.errors import CollectiveError, IncompleteCheckpointError, IntegrityError, ManifestError
-from ckptfs.manager.saved import Saved
+from ckptfs.manager.saved_state import Saved
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.contents import Box, TensorLeaf
 from ckptfs.tools.exporting import ExportFormat, export

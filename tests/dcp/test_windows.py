@@ -16,16 +16,24 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.planner import WriteItem
 
 from ckptfs.commit.digests import FileDigests, decode_digests, encode_digests, first_bad_block
-from ckptfs.dcp.engine import WriteEngineName, auto_engine, engine_for, stream_engine
-from ckptfs.dcp.laid import Payload
-from ckptfs.dcp.layout import Cancelled, FileTask, FileWritten, split_items
-from ckptfs.dcp.pipeline import plan_save
-from ckptfs.dcp.resolve import Loan, host_tensor, memory_of
+from ckptfs.control.control import SoloControl
+from ckptfs.dcp.write.file_layout import Payload
+from ckptfs.dcp.write.host_memory import Loan, host_tensor, memory_of
+from ckptfs.dcp.write.pipeline import plan_save
+from ckptfs.dcp.write.rank_files import (
+    Cancelled,
+    FileTask,
+    FileWritten,
+    WriteEngineName,
+    auto_engine,
+    engine_for,
+    split_items,
+    stream_engine,
+)
 from ckptfs.errors import NoSpaceError, StateError
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
 MIB = 1 << 20

@@ -11,11 +11,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from ckptfs.dcp.columns import Interned, decode_structure, structure_of
-from ckptfs.dcp.copies import copies_for
-from ckptfs.dcp.pipeline import item_bytes
-from ckptfs.dcp.world_plan import World, world_of
-from ckptfs.dcp.world_table import Table, table_of
+from ckptfs.dcp.planning.columns import Interned, decode_structure, structure_of
+from ckptfs.dcp.planning.global_plan import Table, World, copies_for, table_of, world_of
+from ckptfs.dcp.write.pipeline import item_bytes
 from ckptfs.errors import StateError
 from tests.dcp.random_worlds import broken, shard_item, worlds
 

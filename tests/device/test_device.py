@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.dcp.buffers import HostBuffers
-from ckptfs.dcp.packing import copy_into, pack
+from ckptfs.dcp.staging.buffers import HostBuffers
+from ckptfs.dcp.staging.staging import copy_into, pack
 
 HAS_CUDA = torch.cuda.is_available()
 ON_CUDA = [

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckptfs
-from ckptfs.dcp.metadata import decode_metadata, encode_metadata
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from tests.formats.state import blank, differences, flat_keys, state
 
 HERE = Path(__file__).parent

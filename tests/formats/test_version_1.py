@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.entries import Body, Foreign, decode_entry
+from ckptfs.commit.log.entries import Body, Foreign, decode_entry
 from ckptfs.commit.manifest import decode_manifest
 from ckptfs.errors import ManifestError
 from tests.formats.values import Golden, golden

@@ -17,7 +17,7 @@ from ckptfs.commit.digests import (
     decode_digests,
     encode_digests,
 )
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.entries import (
     Abort,
     Body,
     Decided,
@@ -39,7 +39,7 @@ from ckptfs.commit.entries import (
     decode_entry,
     encode_entry,
 )
-from ckptfs.commit.fold import LogState, fold_entry, snapshot_of
+from ckptfs.commit.log.fold import LogState, fold_entry, snapshot_of
 from ckptfs.commit.manifest import (
     DomainRecord,
     FileRecord,

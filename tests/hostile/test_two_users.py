@@ -18,8 +18,8 @@ import torch
 
 import ckptfs
 from ckptfs.errors import CkptfsError
+from ckptfs.replication.copier import copy_to
 from ckptfs.tools.collecting import collect
-from ckptfs.tools.copying import copy_to
 from tests.hostile.place import picture
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")

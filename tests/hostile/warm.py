@@ -101,11 +101,11 @@ def _import_all() -> None:
     """All that a command imports, so that a child has it."""
     import torch.distributed.checkpoint  # noqa: F401
 
-    for floor in ("commit", "storage", "dcp", "manager", "tools", "cli", "topology"):
+    for floor in ("commit", "storage", "dcp", "manager", "tools", "cli", "topology", "control"):
         package = importlib.import_module(f"ckptfs.{floor}")
-        for module in pkgutil.iter_modules(package.__path__):
+        for module in pkgutil.walk_packages(package.__path__, f"ckptfs.{floor}."):
             with contextlib.suppress(ImportError):  # what an extra brings
-                importlib.import_module(f"ckptfs.{floor}.{module.name}")
+                importlib.import_module(module.name)
 
 
 def _in_child(body: Any) -> tuple[int, int, float, bool]:

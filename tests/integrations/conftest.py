@@ -28,7 +28,7 @@ from tests.integrations import matrix
 from tests.integrations.running import EXTENSIONS, Kind, Mode, Store, environment
 from tests.lab.gcs import NO_HNS
 from tests.lab.server import Server
-from tests.servers.conftest import no_accounts, session_of
+from tests.servers.conftest import no_accounts, shared
 
 __all__ = ["no_accounts"]  # autouse: no test here sees the accounts of whoever runs it
 
@@ -112,13 +112,13 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def lab_s3() -> Iterator[Server]:
     """Ceph's S3."""
-    yield from session_of(lab.radosgw())
+    yield from shared("radosgw", lab.radosgw)
 
 
 @pytest.fixture(scope="session")
 def lab_gcs() -> Iterator[Server]:
     """Google's JSON API with preconditions."""
-    yield from session_of(lab.gcs())
+    yield from shared("gcs", lab.gcs)
 
 
 @pytest.fixture(scope="session")

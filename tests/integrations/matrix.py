@@ -25,14 +25,14 @@ MODES = ("sync", "async")
 _HEAD = """\
 # What was tried
 
-Each cell is one story with the real package: a run is killed while it saves, resumes, and ends with
-the same bits as a run that nobody disturbed. local: ext4 or tmpfs. NFS: a Linux client of a Linux
-server, version 4.2. S3: Ceph's gateway. GCS: the server of `tests/lab`, which honours preconditions;
-Google's own was not asked. Written by `make integrations-matrix` from what the tests recorded
-([matrix.json](matrix.json)).
+Each cell is one test with the real package: a run is killed while it saves, resumes, and ends with
+the same bits as an undisturbed run. local: ext4 or tmpfs. NFS: a Linux client of a Linux server,
+version 4.2. S3: Ceph's gateway. GCS: the server of `tests/lab`, which honours preconditions;
+Google's own service was not tried. `make integrations-matrix` writes this page from what the tests
+recorded ([matrix.json](matrix.json)).
 
-"yes": it held on that day with that version. "FAILED": it did not. "-": nobody tried. "none": the
-framework has no such mode here.
+"yes": the test passed on that day with that version. "FAILED": it did not. "-": not tried. "none":
+the framework has no such mode here.
 
 """
 

@@ -8,6 +8,7 @@ tested without Lightning in tests/manager/test_object_files.py.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from ckptfs.testing.plan import Fail, Fault, Plan
 from ckptfs.uri import Uri
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story
+from tests.measures import own_threads
 
 pytestmark = [pytest.mark.integrations]
 
@@ -63,16 +65,18 @@ def fit(
     start: Any = None,
     loader: Any = None,
     limit: int | None = None,
+    checkpoint: Any = ModelCheckpoint,
+    callbacks: Any = (),
     **saves: Any,
 ) -> tuple[Net, Any]:
     """Train in this process; one checkpoint per epoch unless told otherwise."""
-    callback = ModelCheckpoint(dirpath, **saves)
+    callback = checkpoint(dirpath, **saves)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=epochs,
         max_steps=-1 if limit is None else limit,
-        callbacks=[callback],
+        callbacks=[callback, *callbacks],
         plugins=[] if plugin is None else [plugin],
         logger=False,
         enable_progress_bar=False,
@@ -369,3 +373,45 @@ def test_a_save_by_hand_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(ckptfs.StorageError):
         io.wait()
     io.teardown()
+
+
+class NamedByStep(ModelCheckpoint):
+    """Its last checkpoint has another name each time."""
+
+    CHECKPOINT_NAME_LAST = "last-{step}"
+
+
+@pytest.mark.parametrize("way", ["sync", "async"])
+def test_a_link_to_the_last_checkpoint_replaces_the_one_before(tmp_path: Path, way: Any) -> None:
+    """save_last="link": one link is left, and leads to the last file; files that it led to before stay."""
+    plugin = CkptfsIO(way)
+    fit(plugin, tmp_path, 3, checkpoint=NamedByStep, save_top_k=-1, save_last="link")
+    links = [path for path in tmp_path.iterdir() if path.is_symlink()]
+    assert [path.name for path in links] == ["last-step=12.ckpt"]
+    assert links[0].resolve().name == "epoch=2-step=12.ckpt"
+    assert len([path for path in tmp_path.iterdir() if not path.is_symlink()]) == 3
+
+
+class Fails(L.Callback):
+    """An exception in the second epoch of a fit."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_after_an_exception_in_fit_nothing_of_ours_runs(
+    tmp_path: Path, faults: Faults, fails: bool
+) -> None:
+    """The save in flight has ended, well or badly, and so has the thread that wrote it."""
+    before = own_threads()
+    if fails:
+        faults(full_at("epoch=0-step=4.ckpt"))
+    with pytest.raises((ZeroDivisionError, NoSpaceError)) as caught:
+        fit(CkptfsIO("async"), tmp_path, 3, callbacks=[Fails()], save_top_k=-1)
+    assert isinstance(caught.value.__context__ if fails else caught.value, ZeroDivisionError)
+    assert os.listdir(tmp_path) == ([] if fails else ["epoch=0-step=4.ckpt"])
+    for thread in own_threads() - before:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name

@@ -90,7 +90,7 @@ def test_two_worker_groups_and_a_driver(
 ) -> None:
     """Two groups of Ray actors and a driver without a group save, commit, publish and load."""
     import ckptfs
-    from ckptfs.commit.tickets import begin_parts
+    from ckptfs.commit.parts.tickets import begin_parts
 
     uri = f"{tmp_path}/run" if shared else f"nodes+file://{tmp_path}/@node/run"
     monkeypatch.setenv("CKPTFS_NODE", "head")

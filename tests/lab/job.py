@@ -92,7 +92,8 @@ class Job:
     """One run of torchrun; a context manager. Machines have their ranks in the order of addresses.
 
     program: a script and its arguments. run_id: torchrun's; jobs of one id are one job to ckptfs.
-    env: of every machine; each rank finds RANK there besides.
+    env: of every machine; each rank finds RANK there besides. warm: fork the ranks from their agent, see
+    tests/lab/launcher.py.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Job:
         env: Mapping[str, str] | None = None,
         run_id: str | None = None,
         python: str = sys.executable,
+        warm: bool = False,
     ) -> None:
         self.machines = list(machines)
         self.size = nproc_per_node * len(machines)
@@ -122,7 +124,8 @@ class Job:
             **(env or {}),
         }
         words = [
-            *(python, "-m", "torch.distributed.run", "--nnodes", str(len(machines))),
+            *(python, "-m", "tests.lab.launcher" if warm else "torch.distributed.run"),
+            *("--nnodes", str(len(machines))),
             *("--nproc-per-node", str(nproc_per_node), "--max-restarts", "0"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", end),
             *("--rdzv-id", run_id or uuid.uuid4().hex),

@@ -46,7 +46,7 @@ _CALL_S = 600.0  # then whoever calls has lost it
 _WARM = (
     *("torch", "torch.distributed.checkpoint", "torch.distributed.tensor"),
     *("ckptfs.api", "ckptfs.dcp.api", "ckptfs.dcp.async_api", "ckptfs.manager.manager"),
-    *("ckptfs.topology.store", "ckptfs.testing.faults"),
+    *("ckptfs.control.tcpstore_control", "ckptfs.testing.faults"),
     *("torch.distributed.device_mesh", "torch._dynamo"),  # at the first DTensor of a process: 8 s
 )
 

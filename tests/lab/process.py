@@ -50,7 +50,11 @@ class UnavailableError(LabError):
 
 def need(*names: str) -> list[str]:
     """Paths of programs, from .lab, this interpreter's directory, PATH and the system's directories."""
-    places = [str(HOME / "node_modules" / ".bin"), os.path.dirname(sys.executable)]
+    places = [
+        str(HOME / "node_modules" / ".bin"),
+        str(HOME / "programs" / "bin"),
+        os.path.dirname(sys.executable),
+    ]
     path = os.pathsep.join([*places, os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     found = {name: shutil.which(name, path=path) for name in names}
     if missing := [name for name, at in found.items() if at is None]:

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.locate import locate
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.ops import drive
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.operations import drive
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import catalog
 from ckptfs.dcp.loading import load_at
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import ThreadControl, thread_worlds

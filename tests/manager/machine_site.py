@@ -25,8 +25,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptfs.commit.opening import Place
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.commit.session import Place
+from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage

@@ -13,20 +13,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import IfExists, SaveSpec
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.save.spec import IfExists, SaveSpec
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.events import SaveResult
-from ckptfs.manager.candidates import RestoreRequest
-from ckptfs.manager.naming import Template
-from ckptfs.manager.restoring import RestoreOutcome, restore
-from ckptfs.manager.state import saveable
+from ckptfs.manager.options import Template
+from ckptfs.manager.restore import RestoreOutcome, restore
+from ckptfs.manager.restore_candidates import RestoreRequest
+from ckptfs.manager.state_dict import saveable
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.world import End, simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 State = Callable[[int], Any]

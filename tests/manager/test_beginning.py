@@ -13,12 +13,12 @@ import torch
 
 import ckptfs
 from ckptfs import CheckpointManager, CommitConflictError, Copy, DirectoryManager, Keep
-from ckptfs.commit.opening import Place
-from ckptfs.manager.driving import StepDriver
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.commit.session import Place
+from ckptfs.control.control import Control
+from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.directory_manager import StepDriver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 
 Mode = Literal["sync", "async"]
 

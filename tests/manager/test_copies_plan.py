@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit.entries import Delete, Fence, Generation, Kind, PartRef, Seal
-from ckptfs.commit.fold import LogState, fold_entry
-from ckptfs.manager.copy_plan import Every, Policy, fresh_id, origin_of, plan_copies
-from ckptfs.manager.retention import Best, Keep
+from ckptfs.commit.log.entries import Delete, Fence, Generation, Kind, PartRef, Seal
+from ckptfs.commit.log.fold import LogState, fold_entry
+from ckptfs.replication.backlog import Every, Policy, fresh_id, origin_of, plan_copies
+from ckptfs.retention.policy import Best, Keep
 
 HOLDER = Generation(1, "x")
 
@@ -99,12 +99,12 @@ def test_latest_alone_is_one_of_each_kind() -> None:
     assert "id50c" in todo.settled
 
 
-def test_what_is_not_copied_does_not_wait() -> None:
-    """Files with plain names and checkpoints of parts: the primary's retention may have them."""
+def test_directories_and_checkpoints_of_parts_are_copied_as_well() -> None:
+    """Whatever kind of checkpoint it is, the primary's retention waits for its copy."""
     parts = replace(seal(3), parts=(PartRef("actor", "p", "digest", ("d",)),))
     plan = plan_copies(log_of(seal(1), seal(2, kind=Kind.DIRECTORY), parts), {}, policy())
-    assert [one.seal.step for one in plan.copies] == [1]
-    assert plan.settled == {"id2d", "id3c"}
+    assert [one.seal.step for one in plan.copies] == [1, 2, 3]
+    assert not plan.settled
 
 
 def test_what_cannot_be_copied_is_settled_and_holds_up_nobody() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.session import Seat
 from ckptfs.errors import CollectiveError, NotFoundError, StateError
 from ckptfs.events import Deleted, Event
 from ckptfs.testing.faults import Fail, Fault, Plan

@@ -16,22 +16,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs.commit.artifact import writing_directory
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.publishing import Listed, share_files
-from ckptfs.commit.scratch import sweep
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.directory_checkpoints.read import sweep
+from ckptfs.commit.directory_checkpoints.write import Listed, share_files, writing_directory
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.errors import AccessError
 from ckptfs.events import SaveFailed
-from ckptfs.manager.directories import DirectoryManager
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.claimed_run import Ground, Where
+from ckptfs.manager.directory_manager import DirectoryManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.object_client import STORES, MemoryObjects
 from ckptfs.testing.plan import Fail, Fault, Plan
 from ckptfs.testing.world import End, simulate
-from ckptfs.topology.control import Control
 
 Body = Callable[[DirectoryManager, int], Any]
 

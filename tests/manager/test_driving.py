@@ -12,15 +12,14 @@ from typing import Literal
 import pytest
 
 import ckptfs
-from ckptfs.commit.opening import Place
-from ckptfs.commit.owners import who_am_i
-from ckptfs.commit.part_dir import sealed_parts
-from ckptfs.commit.tickets import SealedPart, Ticket
+from ckptfs.commit.ownership.lease import who_am_i
+from ckptfs.commit.parts.directory_parts import sealed_parts
+from ckptfs.commit.parts.tickets import SealedPart, Ticket
+from ckptfs.commit.session import Place
+from ckptfs.control.world import World
 from ckptfs.errors import CollectiveError, Failure, NotFoundError
-from ckptfs.manager import part_saving
-from ckptfs.manager.driving import StepDriver
-from ckptfs.manager.part_saving import PartSaver, reading_part
-from ckptfs.topology.world import World
+from ckptfs.manager import directory_manager
+from ckptfs.manager.directory_manager import PartSaver, StepDriver, reading_part
 
 
 @pytest.fixture(params=["file", "memory"])
@@ -129,7 +128,7 @@ def test_a_part_that_is_seen_late_is_waited_for(
         looks.append(1)
         return sealed_parts(ticket) if len(looks) > 1 else []
 
-    monkeypatch.setattr("ckptfs.commit.part_dir.sealed_parts", late)
+    monkeypatch.setattr("ckptfs.commit.parts.directory_parts.sealed_parts", late)
     with StepDriver(str(tmp_path / "run"), name="step_{N}") as driver:
         with driver.saving(1, ["actor"]) as saving:
             PartSaver(is_async=False).save(saving.part("actor"), _write("a1"))
@@ -171,7 +170,7 @@ def test_a_failure_of_one_rank_is_not_taken_for_a_missing_part(
     def met(*_: object) -> None:
         raise CollectiveError("find failed", failures={1: missing})
 
-    monkeypatch.setattr(part_saving, "locate_directory", met)
+    monkeypatch.setattr(directory_manager, "locate_directory", met)
     with (
         pytest.raises(CollectiveError, match="find failed") as caught,
         reading_part(tmp_path / "run/step_1", Place(), otherwise=lambda: True),

@@ -9,7 +9,7 @@ import pytest
 
 from ckptfs.errors import NoSpaceError
 from ckptfs.events import Counters, SaveResult
-from ckptfs.manager.flight import Flight
+from ckptfs.manager.run_manager import Flight
 
 
 @dataclass

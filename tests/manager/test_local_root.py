@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import CommitConflictError, StateError
-from ckptfs.manager.local_root import LocalRoot
-from ckptfs.topology.control import SoloControl
+from ckptfs.integrations._support.local_root import LocalRoot
 
 
 def _made(root: LocalRoot, name: str) -> Path:

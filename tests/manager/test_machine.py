@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 )
 
 from ckptfs.errors import CkptfsError, CommitConflictError, StateError
-from ckptfs.manager.retention import Best
+from ckptfs.retention.policy import Best
 from ckptfs.testing.faults import When
 from ckptfs.testing.world import End
 from tests.manager.machine_model import Model, Policy, Saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -11,20 +12,21 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.claim import Takeover
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.opening import Place
-from ckptfs.commit.protocol import catalog
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.ownership.claim import Takeover
+from ckptfs.commit.session import Place
+from ckptfs.commit.state import catalog
+from ckptfs.control.control import Control
 from ckptfs.events import Counters
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
-from ckptfs.manager.saver import Saver
+from ckptfs.manager.session import Saver
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fail, Fault, Plan
 from ckptfs.testing.world import SimulatedDeath, simulate
-from ckptfs.topology.control import Control
+from ckptfs.tools.changing import remove
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:
@@ -136,6 +138,27 @@ def test_latest_is_the_last_commit_and_not_the_largest_step(tmp_path: Path) -> N
         assert manager.latest is not None
         assert manager.latest.step == 70
         assert manager.steps == [50, 100, 70]
+
+
+def test_a_latest_that_was_removed_by_hand_is_an_error_that_names_the_way_out(
+    tmp_path: Path,
+) -> None:
+    """To name the one before would pass over it without a word; ``ckptfs rm`` records that it is gone."""
+    with CheckpointManager(tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step))
+        manager.save(3, _state(3.0), kind="weights")
+        shutil.rmtree(tmp_path / "step_2")
+        with pytest.raises(ckptfs.IncompleteCheckpointError, match="step_2 was removed") as caught:
+            _ = manager.latest
+        assert f"ckptfs rm file://{tmp_path}/step_2" in str(caught.value.hint)
+        weights = manager.latest_of("weights")
+        assert weights is not None
+        assert weights.step == 3
+    remove(tmp_path / "step_2")
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.latest is not None
+        assert manager.latest.step == 1
 
 
 def test_a_step_that_is_saved_again_is_the_new_one(tmp_path: Path) -> None:

@@ -17,15 +17,15 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.opening import Place
+from ckptfs.commit.session import Place
+from ckptfs.control.control import Control, SoloControl
 from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveSkipped
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import FaultyStorage
 from ckptfs.testing.plan import Fail, Fault, Hold, Plan
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control, SoloControl
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.entries import Kind
+from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import StateError
-from ckptfs.manager.named import NamedCheckpoints
-from ckptfs.manager.shelves import Shelves
+from ckptfs.integrations._support.named_checkpoints import NamedCheckpoints, Shelves
 from ckptfs.testing import victim
 from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch
@@ -148,3 +147,22 @@ def test_a_missing_optimizer_is_not_told_to_be_skipped(tmp_path: Path) -> None:
     assert "weights" in told
     assert "ckptfs.latest" in told
     shelves.close()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_links_to_checkpoints_of_the_run_are_removed_and_no_others(
+    tmp_path: Path, mode: str
+) -> None:
+    """A framework makes them by itself; the checkpoint behind one stays."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
+    shelf = NamedCheckpoints(run, mode=mode)
+    shelf.save("a", state(1.0), step=1)
+    shelf.wait()
+    (run / "last").symlink_to("a")
+    (run / "out").symlink_to(other)
+    shelf.remove("last")
+    shelf.remove("out")
+    shelf.close()
+    assert sorted(os.listdir(run)) == [".ckptfs", "a", "out"]
+    assert ckptfs.load({"t": torch.zeros(4), "more": b""}, run / "a").step == 1

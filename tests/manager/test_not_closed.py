@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 
 STATE = {"w": torch.arange(8.0)}
@@ -138,6 +138,25 @@ def test_a_dropped_owner_does_not_keep_its_process_from_the_run(
         with ckptfs.prepare_run(run, takeover="never"):
             pass
     finally:
+        gc.enable()
+
+
+def test_an_owner_that_a_thread_lets_go_of_late_is_collected(tmp_path: Path) -> None:
+    """Where something still refers to it at the first collection, the claim looks again."""
+    run = tmp_path / "run"
+    holder = [make_manager(run)]
+
+    def let_go(phase: str, _: dict[str, int]) -> None:
+        if phase == "stop":
+            holder.clear()
+
+    gc.disable()
+    gc.callbacks.append(let_go)
+    try:
+        with ckptfs.prepare_run(run, takeover="never"):
+            pass
+    finally:
+        gc.callbacks.remove(let_go)
         gc.enable()
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfs.dcp.objectfile import copy_file, read_object, write_object
+from ckptfs.dcp.object_file import copy_file, read_object, write_object
 from ckptfs.errors import IntegrityError, NoSpaceError, NotFoundError
-from ckptfs.manager.object_files import ObjectFiles, written_before
+from ckptfs.integrations._support.object_files import ObjectFiles, written_before
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
 from ckptfs.testing.faults import FaultyStorage
@@ -67,7 +67,7 @@ DIES = """
 import sys, torch
 from ckptfs.testing import victim
 victim.install()
-from ckptfs.manager.object_files import ObjectFiles
+from ckptfs.integrations._support.object_files import ObjectFiles
 ObjectFiles().save({"w": torch.zeros(1 << 18)}, sys.argv[1])
 """
 
@@ -160,10 +160,12 @@ def test_an_asynchronous_failure_is_raised_by_the_next_call_once(
     """The call after it raises, saves nothing, and clears it; the one after that saves. What failed
     beside it is told too.
     """
-    plant(full_at("close", "[ab]", None))
+    hold = Hold()  # until both were called: the second call would raise what failed before it
+    plant(Fault("open_write", "a", 1, hold), full_at("close", "[ab]", None))
     files = ObjectFiles(mode="async")
     files.save({"n": 1}, tmp_path / "a")
     files.save({"n": 1}, tmp_path / "b")
+    hold.release.set()
     with pytest.raises(NoSpaceError, match="/a") as caught:
         files.wait()
     assert "another save failed" in caught.value.__notes__[0]
@@ -272,3 +274,28 @@ def test_what_is_written_is_what_torch_writes(tmp_path: Path, place: str) -> Non
     (tmp_path / "copy").write_bytes(b"PK\x03\x04 cut")
     with pytest.raises(IntegrityError, match="copy"):
         read_object(Uri.parse(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_of_links_only_those_between_files_of_the_run_are_removed(
+    tmp_path: Path, mode: str
+) -> None:
+    """A link that leads elsewhere is somebody's own; so is one in a directory that nothing was saved into.
+    What a link leads to stays, and a link that the run was resumed from.
+    """
+    run, other = tmp_path / "run", tmp_path / "other"
+    run.mkdir()
+    other.mkdir()
+    files = ObjectFiles(mode=mode)
+    files.save({"n": 1}, run / "a.ckpt")
+    for name, target in (("out", other / "x"), ("in", "a.ckpt"), ("broken", "b.ckpt")):
+        (run / name).symlink_to(target)
+    (run / "resumed").symlink_to("a.ckpt")
+    (other / "link").symlink_to(run / "a.ckpt")
+    files.wait()
+    files.load(run / "resumed")
+    for path in (run / "out", run / "in", run / "broken", run / "resumed", other / "link"):
+        files.remove(path)
+    files.close()
+    assert sorted(os.listdir(run)) == ["a.ckpt", "out", "resumed"]
+    assert os.listdir(other) == ["link"]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from ckptfs.commit.opening import Place
+from ckptfs.commit.session import Place
 from ckptfs.errors import NoSpaceError, StateError
-from ckptfs.manager.ground import Ground, Where
-from ckptfs.manager.pointer import Pointer
+from ckptfs.manager.claimed_run import Ground, Pointer, Where
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.uri import Uri
@@ -47,7 +46,11 @@ def test_it_moves_after_the_commit_and_before_retention(tmp_path: Path) -> None:
         assert (run / "latest").read_text() == "step_1"
         begun = len(plan.trace)
         manager.save(2, source)
-        assert _moves(plan, begun) == ["entry", "move", "entry"]
+        seen = _moves(plan, begun)
+        assert seen[:3] == ["entry", "move", "entry"]
+        assert (
+            "move" not in seen[3:]
+        )  # in the background it may have said already that the old one is gone
         assert manager.steps == [2]
     assert (run / "latest").read_text() == "step_2"
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.opening import Place, open_seat
+from ckptfs.commit.session import Place, open_seat
+from ckptfs.control.control import SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, IncompleteCheckpointError, NotFoundError, StateError
-from ckptfs.manager.candidates import Fallback, RestoreRequest
-from ckptfs.manager.naming import Template
-from ckptfs.manager.restoring import RestoreOutcome, restore
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.world import World
+from ckptfs.manager.options import Template
+from ckptfs.manager.restore import RestoreOutcome, restore
+from ckptfs.manager.restore_candidates import Fallback, RestoreRequest
 from ckptfs.uri import Uri
 
 PARTS = ["actor", "critic"]

@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.commit.entries import Abort, Body, Decided, Delete, Kind, Outcome, Pin, Seal
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.protocol import catalog
-from ckptfs.commit.saves import Saves
+from ckptfs.commit.log.entries import Abort, Body, Decided, Delete, Kind, Outcome, Pin, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.log.saves import Saves
+from ckptfs.commit.state import catalog
 from ckptfs.errors import StateError
-from ckptfs.manager.naming import Template
-from ckptfs.manager.options import Names
-from ckptfs.manager.retention import (
+from ckptfs.manager.options import Names, Template
+from ckptfs.retention.policy import (
     Best,
     Keep,
     Plan,

@@ -16,19 +16,19 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.claim import claim
-from ckptfs.commit.entries import Kind, Seal
-from ckptfs.commit.layout import LOG
-from ckptfs.commit.locate import locate
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
-from ckptfs.commit.run import Run
-from ckptfs.commit.seat import Seat
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.paths import LOG
+from ckptfs.commit.session import Seat
 from ckptfs.errors import NoSpaceError, NotFoundError
 from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
-from ckptfs.manager.naming import Template
-from ckptfs.manager.retention import Keep
-from ckptfs.manager.retiring import Retirer
+from ckptfs.manager.options import Template
+from ckptfs.retention.deletion import Retirer
+from ckptfs.retention.policy import Keep
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.faults import Fail, Fault, Lose, Plan, When
@@ -382,7 +382,12 @@ def test_a_delete_that_fails_is_told_once_and_tried_less_often(
         (tried,) = world(tmp_path, body, plans={0: plan})
     if op != "remove_tree":  # whose pattern is that of all saves
         assert tried == [1, 2, 2, 2, 3, 3, 3, 3, 3, 3]
-        warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
+        # Of this run: a lease of another test, whose run is not released yet, may warn at this moment, too.
+        warnings = [
+            record
+            for record in caplog.records
+            if record.levelno >= logging.WARNING and "/simulated/run" in record.getMessage()
+        ]
         assert len(warnings) == 1
         assert "step_1 could not be deleted" in warnings[0].message
     assert disks(tmp_path, SOLO) == {"a": ["step_12"]}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptfs.dcp.leaves import check_leaf
+from ckptfs.dcp.planning.leaves import check_leaf
 from ckptfs.manager import rng
 from ckptfs.manager.rng import RngState
 from tests.manager.runs import Site

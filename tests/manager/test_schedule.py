@@ -15,15 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckptfs
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.looking import looking_at
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.log.fold import LogState
+from ckptfs.control.control import Control, SoloControl
 from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, StateError
-from ckptfs.manager.lately import between_s, last_save_s
 from ckptfs.manager.preemption import PreemptSignals
-from ckptfs.manager.rally import Rally
-from ckptfs.manager.schedule import Post, Rules, Schedule, calls_between, settle_round
+from ckptfs.manager.run_manager import between_s, last_save_s
+from ckptfs.manager.schedule import Post, Rally, Rules, Schedule, calls_between, settle_round
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control, SoloControl
 from tests.measures import own_threads
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from ckptfs import CheckpointManager
 from ckptfs.commit.manifest import digest_of
-from ckptfs.dcp.leaves import Leaf, check_leaf, fingerprint_of, load_leaf, serialise_leaf
+from ckptfs.dcp.planning.leaves import Leaf, check_leaf, fingerprint_of, load_leaf, serialise_leaf
 from ckptfs.errors import CkptfsError, CollectiveError, NotFoundError, StateError
-from ckptfs.manager.candidates import Fallback, PerRankPolicy
+from ckptfs.manager.restore_candidates import Fallback, PerRankPolicy
 from ckptfs.manager.rng import RngState
-from ckptfs.manager.state import PerRank, saveable
+from ckptfs.manager.state_dict import PerRank, saveable
 from tests.manager.runs import Site
 
 LOADERS = "torchdata.stateful_dataloader.stateful_dataloader"
@@ -281,7 +281,7 @@ def test_optimizer_state_is_named_by_parameters(tmp_path: Path) -> None:
 
 def saveable_keys(state: Any) -> set[str]:
     """The flattened keys of a state."""
-    from ckptfs.dcp.planner import SavePlanner
+    from ckptfs.dcp.planning.save_planner import SavePlanner
 
     planner = SavePlanner()
     planner.set_up_planner(saveable(state).state_dict, None, is_coordinator=True)

@@ -15,15 +15,15 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit import unlogged
-from ckptfs.commit.entries import Kind
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.ops import Program, drive
-from ckptfs.commit.unlogged import _look, data_paths, newer_unlogged
+from ckptfs.commit.catalog import unlogged
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.catalog.unlogged import _look, data_paths, newer_unlogged
+from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.operations import AtOnce, Program, drive
 from ckptfs.errors import NotFoundError
-from ckptfs.manager.driving import StepDriver
+from ckptfs.manager.directory_manager import StepDriver
+from ckptfs.replication.copier import copy_to
 from ckptfs.storage.base import Shape
-from ckptfs.tools.copying import copy_to
 from ckptfs.tools.findings import Damage
 from ckptfs.tools.lines import Run, State
 from ckptfs.tools.looking import look_at, newest
@@ -330,11 +330,11 @@ def test_verify_knows_what_stock_saved_for_what_it_is(run: Path) -> None:
 
 
 def counting(program: Program[T], seen: Counter[str]) -> Program[T]:
-    """The same program; ``seen`` counts its operations."""
+    """The same program; ``seen`` counts its operations, those that are done at once as many as they are."""
     try:
         op = program.send(None)
         while True:
-            seen[type(op).__name__] += 1
+            seen.update(type(one).__name__ for one in (op.ops if isinstance(op, AtOnce) else [op]))
             try:
                 got = yield op
             except NotFoundError as error:

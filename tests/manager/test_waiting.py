@@ -13,22 +13,28 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.catalog import Checkpoint
-from ckptfs.commit.claim import claim
-from ckptfs.commit.entries import Delete, Fence, Generation, Kind, Seal
-from ckptfs.commit.fold import LogState, fold_entry
-from ckptfs.commit.log import READ_AHEAD
-from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.catalog.catalog import Checkpoint
+from ckptfs.commit.log.append import READ_AHEAD
+from ckptfs.commit.log.entries import Delete, Fence, Generation, Kind, Seal
+from ckptfs.commit.log.fold import LogState, fold_entry
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, open_seat
+from ckptfs.control.control import SoloControl
 from ckptfs.dcp.saving import save_at
-from ckptfs.errors import AccessError, DeadlineError, TransientError
+from ckptfs.errors import (
+    AccessError,
+    DeadlineError,
+    IncompleteCheckpointError,
+    TransientError,
+)
 from ckptfs.manager import waiting
 from ckptfs.manager.waiting import Pace, Watcher, newer_than, wait_for_new
+from ckptfs.storage.base import Stat
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.object_client import STORES, MemoryObjects
 from ckptfs.testing.readonly import ReadOnlyStorage
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 
 STATE = {"w": torch.ones(4)}
@@ -218,7 +224,7 @@ def bucket() -> Iterator[MemoryObjects]:
 
 
 def test_a_poll_of_an_object_store_is_one_request(bucket: MemoryObjects) -> None:
-    """Idle polls are one GET each, and two more each eighth, whatever lies there."""
+    """Idle polls are one GET each, and four requests more each eighth, whatever lies there."""
     uri = Uri.parse("objects+memory://waiting/run")
     asked: list[int] = []
 
@@ -238,11 +244,10 @@ def test_a_poll_of_an_object_store_is_one_request(bucket: MemoryObjects) -> None
         cold = len(bucket.requests()) - before
         assert watcher.wait(seen) is None
     mine = bucket.requests()[before:]
-    assert {o.op for o in mine} <= {"get", "head", "list"}
+    assert {o.op for o in mine} <= {"get", "head", "list_keys"}
     assert cold <= 3 * 5 + READ_AHEAD + 8  # fence, seal and release of each; domain, hint, kind
-    assert (
-        asked[-1] - asked[0] == 24 + 24 // 8 * 2
-    )  # no files of the commits lie here: one look ends there
+    # At each eighth: the domain, a list, and both names of the newest commit's metadata, all at once.
+    assert asked[-1] - asked[0] == 24 + 24 // 8 * 4
     assert asked[0] - before - cold == 1
 
 
@@ -298,3 +303,51 @@ def test_rests_grow_from_half_a_second_to_ten_and_never_leave_that_range() -> No
     assert all(0.5 <= rest <= 10 for row in rests for rest in row)
     assert len(set(rests[1])) > 1
     assert max(rests[0]) < min(rests[1]) < max(rests[1]) < min(rests[2])
+
+
+def test_a_checkpoint_that_was_removed_by_hand_is_not_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The error names ``ckptfs rm``; once the log says so, the one before is the newest."""
+    run = tmp_path / "run"
+    commit(run, 1)
+    first = wait_for_new(run, timeout_s=0)
+    commit(run, 2)
+    shutil.rmtree(run / "checkpoint_2")
+    for after in (None, first, 1):
+        with pytest.raises(IncompleteCheckpointError, match="removed by hand") as caught:
+            wait_for_new(run, after, timeout_s=0)
+        assert "ckptfs rm" in str(caught.value.hint)
+    with Watcher(run) as watcher, pytest.raises(IncompleteCheckpointError, match="checkpoint_2"):
+        next(iter(watcher))
+    assert not caplog.records
+    # Who has seen it waits for the next one.
+    with pytest.raises(DeadlineError):
+        wait_for_new(run, 2, timeout_s=0)
+    commit(run, 2)
+    assert wait_for_new(run, first, timeout_s=0).step == 2
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_announced_is_passed_over(tmp_path: Path) -> None:
+    """Its bytes go between the look at the log and the look at the files: no error, the next one."""
+    run = tmp_path / "run"
+    commit(run, 1)
+    seen = wait_for_new(run, timeout_s=0)
+    plain = open_storage(run)
+
+    class Deleting(FaultyStorage):
+        """Deletes the checkpoint at the first look for its manifest."""
+
+        def stat(self, key: str) -> Stat:
+            if key.startswith("checkpoint_2/") and (run / "checkpoint_2").exists():
+                with ckptfs.CheckpointManager(run, name="checkpoint_{N}") as manager:
+                    manager.delete(2)
+            return super().stat(key)
+
+    commit(run, 2)
+    storage = Deleting(plain, Plan([]))
+    with Watcher(run, storage=storage, rest=meanwhile(lambda: commit(run, 3))) as watcher:
+        found = watcher.wait(seen)
+    assert found is not None
+    assert found.step == 3
+    assert not (run / "checkpoint_2").exists()

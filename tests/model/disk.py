@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from ckptfs.commit.ops import (
+from ckptfs.commit.operations import (
     Create,
     Link,
     List,

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.commit.entries import decode_entry
-from ckptfs.commit.fold import LogState, fold_entry
-from ckptfs.commit.protocol import Standing, catalog, latest, standing
-from ckptfs.commit.removal import REMOVED_BY_HAND
+from ckptfs.commit.delete.deletion_steps import REMOVED_BY_HAND
+from ckptfs.commit.log.entries import decode_entry
+from ckptfs.commit.log.fold import LogState, fold_entry
+from ckptfs.commit.state import Standing, catalog, latest, standing
 from ckptfs.storage.base import Shape
 from tests.model import oracle
 from tests.model.disk import Disk

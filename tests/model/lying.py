@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ckptfs.commit.entries import Body, Entry, Generation, encode_entry
+from ckptfs.commit.log.entries import Body, Entry, Generation, encode_entry
 from ckptfs.storage.base import Shape
 from tests.model.disk import DIR, Disk, Files
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ckptfs.commit.saves import Saves
+from ckptfs.commit.log.saves import Saves
 from tests.model.disk import Failed
 
 __all__ = ["Machine", "canonical"]

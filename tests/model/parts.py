@@ -13,21 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptfs.commit import parts as real
-from ckptfs.commit import saving
-from ckptfs.commit.catalog import find
+from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import may_seal_part
-from ckptfs.commit.entries import Generation, Kind, Part, PartRef, Seal
-from ckptfs.commit.layout import AttemptKeys
-from ckptfs.commit.log import Refused, catch_up
+from ckptfs.commit.delete.deletion_steps import discard_own_attempt, lies_nowhere, record_removal
+from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.entries import Generation, Kind, Part, PartRef, Seal
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
-from ckptfs.commit.ops import Read
-from ckptfs.commit.pieces import part_name, piece, promised_here
-from ckptfs.commit.protocol import catalog, name_taken, next_seq
-from ckptfs.commit.reclaim import discard_own_attempt
-from ckptfs.commit.recovery import encode_record
-from ckptfs.commit.removal import lies_nowhere, record_removal
-from ckptfs.commit.saving import Means
+from ckptfs.commit.operations import Read
+from ckptfs.commit.ownership.recovery import encode_record
+from ckptfs.commit.parts import parts as real
+from ckptfs.commit.paths import AttemptKeys
+from ckptfs.commit.save import owner_steps
+from ckptfs.commit.state import catalog, name_taken, next_seq, part_name, piece, promised_here
 from ckptfs.errors import CkptfsError, IntegrityError, ManifestError, NotFoundError
 from ckptfs.storage.base import Capabilities, Shape
 from tests.model.disk import Puts
@@ -173,8 +170,8 @@ def driver(what: Whole, ending: str = "commit", after: tuple[str, ...] = ()) -> 
             return "fenced"
         for save_id in what.whats():
             yield home, Tell(("base", save_id), (what.gen, 0))
-        yield from on(home, saving.begin(what.keys, what.gen))
-        yield home, Tell(("ticket", what.save_id), real.word_of(home, "h", state))
+        yield from on(home, owner_steps.begin(what.keys, what.gen))
+        yield home, Tell(("ticket", what.save_id), real.read_home(home, "h", state))
         if ending == "abandon":
             return (yield from _abandon(what, means))
         yield home, Hear(tuple(("part", part.save_id) for part in what.parts))
@@ -185,7 +182,7 @@ def driver(what: Whole, ending: str = "commit", after: tuple[str, ...] = ()) -> 
 
 
 def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
-    """A ticket of a name that is taken, as Desk begins it. domains: those that the run's ranks reach."""
+    """A ticket of a name that is taken, as HomeSide begins it. domains: those that the run's ranks reach."""
     views: dict[str, Any] = {}
     for domain in domains:
         views[domain] = yield from on(domain, catch_up())
@@ -214,15 +211,15 @@ def _commit(what: Whole, means: Means, state: Any) -> Steps:
     seq = next_seq(what.gen, {home: state}, fenced=True)
     yield home, Puts(_small(what))
     seal = what.seal(what.gen, seq)
-    outcome = yield from on(home, saving.seal_save(seal, means, state, replace=what.replace))
+    outcome = yield from on(home, owner_steps.seal_save(seal, means, state, replace=what.replace))
     state = outcome.state
     if isinstance(outcome, Refused):
         yield home, Tell(("failed", what.save_id))
         return f"refused {outcome.reason}"
     yield home, Tell(("acknowledged", what.save_id))
-    state = yield from on(home, saving.finish(seal, means, state, holder=what.gen))
+    state = yield from on(home, owner_steps.finish(seal, means, state, holder=what.gen))
     yield home, Tell(("finished", what.save_id, home))
-    yield home, Tell(("decision", what.save_id), real.word_of(home, "h", state))
+    yield home, Tell(("decision", what.save_id), real.read_home(home, "h", state))
     return "committed"
 
 
@@ -230,13 +227,13 @@ def _abandon(what: Whole, means: Means) -> Steps:
     home = what.home
     yield home, Hear(tuple(("part", part.save_id) for part in what.parts[:1]))
     yield home, Tell(("failed", what.save_id))
-    if (yield from on(home, saving.undo(what.keys, what.gen, means))):
+    if (yield from on(home, owner_steps.undo(what.keys, what.gen, means))):
         state = yield from on(home, catch_up())
         for part in promised_here(state).get(what.save_id, []):
             name = part_name(part.name, part.part)
             yield from on(home, discard_own_attempt(part.save_id, name, what.caps))
     state = yield from on(home, catch_up())
-    yield home, Tell(("decision", what.save_id), real.word_of(home, "h", state))
+    yield home, Tell(("decision", what.save_id), real.read_home(home, "h", state))
     return "abandoned"
 
 
@@ -256,20 +253,20 @@ def part_saver(part: PartWhat, domain: str) -> Steps:
     means = Means(domain, part.caps, ids(f"{part.save_id}-{domain}"))
     word = yield domain, Hear((("ticket", part.of),))
     try:
-        program = real.heed(word, domain, part.caps, ids=means.ids)
+        program = real.apply_word(word, domain, part.caps, ids=means.ids)
         state = yield from on(domain, program)
         known = state.save(part.of)
         if known.seal is not None or known.deleted or known.aborted:
             return "late"
         base = word.generation
-        yield from on(domain, saving.begin(part.keys, base, of=part.of, home=word.home))
+        yield from on(domain, owner_steps.begin(part.keys, base, of=part.of, home=word.home))
         yield domain, Puts(_small(part, domain))
         if len(part.domains) > 1:
             yield domain, Tell(("written", part.save_id, domain))
             yield domain, Hear(tuple(("written", part.save_id, d) for d in part.domains))
         entry = part.entry(base)
         outcome = yield from on(
-            domain, saving.seal_here(lambda seen: may_seal_part(seen, entry), means, state)
+            domain, owner_steps.seal_here(lambda seen: may_seal_part(seen, entry), means, state)
         )
         sealed = not isinstance(outcome, Refused)
         del outcome, state, known
@@ -295,11 +292,11 @@ def _part_verdict(
     if good:
         yield domain, Tell(("part", part.save_id))
         return "sealed"
-    aborted = yield from on(domain, saving.undo(part.keys, base, means))
+    aborted = yield from on(domain, owner_steps.undo(part.keys, base, means))
     yield domain, Tell(("undone" if aborted else "left", part.save_id, domain))
     undone = tuple(("undone", part.save_id, d) for d in part.domains)
     if sealed and (yield domain, Hear((), unless=undone)) is False:
-        yield from on(domain, saving.record_abort(part.save_id, means))
+        yield from on(domain, owner_steps.record_abort(part.save_id, means))
     return "refused"
 
 
@@ -314,7 +311,7 @@ def heeder(fact: tuple[str, ...], domain: str, caps: Capabilities = FILESYSTEM) 
     word = yield domain, Hear((fact,))
     try:
         own = ids(f"heed-{'-'.join(fact)}-{domain}")
-        yield from on(domain, real.heed(word, domain, caps, ids=own))
+        yield from on(domain, real.apply_word(word, domain, caps, ids=own))
     except CkptfsError as error:
         return type(error).__name__
     return "heeded"

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckptfs.commit.entries import Body, Delete, Fence, Gone
-from ckptfs.commit.parts import word_of
+from ckptfs.commit.log.entries import Body, Delete, Fence, Gone
+from ckptfs.commit.parts.parts import read_home
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk
 from tests.model.judge import fold_disk
@@ -187,7 +187,7 @@ def parts_deleted() -> Scenario:
     after = [*before, Delete("sss", G2), Gone("sss", G2)]
     b: list[Body] = [F1, w.parts[0].entry(G1)]
     words = {
-        name: word_of("A", "h", fold_disk(committed_disk(Shape.FILESYSTEM, bodies)))
+        name: read_home("A", "h", fold_disk(committed_disk(Shape.FILESYSTEM, bodies)))
         for name, bodies in (("old", before), ("new", after))
     }
     return Scenario(

@@ -13,28 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
-from ckptfs.commit import (
-    decisions,
-    deleting,
-    erase,
-    fold,
-    layout,
-    log,
-    parts,
-    project,
-    protocol,
-    reclaim,
-    recovery,
-    removal,
-    returning,
-    saving,
-    trash,
-)
+from ckptfs.commit import decisions, paths
+from ckptfs.commit import state as protocol
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.entries import GENESIS, Entry, Generation, Stamp
-from ckptfs.commit.layout import AttemptKeys, log_key
-from ckptfs.commit.log import Appended, Refused
-from ckptfs.commit.ops import (
+from ckptfs.commit.delete import delete_checkpoint, deletion_steps, erase, trash
+from ckptfs.commit.log import append as log
+from ckptfs.commit.log import fold
+from ckptfs.commit.log.append import Appended, Refused
+from ckptfs.commit.log.entries import GENESIS, Entry, Generation, Stamp
+from ckptfs.commit.log.saves import Saves
+from ckptfs.commit.operations import (
     MakeDir,
     Read,
     Refresh,
@@ -44,7 +32,10 @@ from ckptfs.commit.ops import (
     Replace,
     Write,
 )
-from ckptfs.commit.saves import Saves
+from ckptfs.commit.ownership import recovery
+from ckptfs.commit.parts import parts
+from ckptfs.commit.paths import AttemptKeys, log_key
+from ckptfs.commit.save import owner_steps, projection
 from ckptfs.errors import NotFoundError
 from tests.model import parts as parts_model
 from tests.model import programs, scenarios
@@ -76,14 +67,14 @@ class Mistake:
 
 
 def _sources_not_consumed() -> list[Patch]:
-    return [(project, "_earlier", lambda seal, state: [])]
+    return [(projection, "_earlier", lambda seal, state: [])]
 
 
 def _reader_looks_in_the_step_first() -> list[Patch]:
     def homes(self: AttemptKeys) -> tuple[str, ...]:
         return (self.projected_data, self.data)
 
-    return [(layout.AttemptKeys, "homes", homes)]
+    return [(paths.AttemptKeys, "homes", homes)]
 
 
 def _stopping_at_enoent() -> list[Patch]:
@@ -94,14 +85,14 @@ def _stopping_at_enoent() -> list[Patch]:
             except NotFoundError:
                 return
 
-    return [(project, "_project_pieces", pieces)]
+    return [(projection, "_project_pieces", pieces)]
 
 
 def _what_was_moved_is_not_looked_at() -> list[Patch]:
     def put_back(moved: str, key: str, save_id: str) -> Steps:
         yield Remove(moved)
 
-    return [(returning, "put_back", put_back)]
+    return [(trash, "put_back", put_back)]
 
 
 def _lost_projection_left() -> list[Patch]:
@@ -113,7 +104,7 @@ def _lost_projection_left() -> list[Patch]:
         return
         yield
 
-    return [(project, "_repair", repair), (trash, "put_back_all", put_back_all)]
+    return [(projection, "_repair", repair), (trash, "put_back_all", put_back_all)]
 
 
 def _equal_generations() -> list[Patch]:
@@ -135,7 +126,7 @@ def _deleting_without_looking_who_it_is() -> list[Patch]:
         return True
         yield
 
-    return [(returning, "names_it", names_it), (returning, "_is_of", lambda *told: True)]
+    return [(trash, "names_it", names_it), (trash, "_is_of", lambda *told: True)]
 
 
 def _old_judgement_trusted() -> list[Patch]:
@@ -180,7 +171,7 @@ def _unlinking_below_a_snapshot() -> list[Patch]:
     def snapshot(state: Any, *, write_id: str, stamp: Any = None) -> Steps:
         done: Any = yield from log.append(fold.snapshot_of, write_id=write_id)
         hint = f'{{"snapshot": {done.number}, "next": {done.number + 1}}}'
-        yield Replace(layout.HINT, hint.encode())
+        yield Replace(paths.HINT, hint.encode())
         for number in range(done.number):
             yield Remove(log_key(number))
         return done.state
@@ -190,7 +181,7 @@ def _unlinking_below_a_snapshot() -> list[Patch]:
 
 def _manifest_from_a_fixed_key() -> list[Patch]:
     def find(seal: Any, shape: Any, where: Any) -> Steps:
-        from ckptfs.commit.catalog import Found
+        from ckptfs.commit.catalog.catalog import Found
         from ckptfs.commit.manifest import decode_manifest, digest_of
         from ckptfs.errors import IntegrityError
 
@@ -203,11 +194,21 @@ def _manifest_from_a_fixed_key() -> list[Patch]:
 
 
 def _unconditional_put() -> list[Patch]:
-    def put(seal: Any, key: str, data: bytes, caps: Any, known: Any, *, replaces: Any) -> Steps:
-        yield Replace(key, data)
+    def put(whole: Any, files: Any, caps: Any, known: Any, *, replaces: Any) -> Steps:
+        for key, data in files.items():
+            yield Replace(key, data)
         return True
 
-    return [(project, "_put", put)]
+    return [(projection, "_put", put)]
+
+
+def _fresh_name_put_unconditionally() -> list[Patch]:
+    def put(files: Any) -> Steps:
+        for key, data in files.items():
+            yield Replace(key, data)
+        return True
+
+    return [(projection, "_put_fresh", put)]
 
 
 def _old_fold_trusted() -> list[Patch]:
@@ -215,7 +216,7 @@ def _old_fold_trusted() -> list[Patch]:
         return state
         yield
 
-    return [(project, "catch_up", catch_up)]
+    return [(projection, "catch_up", catch_up)]
 
 
 # -- bugs that the search found in the first draft of this code --------------------------------
@@ -245,13 +246,13 @@ def _dead_on_arrival() -> list[Patch]:
 
 def _newer_trash_taken() -> list[Patch]:
     def take(generation: Generation, caps: Any, state: Any) -> Steps:
-        from ckptfs.commit.ops import List
+        from ckptfs.commit.operations import List
 
         mine = trash.trash_of(generation)
         yield MakeDir(mine)
-        for entry in (yield List(layout.TRASH)):
-            if f"{layout.TRASH}/{entry.name}" != mine:
-                yield RemoveTree(f"{layout.TRASH}/{entry.name}")
+        for entry in (yield List(paths.TRASH)):
+            if f"{paths.TRASH}/{entry.name}" != mine:
+                yield RemoveTree(f"{paths.TRASH}/{entry.name}")
 
     return [(recovery, "take_trash", take)]
 
@@ -268,7 +269,7 @@ def _one_trash_for_all_removers() -> list[Patch]:
     def own(generation: Generation, remover: str) -> str:
         return trash.trash_of(generation)
 
-    return [(deleting, "own_trash", own)]
+    return [(delete_checkpoint, "own_trash", own)]
 
 
 def _replaced_save_comes_back() -> list[Patch]:
@@ -285,7 +286,7 @@ def _pins_forgotten() -> list[Patch]:
 
 
 def _bytes_before_the_entry() -> list[Patch]:
-    real = reclaim.delete_save
+    real = deletion_steps.delete_save
 
     def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
         yield from erase.erase(seal, views, domain, trash.trash_of(holder), caps)
@@ -295,7 +296,7 @@ def _bytes_before_the_entry() -> list[Patch]:
 
 
 def _delete_in_one_domain_is_enough() -> list[Patch]:
-    real = reclaim.finish_delete
+    real = deletion_steps.finish_delete
 
     def delete(seal: Any, views: Any, domain: str, holder: Any, caps: Any, **more: Any) -> Steps:
         more.pop("reason")
@@ -316,8 +317,10 @@ def _exists_taken_for_a_conflict() -> list[Patch]:
 
 
 def _decided_once() -> list[Patch]:
-    def append(decide: Any, *, write_id: str, stamp: Any = Stamp(), state: Any = None) -> Steps:
-        state = yield from log.catch_up(state)
+    def append(
+        decide: Any, *, write_id: str, stamp: Any = Stamp(), state: Any = None, tried: Any = None
+    ) -> Steps:
+        state = yield from log.catch_up(state or tried)
         body = decide(state)
         if isinstance(body, Refused):
             return body
@@ -327,7 +330,7 @@ def _decided_once() -> list[Patch]:
                 return Appended(number, fold.fold_entry(state, body))
             state = yield from log.catch_up(state)
 
-    return [(saving, "append", append)]
+    return [(owner_steps, "append", append)]
 
 
 def _plain_saves_ignore_fences() -> list[Patch]:
@@ -339,7 +342,7 @@ def _plain_saves_ignore_fences() -> list[Patch]:
             return seal
         return found
 
-    return [(saving, "may_seal", may_seal)]
+    return [(owner_steps, "may_seal", may_seal)]
 
 
 def _abort_without_base() -> list[Patch]:
@@ -358,7 +361,7 @@ def _one_look_for_the_record() -> list[Patch]:
         yield MakeDir(home)
         yield Write(keys.record, recovery.encode_record(keys.save_id, keys.name, base))
 
-    return [(saving, "begin", begin)]
+    return [(owner_steps, "begin", begin)]
 
 
 def _a_promise_for_a_commit() -> list[Patch]:
@@ -386,9 +389,9 @@ def _open_tickets_taken_for_old() -> list[Patch]:
 
 
 def _deleted_taken_for_aborted() -> list[Patch]:
-    real = parts.stand_in
+    real = parts.state_from_word
 
-    def stand_in(word: Any, here: Any) -> Any:
+    def state_from_word(word: Any, here: Any) -> Any:
         state = real(word, here)
         saves = {
             k: replace(s, deleted=False, aborted=True) if s.deleted and s.seal is None else s
@@ -396,7 +399,7 @@ def _deleted_taken_for_aborted() -> list[Patch]:
         }
         return replace(state, saves=Saves.of(saves.values()))
 
-    return [(parts, "stand_in", stand_in)]
+    return [(parts, "state_from_word", state_from_word)]
 
 
 def _removal_recorded_without_another_look() -> list[Patch]:
@@ -404,16 +407,16 @@ def _removal_recorded_without_another_look() -> list[Patch]:
         yield Refresh("")
         return True
 
-    return [(where, "lies_nowhere", lies_nowhere) for where in (removal, programs)]
+    return [(where, "lies_nowhere", lies_nowhere) for where in (deletion_steps, programs)]
 
 
 def _parts_left_count_as_nothing() -> list[Patch]:
-    real = removal.lies_nowhere
+    real = deletion_steps.lies_nowhere
 
     def lies_nowhere(whole: Any, domain: str, shape: Any) -> Steps:
         return (yield from real(replace(whole, parts=()), domain, shape))
 
-    return [(where, "lies_nowhere", lies_nowhere) for where in (removal, parts_model)]
+    return [(where, "lies_nowhere", lies_nowhere) for where in (deletion_steps, parts_model)]
 
 
 def _swap_without_looking() -> list[Patch]:
@@ -476,6 +479,9 @@ PLANTED: dict[str, Mistake] = {
     "unlinking entries below a snapshot": Mistake("plain", "", _unlinking_below_a_snapshot),
     "manifest read from a fixed key": Mistake("object-replace", "I2", _manifest_from_a_fixed_key),
     "unconditional projection PUT": Mistake("object-replace", "I", _unconditional_put),
+    "a fresh name that is put without a condition": Mistake(
+        "object-replace", "I", _fresh_name_put_unconditionally
+    ),
     "a projection that trusts what was folded before": Mistake(
         "object-replace", "I", _old_fold_trusted
     ),

@@ -14,29 +14,32 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptfs.commit import decisions, recovery, retire, saving
-from ckptfs.commit.catalog import find
+from ckptfs.commit import decisions
+from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import Refusal, may_claim, unreleased
-from ckptfs.commit.deleting import remove_unheld
-from ckptfs.commit.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import AttemptKeys
-from ckptfs.commit.log import Appended, Refused, append, catch_up
+from ckptfs.commit.delete import deletion_steps
+from ckptfs.commit.delete.delete_checkpoint import remove_unheld
+from ckptfs.commit.delete.deletion_steps import delete_save, lies_nowhere, record_removal
+from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up
+from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
+from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
-from ckptfs.commit.ops import Read, RemoveMany, RemoveTree
-from ckptfs.commit.parts import word_of
-from ckptfs.commit.protocol import catalog, name_taken, next_seq
-from ckptfs.commit.reclaim import delete_save
-from ckptfs.commit.removal import lies_nowhere, record_removal
-from ckptfs.commit.run import release_fence
-from ckptfs.commit.saving import Means
-from ckptfs.commit.turns import is_long
+from ckptfs.commit.operations import AtOnce, Read, RemoveMany, RemoveTree, is_long
+from ckptfs.commit.ownership import recovery
+from ckptfs.commit.ownership.run import release_fence
+from ckptfs.commit.parts.parts import read_home
+from ckptfs.commit.paths import AttemptKeys
+from ckptfs.commit.save import owner_steps
+from ckptfs.commit.save.foreign_metadata import metadata_at
+from ckptfs.commit.save.projection import InHand
+from ckptfs.commit.state import catalog, name_taken, next_seq
 from ckptfs.errors import (
     CkptfsError,
     FencedError,
     IntegrityError,
     ManifestError,
     NotFoundError,
+    StorageError,
 )
 from ckptfs.storage.base import Capabilities, Shape
 from tests.model.disk import HalfRemove, Puts
@@ -162,7 +165,10 @@ def ids(prefix: str) -> Iterator[str]:
 
 
 def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
-    """Run a program of ``ckptfs.commit`` in one domain; a recursive removal takes two steps."""
+    """Run a program of ``ckptfs.commit`` in one domain; a recursive removal takes two steps, and operations
+    that may be done at once as many as they are.
+    """
+    program = one_by_one(program)
     try:
         op = next(program)
         while True:
@@ -180,9 +186,34 @@ def on(domain: str, program: Generator[Any, Any, Any]) -> Steps:
         return stop.value
 
 
+def one_by_one(program: Generator[Any, Any, Any]) -> Steps:
+    """The same program on a storage that does one operation at a time, in their order."""
+    try:
+        op = next(program)
+        while True:
+            if isinstance(op, AtOnce):
+                answers: tuple[Any, ...] = ()
+                for one in op.ops:
+                    try:
+                        answers += ((yield one),)
+                    except StorageError as error:
+                        answers += (error,)
+                op = program.send(answers)
+                continue
+            try:
+                reply = yield op
+            except Exception as error:  # noqa: BLE001 - all of them belong to the program
+                op = program.throw(error)
+            else:
+                op = program.send(reply)
+    except StopIteration as stop:
+        return stop.value
+
+
 def in_turns(domain: str, program: Generator[Any, Any, Any]) -> Steps:
     """Run a program as ``take_turns`` does, beside another thread of the same process."""
     yield domain, Enter(domain)
+    program = one_by_one(program)
     failure: Exception | None
     try:
         op = next(program)
@@ -214,7 +245,8 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
         yield domain, Hear((after,))
     lead = domain == what.domains[0]
     means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}"))
-    state = yield from on(domain, saving.survey())
+    state = yield from on(domain, owner_steps.survey())
+    in_hand = yield from _in_hand(what, domain)
     if lead:
         views = {domain: state}
         for other in what.domains[1:]:
@@ -233,7 +265,9 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
     else:
         base, seq, expected = yield domain, Hear((("base", what.save_id),))
     try:
-        return (yield from _save(what, domain, means, state, base, seq, ending, expected))
+        begun = (means, state, in_hand)
+        del state, in_hand
+        return (yield from _save(what, domain, begun, base, seq, ending, expected))
     except CkptfsError as error:
         yield domain, Tell(("broke", what.save_id, type(error).__name__))
         return "broke"
@@ -242,27 +276,28 @@ def saver(what: What, domain: str, ending: str = "finish", after: tuple[str, ...
 def _save(
     what: What,
     domain: str,
-    means: Means,
-    state: LogState,
+    begun: tuple[Means, LogState, InHand | None],
     base: Generation,
     seq: int,
     ending: str,
     expected: Seal | None,
 ) -> Steps:
     keys = what.keys
-    yield from on(domain, saving.begin(keys, base))
+    means, state, in_hand = begun
+    del begun
+    yield from on(domain, owner_steps.begin(keys, base))
     yield from _write(what, domain)
     if len(what.domains) > 1:
         # The barrier before the seals: no owner seals before all have written.
         yield domain, Tell(("written", what.save_id, domain))
         yield domain, Hear(tuple(("written", what.save_id, d) for d in what.domains))
     if ending == "undo":
-        return (yield from on(domain, saving.undo(keys, base, means)))
+        return (yield from on(domain, owner_steps.undo(keys, base, means)))
     seal = what.seal(base, seq)
     if expected is None:
-        program = saving.seal_save(seal, means, state, replace=what.replace)
+        program = owner_steps.seal_save(seal, means, state, replace=what.replace)
     else:
-        program = saving.seal_here(lambda seen: may_swap(seen, seal, expected), means, state)
+        program = owner_steps.seal_here(lambda seen: may_swap(seen, seal, expected), means, state)
     outcome = yield from on(domain, program)
     del program
     sealed = not isinstance(outcome, Refused)
@@ -284,7 +319,11 @@ def _save(
     yield domain, Tell(("acknowledged", what.save_id))
     holder = what.gen if what.clears else None
     run = in_turns if what.turns else on
-    yield from run(domain, saving.finish(seal, means, state, holder=holder, at_once=what.last))
+    finishing = owner_steps.finish(
+        seal, means, state, holder=holder, in_hand=in_hand, at_once=what.last
+    )
+    yield from run(domain, finishing)
+    del finishing
     yield domain, Tell(("finished", what.save_id, domain))
     if what.removes and expected is not None:
         state = yield from on(domain, catch_up())
@@ -292,6 +331,16 @@ def _save(
         if state.generation == base and (yield from _shows(what, domain)):
             yield from on(domain, remove_unheld(expected, means, base, state))
     return "committed"
+
+
+def _in_hand(what: What, domain: str) -> Steps:
+    """What an Attempt on an object store knows of its name before it writes."""
+    if what.caps.shape is Shape.FILESYSTEM:
+        return None
+    is_fresh = False
+    if what.artifact is not Kind.DIRECTORY:
+        is_fresh = (yield from on(domain, metadata_at(what.name))) is None
+    return InHand(what.small(), is_fresh, leaves_record=False)
 
 
 def _shows(what: What, domain: str) -> Steps:
@@ -323,7 +372,7 @@ def clearer(gen: Generation, after: What, caps: Capabilities) -> Steps:
     """What a run's background thread does once ``after`` is projected."""
     yield "A", Hear((("finished", after.save_id, "A"),))
     means = Means("A", caps, ids(f"clear-{after.save_id}"))
-    outcome = yield from on("A", saving.clear(means, None, gen))
+    outcome = yield from on("A", owner_steps.clear(means, None, gen))
     return "fenced" if isinstance(outcome, Refused) else "cleared"
 
 
@@ -338,20 +387,22 @@ def retirer(gen: Generation, name: str, caps: Capabilities, *, turns: bool = Tru
     if not found:
         return "nothing"
     save_id = found[-1].save_id
-    program = retire.retire(found[-1], means, gen, views["A"], reason="keep", going={save_id})
+    program = deletion_steps.retire(
+        found[-1], means, gen, views["A"], reason="keep", going={save_id}
+    )
     outcome = yield from on("A", program)
     if isinstance(outcome, Refused):
         return f"refused {outcome.reason}"
     yield "A", Tell(("retired", save_id))
     del views, found, outcome
     run = in_turns if turns else on
-    what, _ = yield from run("A", retire.erase(save_id, means, gen, None))
+    what, _ = yield from run("A", deletion_steps.erase_retired(save_id, means, gen, None))
     return str(what.value)
 
 
 def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
     """Removes a save by name, fencing nobody; the run is free since ``gen``."""
-    means = saving.Means("A", caps, ids(who))
+    means = Means("A", caps, ids(who))
     state = yield from on("A", catch_up())
     for save in list(state.saves.values()):
         ours = save.seal is not None and save.seal.name == name
@@ -364,13 +415,13 @@ def remover(who: str, gen: Generation, name: str, caps: Capabilities) -> Steps:
 
 def _give_up(what: What, domain: str, means: Means, base: Generation, *, sealed: bool) -> Steps:
     """A sure failure: abort where the seal is missing; only then record that where it is not."""
-    aborted = yield from on(domain, saving.undo(what.keys, base, means))
+    aborted = yield from on(domain, owner_steps.undo(what.keys, base, means))
     if len(what.domains) == 1:
         return
     yield domain, Tell(("undone" if aborted else "left", what.save_id, domain))
     undone = tuple(("undone", what.save_id, d) for d in what.domains)
     if sealed and (yield domain, Hear((), unless=undone)) is False:
-        yield from on(domain, saving.record_abort(what.save_id, means))
+        yield from on(domain, owner_steps.record_abort(what.save_id, means))
 
 
 def _write(what: What, domain: str) -> Steps:
@@ -378,7 +429,7 @@ def _write(what: What, domain: str) -> Steps:
     data = (f"{keys.data.rpartition('/')[0]}/{what.data_path(domain)}", what.data(domain))
     if what.fine:
         yield domain, Puts((data,))
-        yield from on(domain, saving.prepare(keys, what.small()))
+        yield from on(domain, owner_steps.prepare(keys, what.small()))
         return
     small = what.small()
     files = [data, *((f"{keys.data}/{name}", b) for name, b in small.items())]
@@ -402,7 +453,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
     """
     own = ids(f"again-{what.save_id}")
     means = Means("A", what.caps, own)
-    state = yield from on("A", saving.survey())
+    state = yield from on("A", owner_steps.survey())
     taken = name_taken(what.name, {"A": state})
     del state
     if taken is None:
@@ -433,7 +484,7 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
     own = ids(f"own-{what.save_id}")
     means = Means("A", what.caps, own)
     fenced = replace(what, gen=spec.gen, replace=True, last=True)
-    state = yield from on("A", saving.survey())
+    state = yield from on("A", owner_steps.survey())
     if name_taken(what.name, {"A": state}) is not None:
         del state
         end = yield from _claim(spec, own)
@@ -442,20 +493,20 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
             yield from on("A", release_fence(spec.gen, own, None, Stamp()))
         return end
     base = state.generation
-    yield from on("A", saving.begin(what.keys, base))
+    yield from on("A", owner_steps.begin(what.keys, base))
     yield from _write(what, "A")
     seal = what.seal(base, next_seq(base, {"A": state}, fenced=False))
-    outcome = yield from on("A", saving.seal_save(seal, means, state, replace=False))
+    outcome = yield from on("A", owner_steps.seal_save(seal, means, state, replace=False))
     if isinstance(outcome, Refused) and outcome.reason is Refusal.CONFLICT:
         del state, outcome, seal
         return (yield from _seal_again(fenced, base, spec, means))
     if isinstance(outcome, Refused):
         reason = outcome.reason
         del state, outcome, seal
-        yield from on("A", saving.undo(what.keys, base, means))
+        yield from on("A", owner_steps.undo(what.keys, base, means))
         return f"refused {reason}"
     yield "A", Tell(("acknowledged", what.save_id))
-    yield from on("A", saving.finish(seal, means, outcome.state, holder=None))
+    yield from on("A", owner_steps.finish(seal, means, outcome.state, holder=None))
     yield "A", Tell(("finished", what.save_id, "A"))
     return "committed"
 
@@ -463,20 +514,20 @@ def saver_replacing(what: What, spec: Holder) -> Steps:
 def _seal_again(what: What, base: Generation, spec: Holder, means: Means) -> Steps:
     end = yield from _claim(spec, means.ids, keep=(what.save_id,))
     if end != "ready":
-        yield from on("A", saving.undo(what.keys, base, means))
+        yield from on("A", owner_steps.undo(what.keys, base, means))
         return end
     state = yield from on("A", catch_up())
     seal = what.seal(spec.gen, next_seq(spec.gen, {"A": state}, fenced=True))
     manifest = {"ckptfs.json": what.small()["ckptfs.json"]}
-    yield from on("A", saving.prepare(what.keys, manifest))
-    outcome = yield from on("A", saving.seal_save(seal, means, state, replace=True))
+    yield from on("A", owner_steps.prepare(what.keys, manifest))
+    outcome = yield from on("A", owner_steps.seal_save(seal, means, state, replace=True))
     if isinstance(outcome, Refused):
         reason = outcome.reason
         del state, outcome, seal
-        yield from on("A", saving.undo(what.keys, spec.gen, means))
+        yield from on("A", owner_steps.undo(what.keys, spec.gen, means))
         return f"refused {reason}"
     yield "A", Tell(("acknowledged", what.save_id))
-    program = saving.finish(seal, means, outcome.state, holder=spec.gen, at_once=True)
+    program = owner_steps.finish(seal, means, outcome.state, holder=spec.gen, at_once=True)
     yield from on("A", program)
     yield "A", Tell(("finished", what.save_id, "A"))
     yield from on("A", release_fence(spec.gen, means.ids, None, Stamp()))
@@ -531,7 +582,7 @@ def holder(spec: Holder) -> Steps:
                 yield from _delete(spec, act.name, own)
             elif isinstance(act, Speak):
                 state = yield from on(first, catch_up())
-                yield first, Tell(("word", act.name), word_of(first, "h", state))
+                yield first, Tell(("word", act.name), read_home(first, "h", state))
             else:
                 for domain in act.domains:
                     yield from saver(act, domain)
@@ -551,7 +602,7 @@ def _claim(spec: Holder, own: Iterator[str], keep: tuple[str, ...] = ()) -> Step
     while folded is None:
         views: dict[str, LogState] = {}
         for domain in spec.domains:
-            views[domain] = yield from on(domain, saving.survey())
+            views[domain] = yield from on(domain, owner_steps.survey())
         if spec.polite and unreleased(views):
             return "busy"
         if any(view.generation >= spec.gen for view in views.values()):

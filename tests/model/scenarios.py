@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from ckptfs.commit import saving
-from ckptfs.commit.entries import (
+from ckptfs.commit.log.append import Means, Refused
+from ckptfs.commit.log.entries import (
     Body,
     Decided,
     Fence,
@@ -23,7 +23,7 @@ from ckptfs.commit.entries import (
     Release,
     Seal,
 )
-from ckptfs.commit.log import Refused
+from ckptfs.commit.save import owner_steps
 from ckptfs.storage.base import Capabilities, Shape
 from tests.model.disk import Disk
 from tests.model.lying import G1, G2, G2B, G3, committed_disk
@@ -923,11 +923,13 @@ def _both_sealed(
     states: dict[str, Any] = {}
     seal = what.seal(base, seq)
     for domain in order:
-        means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}"))
+        means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}"))
         if expected is None:
-            program = saving.seal_save(seal, means, None, replace=False)
+            program = owner_steps.seal_save(seal, means, None, replace=False)
         else:
-            program = saving.seal_here(lambda seen: may_swap(seen, seal, expected), means, None)
+            program = owner_steps.seal_here(
+                lambda seen: may_swap(seen, seal, expected), means, None
+            )
         out = yield from on(domain, program)
         del program
         if isinstance(out, Refused):
@@ -939,8 +941,8 @@ def _both_sealed(
         return "refused"
     yield "A", Tell(("acknowledged", what.save_id))
     for domain in order:
-        means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}f"))
-        yield from on(domain, saving.finish(seal, means, states[domain], holder=what.gen))
+        means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}f"))
+        yield from on(domain, owner_steps.finish(seal, means, states[domain], holder=what.gen))
         yield domain, Tell(("finished", what.save_id, domain))
     return "committed"
 
@@ -948,12 +950,12 @@ def _both_sealed(
 def _undone(what: What, order: tuple[str, ...], states: dict[str, Any]) -> Generator[Any, Any, Any]:
     aborted = []
     for domain in order:
-        means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}u"))
-        aborted.append((yield from on(domain, saving.undo(what.keys, G1, means))))
+        means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}u"))
+        aborted.append((yield from on(domain, owner_steps.undo(what.keys, G1, means))))
     if any(aborted):
         for domain in states:
-            means = saving.Means(domain, what.caps, ids(f"{what.save_id}-{domain}r"))
-            yield from on(domain, saving.record_abort(what.save_id, means))
+            means = Means(domain, what.caps, ids(f"{what.save_id}-{domain}r"))
+            yield from on(domain, owner_steps.record_abort(what.save_id, means))
 
 
 def two_domains_plain_replaced() -> Scenario:

@@ -22,8 +22,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ckptfs.commit.layout import ATTEMPTS, CONTROL, LOG, TMP, TRASH
-from ckptfs.commit.ops import (
+from ckptfs.commit.operations import (
     Create,
     MakeDir,
     Pause,
@@ -33,6 +32,7 @@ from ckptfs.commit.ops import (
     Replace,
     Sync,
 )
+from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, TMP, TRASH
 from ckptfs.errors import AlreadyExistsError, AnswerLostError, CkptfsError, NotFoundError
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk, Failed, Outcome, Puts, apply

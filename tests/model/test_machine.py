@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.ops import Create, List, MakeDir, Op, Read, RemoveDir, Rename, Replace, Write
+from ckptfs.commit.operations import (
+    Create,
+    List,
+    MakeDir,
+    Op,
+    Read,
+    RemoveDir,
+    Rename,
+    Replace,
+    Write,
+)
 from ckptfs.errors import AlreadyExistsError, NotFoundError
 from ckptfs.storage.base import Entry, Shape
 from tests.model.disk import Disk, Failed, HalfRemove, apply

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-from ckptfs.commit.entries import Generation
-from ckptfs.commit.ops import Create, Pause, Refresh, Rename, Replace, Sync
+from ckptfs.commit.log.entries import Generation
+from ckptfs.commit.operations import Create, Pause, Refresh, Rename, Replace, Sync
 from ckptfs.errors import AnswerLostError, NotFoundError
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk, Failed, Outcome, apply

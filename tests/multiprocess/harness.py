@@ -19,7 +19,8 @@ Every wait has a deadline and leaving the ``with`` block kills every process tha
 in a process of its own (``ranks.kill_store()``). Ranks are forked from one process that imported
 torch once (30 ms each instead of 2 s); ``warm=False`` and ``prefix=`` start real interpreters. With
 ``warm=True`` and the prefix of a ``Node`` (tests/lab/nodes.py) one such process lives there.
-``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results.
+``torchrun(body, n)`` runs the same bodies under the real launcher and returns the same results; with
+``warm=True`` its agents and their workers are forked as well, and nobody imports torch.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ WARM = (
     "pytest",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
+    "torch.distributed.run",
     "torch.distributed.tensor",
     "torch.utils.serialization.config",
     "torch._dynamo",
@@ -151,6 +153,22 @@ class Rank:
             if message["release"] == name:
                 return dict(message["data"])
         raise EOFError("the test is gone")
+
+
+CLONE_NEWNS = 0x20000
+
+
+def mount_privately() -> None:
+    """What this process mounts from here on, nobody else sees. To be called before it starts threads.
+
+    OSError where the kernel allows no mount namespace; root is needed.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -653,11 +671,16 @@ def torchrun(
     args: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     max_restarts: int = 0,
+    warm: bool = False,
     timeout_s: float = START_TIMEOUT_S,
 ) -> list[Result]:
     """Run ``body`` under the real torchrun; one agent per node, each with its own CKPTFS_NODE.
 
     Results in order of rank; a rank without a result is ``died``; the agents' output is the log.
+
+    warm: fork the agents from a process that has imported torch, and let them fork the workers: 3 s of
+    CPU less for each. A worker is then no interpreter of its own: ``atexit`` calls nothing, and it is in
+    the process group of its agent.
     """
     with tempfile.TemporaryDirectory(prefix="torchrun-", ignore_cleanup_errors=True) as scratch:
         size = nproc_per_node * nnodes
@@ -666,6 +689,10 @@ def torchrun(
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             port = probe.getsockname()[1]
+        words = _torchrun_words(nproc_per_node, nnodes, port, max_restarts)
+        if warm:
+            _run_warm_agents(words, nnodes, Path(scratch), env or {}, timeout_s)
+            return [_torchrun_result(Path(scratch), number) for number in range(size)]
         agents = []
         deadline = time.monotonic() + timeout_s
         try:
@@ -674,7 +701,7 @@ def torchrun(
                     agents.append(
                         subprocess.Popen(
                             [
-                                *_torchrun_command(nproc_per_node, nnodes, port, max_restarts),
+                                *(sys.executable, "-m", "torch.distributed.run", *words),
                                 *("--node-rank", str(node), __file__, "--torchrun", scratch),
                             ],
                             env=_environment({"CKPTFS_NODE": f"node{node}", **(env or {})}),
@@ -694,14 +721,40 @@ def torchrun(
         return [_torchrun_result(Path(scratch), number) for number in range(size)]
 
 
-def _torchrun_command(nproc_per_node: int, nnodes: int, port: int, max_restarts: int) -> list[str]:
+def _torchrun_words(nproc_per_node: int, nnodes: int, port: int, max_restarts: int) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", str(nnodes), "--nproc-per-node", str(nproc_per_node)),
         *("--max-restarts", str(max_restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{HOST}:{port}", "--rdzv-id", "test"),
         *("--local-addr", HOST),
     ]
+
+
+def _agent(rank: Rank) -> None:
+    """torchrun, in a process that has imported torch; it forks its workers, which run this file anew."""
+    from torch.distributed.run import main
+
+    main(rank.args["words"])
+
+
+def _run_warm_agents(
+    words: list[str], nnodes: int, scratch: Path, env: Mapping[str, str], timeout_s: float
+) -> None:
+    """Until all agents have ended; how they ended, their workers' results say."""
+    news = threading.Condition()
+    agents = Ranks([], news)
+    try:
+        for node in range(nnodes):
+            script = ["--node-rank", str(node), __file__, "--torchrun", str(scratch)]
+            args: dict[str, object] = {}
+            args["words"] = [*words, "--run-path", "--start-method", "fork", *script]
+            extra = {"CKPTFS_NODE": f"node{node}", **env}
+            spec = _spec(_agent, node, nnodes, args, scratch=scratch, env=extra)
+            spec["log"] = str(scratch / f"agent-{node}")
+            agents._processes.append(_start(spec, scratch, news, warm=True, prefix=()))
+        agents.results(timeout_s=timeout_s)
+    finally:
+        agents.close()
 
 
 def _end_agent(agent: subprocess.Popen[bytes]) -> None:
@@ -727,6 +780,10 @@ def _torchrun_result(scratch: Path, number: int) -> Result:
 
 
 def _torchrun_main(scratch: str) -> int:
+    # What the agent does at a signal, a worker that it forked would do as well.
+    for name in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(name, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     spec = json.loads(Path(scratch, "spec.json").read_text())
     number = int(os.environ["RANK"])
     spec |= {
@@ -746,4 +803,6 @@ if __name__ == "__main__":
             content = json.loads(Path(file).read_text())
             sys.exit(_rank_main(content, socket.socket(fileno=int(fd))))
         case ["--torchrun", scratch]:
-            sys.exit(_torchrun_main(scratch))
+            # A forked worker that leaves by SystemExit, with whatever code, gives its agent no result.
+            if code := _torchrun_main(scratch):
+                sys.exit(code)

@@ -187,12 +187,12 @@ def one_cannot_stage(rank: Rank) -> list[Any]:
 def takes_turns(rank: Rank) -> list[list[float]]:
     """Two saves; when this rank opened and closed its data files, on the clock of the host."""
     import ckptfs
-    from ckptfs.commit.opening import Place, sit_down
-    from ckptfs.commit.spec import SaveSpec
+    from ckptfs.commit.save.spec import SaveSpec
+    from ckptfs.commit.session import Place, sit_down
+    from ckptfs.control.control import open_control
     from ckptfs.dcp.saving import WriteOptions, save_at
     from ckptfs.storage.local import LocalStorage
-    from ckptfs.storage.local.files import LocalWriter
-    from ckptfs.topology.control import open_control
+    from ckptfs.storage.local.writers import LocalWriter
 
     spans: list[list[float]] = []
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from ckptfs.topology.connection_pool import WAITING
+from ckptfs.control.tcpstore_client import WAITING
 from tests.multiprocess.harness import Rank, Ranks, launch
 from tests.topology.relay import HOST, Relay
 
@@ -191,7 +191,7 @@ def two_groups(rank: Rank) -> object:
     """Each rank opens a control of one group first, and not the same as the other rank."""
     import torch.distributed as dist
 
-    from ckptfs.topology.control import open_control
+    from ckptfs.control.control import open_control
 
     rank.init_group()
     groups = [dist.new_group(list(range(rank.size))) for _ in range(RANKS)]

@@ -44,7 +44,7 @@ def test_shards_of_two_nodes_become_one_checkpoint_under_torchrun(tmp_path: Path
     """Rank 0 speaks; all ranks end with one code; stock torch reads the copy in one process."""
     target = tmp_path / "copy"
     args = {"source": f"nodes+file://{tmp_path}/@node/run", "target": str(target)}
-    ended = torchrun(save_and_copy, 1, nnodes=2, args=args)
+    ended = torchrun(save_and_copy, 1, nnodes=2, args=args, warm=True)
     assert all(result.value for result in ended), ended[0].log
     results = [result.value for result in ended]
     assert [r["step_3"][0] for r in results] == [0] * 2

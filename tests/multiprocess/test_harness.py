@@ -87,5 +87,12 @@ def test_deadline_is_hard() -> None:
 
 def test_bodies_run_under_torchrun_with_two_agents() -> None:
     """The same bodies run under the real launcher, two nodes of two ranks."""
-    results = torchrun(env_rank, 2, nnodes=2)
+    results = torchrun(env_rank, 2, nnodes=2, warm=True)
     assert [r.value for r in results] == [40, 41, 42, 43], results[0].log[-3000:]
+
+
+def test_a_body_that_fails_under_torchrun_ends_the_job_with_its_error() -> None:
+    """Also where agents and workers are forked: nobody waits for what a dead worker returns."""
+    results = torchrun(fail, 1, nnodes=1, warm=True)
+    assert [r.error_type for r in results] == ["ValueError"], results[0].log[-3000:]
+    assert "rank 0 fails" in str(results[0].error)

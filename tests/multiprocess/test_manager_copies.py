@@ -33,8 +33,8 @@ def state_of(rank: int, step: int) -> dict[str, Any]:
 def save_and_drain(rank: Rank) -> dict[str, Any]:
     """One job: drain what is left, save, drain; what it was told."""
     from ckptfs.events import CopyFailed, Event
-    from ckptfs.manager.copies import Copier, copies_of
-    from ckptfs.manager.gathering import gather
+    from ckptfs.replication.copier import gather
+    from ckptfs.replication.tiers import Copier, copies_of
 
     told: list[Event] = []
     if dist.is_torchelastic_launched():

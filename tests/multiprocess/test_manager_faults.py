@@ -425,7 +425,7 @@ def test_a_clock_that_jumps_decides_nothing(
 
     import torch
 
-    from ckptfs.commit import spec
+    from ckptfs.commit.save import spec
     from ckptfs.manager.manager import CheckpointManager
 
     class Past(dt.datetime):

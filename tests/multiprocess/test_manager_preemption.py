@@ -83,7 +83,8 @@ def steps_of(run: Path) -> list[int]:
 
 def test_sigterm_to_one_rank_under_torchrun(tmp_path: Path) -> None:
     """One rank of two is told: both save the same step soon after it, and end with exit code 0."""
-    results = torchrun(train, 2, args={"uri": str(tmp_path), "victim": "rank", "mode": "sync"})
+    args = {"uri": str(tmp_path), "victim": "rank", "mode": "sync"}
+    results = torchrun(train, 2, args=args, warm=True)
     values = [r.value for r in results]
     assert values[0] is not None, results[0].log
     assert values[0] == values[1]
@@ -113,7 +114,7 @@ def asks(rank: Rank) -> list[int]:
     import torch
     import torch.distributed as dist
 
-    from ckptfs.topology.control import open_control
+    from ckptfs.control.control import open_control
 
     rank.init_group()
     with open_control() as control:
@@ -143,8 +144,8 @@ def test_a_signal_from_outside_to_the_last_rank() -> None:
 
 def asks_alone(rank: Rank) -> list[str]:
     """Ask without a collective of the group, so that only should_save can notice a dead rank."""
+    from ckptfs.control.control import open_control
     from ckptfs.errors import CkptfsError
-    from ckptfs.topology.control import open_control
 
     rank.init_group()
     said: list[str] = []

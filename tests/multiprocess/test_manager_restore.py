@@ -92,7 +92,7 @@ def seen(state: dict[str, Any]) -> str:
 @contextmanager
 def seat_at(uri: str, *, write: bool) -> Iterator[Any]:
     """A seat of this rank at a run."""
-    from ckptfs.commit.opening import Place, agree_uri, control_for, open_seat
+    from ckptfs.commit.session import Place, agree_uri, control_for, open_seat
 
     with control_for(None, 20.0) as control:
         target = agree_uri(control, uri)
@@ -102,10 +102,10 @@ def seat_at(uri: str, *, write: bool) -> Iterator[Any]:
 
 def save_state(uri: str, step: int, state: Any) -> None:
     """One save of a claimed run."""
-    from ckptfs.commit.claim import claim
-    from ckptfs.commit.spec import SaveSpec
+    from ckptfs.commit.ownership.claim import claim
+    from ckptfs.commit.save.spec import SaveSpec
     from ckptfs.dcp.saving import save_at
-    from ckptfs.manager.state import saveable
+    from ckptfs.manager.state_dict import saveable
 
     with seat_at(uri, write=True) as seat, claim(seat) as run:
         found = saveable(state)
@@ -116,9 +116,9 @@ def save_state(uri: str, step: int, state: Any) -> None:
 def restore_state(uri: str, state: Any, **request: Any) -> Any:
     """What a restore tells: step and skipped, or the error."""
     from ckptfs.errors import CkptfsError
-    from ckptfs.manager.candidates import RestoreRequest
-    from ckptfs.manager.naming import Template
-    from ckptfs.manager.restoring import restore
+    from ckptfs.manager.options import Template
+    from ckptfs.manager.restore import restore
+    from ckptfs.manager.restore_candidates import RestoreRequest
 
     asked = RestoreRequest(step_of=Template("step_{N}").step_of, **request)
     with seat_at(uri, write=False) as seat:
@@ -134,7 +134,7 @@ def restore_state(uri: str, state: Any, **request: Any) -> Any:
 def own(rank: Rank) -> dict[str, Any]:
     """What this rank has for itself."""
     from ckptfs.manager.rng import RngState
-    from ckptfs.manager.state import PerRank
+    from ckptfs.manager.state_dict import PerRank
 
     return {"rng": RngState(), "data": PerRank({"at": 10 * rank.number, "of": rank.size})}
 
@@ -173,7 +173,7 @@ def saver(rank: Rank) -> Any:
 
 def restorer(rank: Rank) -> Any:
     """Everything again, on these ranks."""
-    from ckptfs.manager.candidates import Fallback, PerRankPolicy
+    from ckptfs.manager.restore_candidates import Fallback, PerRankPolicy
 
     rank.init_group()
     runs = rank.args["runs"]

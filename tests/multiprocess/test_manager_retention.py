@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from ckptfs.commit.opening import Place
-from ckptfs.manager.ground import Ground, Where
+from ckptfs.commit.session import Place
+from ckptfs.control.control import open_control
+from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Action, FaultyStorage, Plan, parse_faults
 from ckptfs.testing.nodes import this_node
-from ckptfs.topology.control import open_control
 from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch, torchrun
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.topology.control import Control
+from ckptfs.control.control import Control
 from tests.multiprocess.harness import Rank, launch
 from tests.multiprocess.store_keys import keys_of, until, until_key
 
@@ -28,8 +28,8 @@ def total(values: list[int]) -> int:
 def _open(store: Any, rank: int, size: int, timeout_s: float) -> Control:
     from dataclasses import replace
 
-    from ckptfs.topology.store import StoreControl
-    from ckptfs.topology.world import World
+    from ckptfs.control.tcpstore_control import StoreControl
+    from ckptfs.control.world import World
 
     return StoreControl(replace(World.solo(), rank=rank, size=size), store, timeout_s=timeout_s)
 
@@ -316,7 +316,7 @@ class _Overhears:
 
 def test_ranks_agree_on_a_uri_and_keep_their_credentials() -> None:
     """Each opens with its own; whoever reaches the store hears of none."""
-    from ckptfs.commit.opening import agree_uri
+    from ckptfs.commit.session import agree_uri
 
     heard: list[bytes] = []
     store = _Overhears(_store(), heard)

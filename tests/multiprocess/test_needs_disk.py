@@ -20,14 +20,14 @@ from typing import Any
 import pytest
 
 import ckptfs
-from ckptfs.commit.opening import Place, sit_down
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
-from ckptfs.topology.directory import ensure_dir
+from ckptfs.topology.ensure_dir import ensure_dir
 from ckptfs.uri import Uri
-from tests.multiprocess.harness import Rank, launch
+from tests.multiprocess.harness import Rank, launch, mount_privately
 
 MIB = 1 << 20
 
@@ -72,6 +72,7 @@ def on_a_small_disk(rank: Rank) -> dict[str, Any]:
     """A tmpfs of 4 MiB: too small for the second state, then for a single log entry."""
     import torch
 
+    mount_privately()
     place = str(rank.args["place"])
     _mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", place)
     run = f"{place}/run"
@@ -100,6 +101,7 @@ def small_disks_of_some(rank: Rank) -> list[Any]:
     """A disk for each rank, a node each; those of ranks 1 and 3 are too small for the second state."""
     import torch
 
+    mount_privately()
     os.environ["CKPTFS_NODE"] = f"n{rank.number}"
     place = str(rank.args["place"])
     size = "4m" if rank.number in {1, 3} else "64m"
@@ -121,6 +123,7 @@ def without_inodes(rank: Rank) -> dict[str, Any]:
     """A tmpfs with room for bytes and none for names."""
     import torch
 
+    mount_privately()
     place = str(rank.args["place"])
     _mount("-t", "tmpfs", "-o", "size=8m,nr_inodes=64", "tmpfs", place)
     run = f"{place}/run"
@@ -148,6 +151,7 @@ def on_a_read_only_mount(rank: Rank) -> dict[str, Any]:
     """The same run twice: as it is, and bound read-only to another place."""
     import torch
 
+    mount_privately()
     run, place = f"{rank.args['base']}/run", str(rank.args["place"])
     state = {"w": torch.ones(1000)}
     with ckptfs.prepare_run(run) as held:
@@ -188,8 +192,7 @@ def _alone(body: Callable[[Rank], object], tmp_path: Path) -> dict[str, Any]:
     place = tmp_path / "place"
     place.mkdir()
     args = {"place": str(place), "base": str(tmp_path)}
-    words = ["unshare", "-m", "--propagation", "private"]
-    with launch(body, 1, args=args, store="none", prefix=lambda _: words) as ranks:
+    with launch(body, 1, args=args, store="none") as ranks:
         (value,) = ranks.values()
     seen: dict[str, Any] = value
     return seen
@@ -225,10 +228,7 @@ def test_disks_that_are_full_on_some_ranks_are_one_error_that_is_both(short_path
     """
     place = short_path / "place"
     place.mkdir()
-    words = ["unshare", "-m", "--propagation", "private"]
-    with launch(
-        small_disks_of_some, 4, args={"place": str(place)}, prefix=lambda _: words
-    ) as ranks:
+    with launch(small_disks_of_some, 4, args={"place": str(place)}) as ranks:
         seen = ranks.values()
     assert all(one == seen[0] for one in seen)
     text, *told = seen[0]

@@ -171,7 +171,7 @@ def check_steps(run: Path, values: dict[int, int]) -> None:
         assert state["step"] == value
 
 
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("steps", [32, pytest.param(200, marks=pytest.mark.campaign)])
 def test_n1_an_outsiders_objects_and_the_ranks_checkpoints_never_hurt_each_other(
     tmp_path: Path, steps: int
 ) -> None:

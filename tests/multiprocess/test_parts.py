@@ -75,7 +75,7 @@ def group(rank: Rank) -> None:
 def driver(rank: Rank) -> str:
     """Outside of every group: begins, saves its own part, commits, and dies where it is told to."""
     import ckptfs
-    from ckptfs.commit.tickets import begin_parts
+    from ckptfs.commit.parts.tickets import begin_parts
 
     uri, name = str(rank.args["uri"]), str(rank.args["name"])
     with ckptfs.prepare_run(uri) as run:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from ckptfs.topology import client, stepkeys
-from ckptfs.topology.control import open_control
-from ckptfs.topology.stepkeys import StepKeys
-from ckptfs.topology.verdict import apart
+from ckptfs.control import tcpstore_client
+from ckptfs.control.control import open_control
+from ckptfs.control.messages import apart
+from ckptfs.control.tcpstore_client import StepKeys
 from tests.multiprocess.harness import Rank, launch
 
 SIZE_BYTES = 3 << 20  # several chunks
@@ -76,14 +76,14 @@ def follow(owner: Any, name: str, first: Any) -> None:
 
 def notes_puts(log: list[str]) -> None:
     """From now on a piece that goes into the store is noted."""
-    put = client.put
+    put = tcpstore_client.put
 
     def noted(store: Any, key: str, data: bytes) -> None:
         if "/for/" in key:
             log.append(f"put {key.rpartition('/')[2]}")
         put(store, key, data)
 
-    vars(stepkeys)["put"] = noted
+    vars(tcpstore_client)["put"] = noted
 
 
 def left_in(store: Any) -> list[str]:

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit import sealing
-from ckptfs.commit.attempt import Attempt
-from ckptfs.manager.retiring import Retirer
+from ckptfs.commit.save import sealing
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.control.control import Control, open_control
+from ckptfs.retention.deletion import Retirer
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.control import Control, open_control
 from ckptfs.uri import Uri
 from tests.multiprocess.harness import Rank, launch
 from tests.multiprocess.test_async_exit import ended

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from ckptfs.manager.local_root import LocalRoot
-from ckptfs.topology.control import open_control
+from ckptfs.control.control import open_control
+from ckptfs.integrations._support.local_root import LocalRoot
 from tests.multiprocess.harness import Rank, launch
 
 TIMEOUT_S = 3.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.topology.control import open_control
+from ckptfs.control.control import open_control
 from tests.multiprocess.harness import Rank, Ranks, StoreHost, launch, torchrun
 from tests.multiprocess.store_keys import keys_of
 
@@ -230,7 +230,7 @@ def host_ends_first(rank: Rank) -> int:
 
 def leave_in_turn(rank: Rank) -> str:
     """Rank 1 closes and its process ends; rank 0 keeps its control open and sees that."""
-    from ckptfs.topology.pulse import Life, is_gone
+    from ckptfs.control.world import Life, is_gone
 
     rank.init_group()
     control = open_control(timeout_s=2.0)
@@ -249,8 +249,8 @@ def leave_in_turn(rank: Rank) -> str:
 
 def other_version(rank: Rank) -> None:
     """Rank 2 runs another version of ckptfs."""
-    from ckptfs.topology.store import StoreControl
-    from ckptfs.topology.world import World
+    from ckptfs.control.tcpstore_control import StoreControl
+    from ckptfs.control.world import World
 
     rank.init_group()
     version = "9.9" if rank.number == 2 else "0.1.0"
@@ -364,7 +364,7 @@ def test_without_a_group_over_the_launchers_store() -> None:
 
 def test_without_a_group_under_real_torchrun() -> None:
     """The real agent's store carries a control; two agents are two nodes."""
-    results = torchrun(without_group, 1, nnodes=2)
+    results = torchrun(without_group, 1, nnodes=2, warm=True)
     assert [r.value and r.value["numbers"] for r in results] == [[0, 0]] * 2, results[0].log
 
 

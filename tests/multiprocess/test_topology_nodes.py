@@ -13,10 +13,10 @@ TIMEOUT_S = 600.0
 
 def make_counted(rank: Rank) -> dict[str, Any]:
     """ensure_dir on simulated node-local disks; which make_dir did this rank do?"""
+    from ckptfs.control.control import open_control
     from ckptfs.storage.local import LocalStorage
-    from ckptfs.topology.control import open_control
-    from ckptfs.topology.directory import ensure_dir
-    from ckptfs.topology.domain import probe_domains
+    from ckptfs.topology.ensure_dir import ensure_dir
+    from ckptfs.topology.storage_domains import probe_domains
     from ckptfs.uri import Uri
 
     made: list[str] = []
@@ -40,10 +40,10 @@ def make_counted(rank: Rank) -> dict[str, Any]:
 
 def die_while_making(rank: Rank) -> None:
     """The owner is killed inside its mkdir."""
+    from ckptfs.control.control import open_control
     from ckptfs.storage.local import LocalStorage
-    from ckptfs.topology.control import open_control
-    from ckptfs.topology.directory import ensure_dir
-    from ckptfs.topology.domain import probe_domains
+    from ckptfs.topology.ensure_dir import ensure_dir
+    from ckptfs.topology.storage_domains import probe_domains
     from ckptfs.uri import Uri
 
     class Slow(LocalStorage):

@@ -89,8 +89,7 @@ def plant(mistake: Mistake, package: Path = ROOT / "ckptfs") -> Planted:
     last = mistake.where.rpartition(".")[2]
     heads = (f"def {last}(", f"class {last}(", f"class {last}:", f"def {last}[", f"class {last}[")
     matches: list[Planted] = []
-    for path in sorted(package.rglob("*.py")):
-        source = path.read_text()
+    for path, source in _sources(package):
         if not any(head in source for head in heads):
             continue
         for start, end in _spans(source).get(mistake.where, ()):
@@ -100,6 +99,12 @@ def plant(mistake: Mistake, package: Path = ROOT / "ckptfs") -> Planted:
     if len(matches) != 1:
         raise ValueError(f"{mistake.name}: {len(matches)} places in {mistake.where}, not one")
     return matches[0]
+
+
+@functools.cache
+def _sources(package: Path) -> tuple[tuple[Path, str], ...]:
+    """Every file of the package, read once for all mistakes."""
+    return tuple((path, path.read_text()) for path in sorted(package.rglob("*.py")))
 
 
 @functools.cache

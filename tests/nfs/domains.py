@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from contextlib import closing
 
 from ckptfs import checkpoint_dir
+from ckptfs.control.control import open_control
 from ckptfs.storage.registry import open_storage
-from ckptfs.topology.control import open_control
-from ckptfs.topology.directory import ensure_dir
-from ckptfs.topology.domain import probe_domains
+from ckptfs.topology.ensure_dir import ensure_dir
+from ckptfs.topology.storage_domains import probe_domains
 from tests.nfs.runs import read_step
 
 __all__ = ["identities", "make_directories", "probe_all", "read_together", "write_listed"]

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ckptfs.commit.entries import Body, Fence, FenceMode, Generation, Pin, decode_entry
-from ckptfs.commit.fold import LogState
-from ckptfs.commit.layout import LOG, AttemptKeys
-from ckptfs.commit.log import Appended, Refused, append, catch_up, make_log, write_snapshot
-from ckptfs.commit.ops import Program, drive
-from ckptfs.commit.project import discard_source
-from ckptfs.commit.seat import TOUCH_AFTER_S
+from ckptfs.commit.log.append import Appended, Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log.entries import Body, Fence, FenceMode, Generation, Pin, decode_entry
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import Program, drive
+from ckptfs.commit.paths import LOG, AttemptKeys
+from ckptfs.commit.save.projection import discard_source
+from ckptfs.commit.session import TOUCH_AFTER_S
 from ckptfs.storage.base import Shape
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix

@@ -183,7 +183,7 @@ def drive(args: dict[str, Any]) -> dict[str, Any]:
 
 def held_ticket(held: ckptfs.Run, step: int) -> ckptfs.Ticket:
     """Begin a checkpoint of two parts."""
-    from ckptfs.commit.tickets import begin_parts
+    from ckptfs.commit.parts.tickets import begin_parts
 
     return begin_parts(held, f"global_step_{step}", step, ["actor", "driver"])
 

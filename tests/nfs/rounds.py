@@ -27,7 +27,7 @@ def make_and_write(args: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     import ckptfs
-    from ckptfs.topology.directory import ensure_dir
+    from ckptfs.topology.ensure_dir import ensure_dir
 
     rank, _ = join()
     run = args["run"]

@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Mapping
 
 import ckptfs
-from ckptfs.commit.catalog import find, live_of
-from ckptfs.commit.looking import looking_at
-from ckptfs.commit.ops import drive
+from ckptfs.commit.catalog.catalog import find, live_of, looking_at
+from ckptfs.commit.operations import drive
 from ckptfs.tools.changing import remove
 from ckptfs.uri import Uri
 

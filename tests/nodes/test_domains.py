@@ -29,9 +29,9 @@ def look_around(rank: Rank) -> dict[str, Any]:
     import torch.distributed as dist
 
     import ckptfs
+    from ckptfs.control.control import open_control
     from ckptfs.storage.registry import open_storage
-    from ckptfs.topology.control import open_control
-    from ckptfs.topology.domain import probe_domains
+    from ckptfs.topology.storage_domains import probe_domains
 
     rank.init_group()
     seen: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid()}

@@ -73,7 +73,8 @@ def test_an_unplugged_node_reaches_nobody(make_nodes: MakeNodes) -> None:
     assert not _reaches(nodes, 0, 1)
     assert nodes[1].run(["hostname"]).split() == ["node1"]
     nodes[1].plug()
-    assert _reaches(nodes, 0, 1)
+    # A busy machine may take longer to answer than a try waits.
+    assert any(_reaches(nodes, 0, 1) for _ in range(30))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -190,7 +190,7 @@ def job(nodes: Nodes, *words: str, home: Path, fault: str = "") -> Job:
     """One start of the job on the first two machines; each is the same job to the run's owner."""
     env = {"CKPTFS_TEST_FAULT": fault}
     machines = list(nodes)[:2]
-    return Job(machines, [PROGRAM, *words], home=home, env=env, run_id="lab")
+    return Job(machines, [PROGRAM, *words], home=home, env=env, run_id="lab", warm=True)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def own(rank: Rank) -> None:
     """Hold the run until the end, or a SIGKILL."""
     import os
 
-    from ckptfs.commit.claim import claim
+    from ckptfs.commit.ownership.claim import claim
 
     os.umask(0)
     run = claim(_seat(), times=_times(1.0))
@@ -38,9 +38,9 @@ def come(rank: Rank) -> dict[str, Any]:
     import os
     import socket
 
-    from ckptfs.commit.catalog import read_view
-    from ckptfs.commit.claim import claim
-    from ckptfs.commit.ops import drive
+    from ckptfs.commit.catalog.catalog import read_view
+    from ckptfs.commit.operations import drive
+    from ckptfs.commit.ownership.claim import claim
     from ckptfs.errors import RunBusyError
     from ckptfs.storage import registry  # noqa: F401 - another user may not read our interpreter
     from ckptfs.tools.holding import holding_of
@@ -65,15 +65,15 @@ def come(rank: Rank) -> dict[str, Any]:
 
 
 def _times(still_s: float) -> Any:
-    from ckptfs.commit.lease import LeaseTimes
+    from ckptfs.commit.ownership.lease import LeaseTimes
 
     return LeaseTimes(rewrite_s=0.1, still_s=still_s)
 
 
 def _seat() -> Any:
-    from ckptfs.commit.opening import Place, sit_down
+    from ckptfs.commit.session import Place, sit_down
+    from ckptfs.control.control import SoloControl
     from ckptfs.storage.registry import open_storage
-    from ckptfs.topology.control import SoloControl
 
     return sit_down(SoloControl(), open_storage(RUN), Place(), write=True)
 

@@ -22,15 +22,17 @@ def test_two_jobs_on_one_run_from_two_nodes(make_nodes: MakeNodes, tmp_path: Pat
     was on its way, commits nothing any more, on no rank; all that is listed is whole.
     """
     one, two = make_nodes(2)
-    fencing_holds([one], [two], RUN, tmp_path)
+    fencing_holds([one], [two], RUN, tmp_path, warm=True)
 
 
-def fencing_holds(one: list[Machine], two: list[Machine], run: str, home: Path) -> None:
+def fencing_holds(
+    one: list[Machine], two: list[Machine], run: str, home: Path, *, warm: bool = False
+) -> None:
     """Two torchruns, two ranks each; whose turn it is, the files of ``Job`` say."""
     gate = home / "gate"
     # The log: fence, seal of old_1; the seal of old_2 stops before it is written.
     fault = f"hold={gate}:create:*/log/*:3@0"
-    with jobs(one, two, run, home, fault) as (old, new):
+    with jobs(one, two, run, home, fault, warm) as (old, new):
         old.release("claim")
         assert {told["generation"] for told in old.wait("owns").values()} == {1}
         old.release("old_1")
@@ -65,14 +67,15 @@ def fencing_holds(one: list[Machine], two: list[Machine], run: str, home: Path) 
 
 @contextmanager
 def jobs(
-    one: list[Machine], two: list[Machine], run: str, home: Path, fault: str
+    one: list[Machine], two: list[Machine], run: str, home: Path, fault: str, warm: bool
 ) -> Iterator[tuple[Job, Job]]:
     """Both have started, and neither has claimed anything."""
     with ExitStack() as stack:
         program, place = training.__file__, f"faults+file://{run}"
         words = [program, "own", place, "--until", "3"]
+        env = {"CKPTFS_TEST_FAULT": fault}
         old = stack.enter_context(
-            Job(one, [*words, "--name", "old"], home=home, env={"CKPTFS_TEST_FAULT": fault})
+            Job(one, [*words, "--name", "old"], home=home, env=env, warm=warm)
         )
-        new = stack.enter_context(Job(two, [*words, "--name", "new"], home=home))
+        new = stack.enter_context(Job(two, [*words, "--name", "new"], home=home, warm=warm))
         yield old, new

@@ -70,6 +70,18 @@ def _run(*arguments: object) -> Any:
     return json.loads(out.getvalue())
 
 
+def _stream(*arguments: object) -> Iterator[Any]:
+    """The documents of a command that prints one on each line."""
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.suppress(SystemExit),
+    ):
+        main([*(str(argument) for argument in arguments), "--json"])
+    yield from map(json.loads, out.getvalue().splitlines())
+
+
 def _documents(directory: str) -> Iterator[tuple[str, Any]]:
     run, other = f"{directory}/runs/llm", f"{directory}/copy"
     _fill(run)
@@ -94,6 +106,8 @@ def _documents(directory: str) -> Iterator[tuple[str, Any]]:
     ]
     for call in calls:
         yield str(call[0]), _run(*call)
+    for document in _stream("watch", run, "--from", "0", "--until-end"):
+        yield "watch", document
     with ckptfs.checkpoint_dir(f"{run}/export_1") as path:
         Path(path, "config.json").write_text("{}")
     yield "inspect", _run("inspect", f"{run}/export_1")

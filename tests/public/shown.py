@@ -23,6 +23,7 @@ __all__ = ["PAGE", "ROOT", "Shown", "module_file", "pages", "shown"]
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "public.md"
 
+_LOGGER = re.compile(r"logger `ckptfs[\w.]*`")
 _DOTTED = re.compile(r"(?<![\w./:+-])ckptfs((?:\.[A-Za-z]\w*)+)")
 _FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _AUTOMODULE = re.compile(r"^\.\. automodule:: (ckptfs[\w.]*)\n((?:   :.*\n)*)", flags=re.MULTILINE)
@@ -65,7 +66,8 @@ def shown(files: Iterable[Path]) -> Shown:
             continue
         for block in _FENCE.findall(text):
             _add_code(block, found)
-        for dotted in _DOTTED.findall(text):
+        # A name of a logger is no module, though it is called like one.
+        for dotted in _DOTTED.findall(_LOGGER.sub("", text)):
             found.add(f"ckptfs{dotted}")
         for module in _shown_whole(text):
             found.modules.add(module)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckptfs.control.handshake import decode_table, encode_table
+from ckptfs.control.messages import apart
+from ckptfs.control.tcpstore_control import StoreControl
+from ckptfs.control.world import World
 from ckptfs.testing.world import worlds_of
-from ckptfs.topology.store import StoreControl
-from ckptfs.topology.table import decode_table, encode_table
-from ckptfs.topology.verdict import apart
-from ckptfs.topology.world import World
 from tests.scale.formulas import STEP_OPERATIONS, STEP_PIECES
 
 STEPS = 5

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 
+from ckptfs.control.control import Control, SoloControl
+from ckptfs.control.messages import apart
 from ckptfs.errors import CollectiveError, StateError
 from ckptfs.testing.lockstep import lockstep
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control, SoloControl
-from ckptfs.topology.verdict import apart
 
 
 def _two_steps(control: Control) -> tuple[object, object, object]:

@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 import ckptfs
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.ops import drive
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from tests.lab.server import Server
 from tests.servers.looking import keys_below, pending_uploads
@@ -121,7 +121,7 @@ def judge(
     whole = {len_of for key, len_of in keys_below(server, uri).items() if key.endswith(".distcp")}
     assert len(whole) == 1, f"a truncated object under a final key: sizes {whole}"
 
-    with mock.patch("ckptfs.commit.claim.ORPHAN_S", 0.0):  # a day, else
+    with mock.patch("ckptfs.commit.ownership.claim.ORPHAN_S", 0.0):  # a day, else
         ckptfs.prepare_run(uri, storage_options=options).release()
     with ckptfs.prepare_run(uri, storage_options=options) as run:
         ckptfs.save(state(9), f"{uri}/next", run=run, storage_options=options)

@@ -1,4 +1,5 @@
-"""One server of each kind for the whole session, started by the first test that asks for it.
+"""One server of each kind for the whole session, started by the first test that asks for it, in
+whichever directory: a conftest that imports a fixture makes a further fixture, and no further server.
 
 Where a server cannot run on this machine its tests are skipped with the reason, and fail in CI.
 No test here sees the accounts of whoever runs it.
@@ -7,8 +8,8 @@ No test here sees the accounts of whoever runs it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -51,49 +52,63 @@ def session_of(starting: AbstractContextManager[Server]) -> Iterator[Server]:
         starting.__exit__(None, None, None)
 
 
+_running: dict[str, Server] = {}
+
+
+def shared(name: str, start: Callable[[], AbstractContextManager[Server]]) -> Iterator[Server]:
+    """The server of that name, of whichever fixture asked for it first: all of them end together."""
+    if name in _running:
+        yield _running[name]
+        return
+    with contextmanager(session_of)(start()) as server:
+        _running[name] = server
+        yield server
+        del _running[name]
+
+
 @pytest.fixture(scope="session")
 def radosgw() -> Iterator[Server]:
     """Ceph's S3."""
-    yield from session_of(lab.radosgw())
+    yield from shared("radosgw", lab.radosgw)
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[Server]:
     """moto's S3."""
-    yield from session_of(lab.moto())
+    yield from shared("moto", lab.moto)
 
 
 @pytest.fixture(scope="session")
 def moto_tls() -> Iterator[Server]:
     """moto's S3 over https; ``ca_file`` signed its certificate."""
-    yield from session_of(lab.moto(tls=True))
+    yield from shared("moto_tls", lambda: lab.moto(tls=True))
 
 
 @pytest.fixture(scope="session")
 def azurite() -> Iterator[Server]:
     """Azure Blob."""
-    yield from session_of(lab.azurite())
+    yield from shared("azurite", lab.azurite)
 
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[Server]:
     """Google's JSON API with preconditions."""
-    yield from session_of(lab.gcs())
+    yield from shared("gcs", lab.gcs)
 
 
 @pytest.fixture(scope="session")
 def gcs_emulator() -> Iterator[Server]:
     """Google's JSON API without preconditions."""
-    yield from session_of(lab.gcs_emulator())
+    yield from shared("gcs_emulator", lab.gcs_emulator)
 
 
 @pytest.fixture(scope="session")
 def hdfs() -> Iterator[Server]:
     """An HDFS; tests that use it carry ``pytest.mark.hdfs``."""
-    yield from session_of(lab.hdfs())
+    yield from shared("hdfs", lab.hdfs)
 
 
 @pytest.fixture(scope="session")
 def sink() -> Iterator[Server]:
     """S3-shaped, forgets large bodies."""
-    yield from session_of(lab.sink())
+    yield from shared("sink", lab.sink)

@@ -55,7 +55,6 @@ class Job:
     server: Mapping[str, Any]
     more: Mapping[str, Any]
     stride: int = 1
-    offset: int = 0
     spoil: str | None = None
     first: bool = False
 
@@ -140,7 +139,8 @@ def _main() -> None:
     gc.freeze()  # the forks share what is warm: collecting it would copy it
     base = Server(**job.server).fresh(f"deaths-{job.scenario}")
     found = json.loads(_in_fork(lambda: _survey(job, f"{base}/survey")))
-    todo = [Point(**p) for p in found][job.offset :: job.stride]
+    # From the last one back: a sample without it may end before the commit.
+    todo = [Point(**p) for p in found][:: -job.stride][::-1]
     for verdict in _judge_all(job, base, todo):
         sys.stdout.write(json.dumps(asdict(verdict)) + "\n")
         sys.stdout.flush()

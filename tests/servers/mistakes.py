@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ckptfs.commit.attempt as attempt_module
-import ckptfs.commit.recovery as recovery_module
-from ckptfs.commit.catalog import read_view
-from ckptfs.commit.ops import drive
+import ckptfs.commit.ownership.recovery as recovery_module
+import ckptfs.commit.save.attempt as attempt_module
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.operations import drive
 from ckptfs.storage.base import DataWriter
 from ckptfs.storage.object_store import ObjectStorage
 

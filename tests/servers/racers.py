@@ -20,13 +20,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from ckptfs.commit.attempt import Attempt
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.seat import Seat
-from ckptfs.commit.spec import SaveSpec, WrittenPart
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import SaveSpec, WrittenPart
+from ckptfs.commit.session import Place, Seat, open_seat
+from ckptfs.control.control import open_control
 from ckptfs.errors import CkptfsError
-from ckptfs.topology.control import open_control
 from ckptfs.uri import Uri
 from tests.servers.warm import warm
 

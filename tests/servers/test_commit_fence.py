@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.catalog import read_view
+from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.log import Refused
-from ckptfs.commit.ops import drive
-from ckptfs.commit.reclaim import delete_save
-from ckptfs.commit.run import Run
-from ckptfs.commit.spec import fresh_ids
+from ckptfs.commit.delete.deletion_steps import delete_save
+from ckptfs.commit.log.append import Refused
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.errors import CkptfsError
 from ckptfs.testing.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from tests.lab.server import Server

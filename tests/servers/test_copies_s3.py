@@ -7,20 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.claim import claim
-from ckptfs.commit.opening import Place, open_seat
-from ckptfs.commit.run import Run
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.session import Place, open_seat
+from ckptfs.control.control import SoloControl
 from ckptfs.events import CopyCommitted, Event
-from ckptfs.manager.copies import Copier, Copy, copies_of
-from ckptfs.manager.retention import Keep
 from ckptfs.manager.waiting import Watcher
+from ckptfs.replication.tiers import Copier, Copy, copies_of
+from ckptfs.retention.policy import Keep
 from ckptfs.testing.proxy import At, FaultProxy, HttpFault, Nth, Reset
-from ckptfs.topology.control import SoloControl
 from ckptfs.uri import Uri
 from tests.lab.server import Server
 from tests.servers.looking import keys_below, pending_uploads
@@ -115,14 +114,13 @@ def test_a_connection_that_breaks_costs_a_try_and_no_byte(radosgw: Server, tmp_p
     check(f"{bucket}/step_1", 1, radosgw.storage_options())
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_waiting_costs_one_get_per_poll(radosgw: Server, client: str) -> None:
+def test_waiting_costs_one_get_per_poll(radosgw: Server) -> None:
     """Sixteen idle polls of a run: sixteen GETs, two that make sure it is still that run, and two looks
     of three requests for what another program saved into it; an announcement is one more poll with two
     GETs, and such a look.
     """
     uri = radosgw.fresh("waiting")
-    straight = radosgw.storage_options(client=client)
+    straight = radosgw.storage_options(client="obstore")
 
     def commit(step: int) -> None:
         with (
@@ -133,7 +131,7 @@ def test_waiting_costs_one_get_per_poll(radosgw: Server, client: str) -> None:
 
     commit(1)
     with FaultProxy(radosgw.endpoint) as proxy:
-        options = radosgw.storage_options(client=client, endpoint_url=proxy.url)
+        options = radosgw.storage_options(client="obstore", endpoint_url=proxy.url)
         idle: list[int] = []
 
         def rest(_: float) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import fsspec
@@ -45,7 +47,26 @@ class TestFile(Suite, abstract.AbstractFixtures):
         return str(tmp_path / "remote")
 
 
-class TestMemory(Suite, abstract.AbstractFixtures):
+def for_campaign(test: Any) -> Callable[..., None]:
+    """A copy of one of fsspec's tests that runs in a campaign only: a mark is of the function, and so of
+    every class that has it.
+    """
+    copy = FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
+    copy.__dict__.update(test.__dict__)
+    return pytest.mark.campaign(copy)
+
+
+class PatternsLater(Suite, abstract.AbstractFixtures):
+    """Patterns are resolved above the storage, and are tried on a disk whatever is run; here in make
+    campaign-servers.
+    """
+
+    test_copy_glob_edge_cases = for_campaign(abstract.AbstractCopyTests.test_copy_glob_edge_cases)
+    test_get_glob_edge_cases = for_campaign(abstract.AbstractGetTests.test_get_glob_edge_cases)
+    test_put_glob_edge_cases = for_campaign(abstract.AbstractPutTests.test_put_glob_edge_cases)
+
+
+class TestMemory(PatternsLater):
     """On ckptfs's memory."""
 
     @pytest.fixture
@@ -59,7 +80,7 @@ class TestMemory(Suite, abstract.AbstractFixtures):
         return uuid.uuid4().hex
 
 
-class Bucket(Suite, abstract.AbstractFixtures):
+class Bucket(PatternsLater):
     """On an object store."""
 
     @pytest.fixture
@@ -82,6 +103,7 @@ class TestS3(Bucket):
         return radosgw.fresh().partition("://")[2]
 
 
+@pytest.mark.campaign
 class TestGCS(Bucket):
     """On the GCS of tests/lab."""
 

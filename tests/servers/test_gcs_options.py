@@ -14,7 +14,7 @@ import pytest
 from ckptfs.errors import TransientError, UriError
 from ckptfs.storage.clients import gcs
 from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ObjectClient
-from ckptfs.storage.clients.gcs import parse_gcs_options
+from ckptfs.storage.clients.gcs_options import parse_gcs_options
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.object_store import open_object_store
 from ckptfs.storage.options import Times
@@ -159,13 +159,13 @@ CAN: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", CANNOT)
 def test_what_obstore_cannot(options: dict[str, Any]) -> None:
     """It says why."""
-    assert gcs.cannot(options)
+    assert gcs.unsupported_option(options)
 
 
 @pytest.mark.parametrize("options", CAN)
 def test_what_obstore_can(options: dict[str, Any]) -> None:
     """Nothing else is refused; what nobody knows is told when the client is opened."""
-    assert gcs.cannot(options) is None
+    assert gcs.unsupported_option(options) is None
 
 
 WRONG: list[dict[str, Any]] = [
@@ -225,7 +225,7 @@ def test_what_gcsfs_alone_knows_goes_through_it(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(gcsfs.core, "GCSFileSystem", Newer)
     options = {"newer": "s3cret", "endpoint_url": "http://localhost:1"}
-    assert gcs.cannot(options) == "newer is an option of gcsfs alone"
+    assert gcs.unsupported_option(options) == "newer is an option of gcsfs alone"
     assert gcs.open_library(URI, options, Times()).filesystem().newer == "s3cret"
     with pytest.raises(UriError, match="newest"):
         gcs.open_library(URI, {"newest": 1}, Times())

@@ -255,7 +255,8 @@ def test_a_writer_killed_half_way_leaves_no_key(place: Place) -> None:
     assert place.raw.read(f"{place.root.path}/d/older") == b"whole"
     store = place.open()
     assert store.sweep_uploads(older_than_s=3600) == 0
-    assert store.sweep_uploads(older_than_s=-3600) == len(left)
+    # The server may make the second file after the list, from the request that it had when the writer was killed.
+    assert store.sweep_uploads(older_than_s=-3600) >= len(left)
     assert place.files() == ["d/older"]
 
 

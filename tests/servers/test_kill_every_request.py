@@ -20,10 +20,14 @@ def check(verdicts: list[Verdict]) -> None:
     assert {v.end for v in verdicts} == {"old", "new"}
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("fresh", 13), ("replace", 29)])
-def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int) -> None:
+@pytest.mark.parametrize(
+    ("scenario", "stride", "client"),
+    [("fresh", 23, "auto"), ("replace", 53, "auto"), ("fresh", 37, "s3fs")],
+)
+def test_killed_at_some_requests(radosgw: Server, scenario: str, stride: int, client: str) -> None:
     """A sample of the deaths: before, within and after a request."""
-    job = Job(scenario, dataclasses.asdict(radosgw), FAST, stride=stride, offset=5)
+    options = {**FAST, "client": client}
+    job = Job(scenario, dataclasses.asdict(radosgw), options, stride=stride)
     check(deaths(job))
 
 

@@ -25,23 +25,21 @@ def most_bytes(uri: str, options: dict[str, Any], do: str, gib: float, dtype: st
     return int(told["bytes"])
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_a_transfer_holds_what_is_told_and_no_more(sink: Server, client: str) -> None:
+def test_a_transfer_holds_what_is_told_and_no_more(sink: Server) -> None:
     """A quarter of a GiB in one file: memory_bytes (a fourth of the default) on the way up; on the way
     down, converted to another dtype, a window and two digest blocks for each request.
     """
     uri = sink.fresh("memory")
-    options = sink.storage_options(client=client, concurrency=CONCURRENCY, memory_bytes=64 * MIB)
+    options = sink.storage_options(concurrency=CONCURRENCY, memory_bytes=64 * MIB)
     assert most_bytes(uri, options, "save", 0.25) <= 64 * MIB + SLACK_BYTES
     assert most_bytes(uri, options, "load", 0.25, "bfloat16") <= LOAD_BYTES + SLACK_BYTES
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_a_4_gib_transfer_holds_no_more_than_a_small_one(sink: Server, client: str) -> None:
+def test_a_4_gib_transfer_holds_no_more_than_a_small_one(sink: Server) -> None:
     """What is held does not grow with the file."""
     uri = sink.fresh("memory")
-    options = sink.storage_options(client=client, concurrency=CONCURRENCY)
+    options = sink.storage_options(concurrency=CONCURRENCY)
     assert most_bytes(uri, options, "save", 4.0) <= 256 * MIB + SLACK_BYTES
     for dtype in ("float32", "bfloat16"):
         assert most_bytes(uri, options, "load", 4.0, dtype) <= LOAD_BYTES + SLACK_BYTES
@@ -50,5 +48,5 @@ def test_a_4_gib_transfer_holds_no_more_than_a_small_one(sink: Server, client: s
 @pytest.mark.campaign
 def test_the_bound_is_the_callers(sink: Server) -> None:
     """memory_bytes=64 MiB is a fourth of the default, and held as well."""
-    options = sink.storage_options(client="s3fs", memory_bytes=64 * MIB)
+    options = sink.storage_options(memory_bytes=64 * MIB)
     assert most_bytes(sink.fresh("memory"), options, "save", 4.0) <= 64 * MIB + SLACK_BYTES

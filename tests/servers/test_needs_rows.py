@@ -19,8 +19,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import ckptfs
-from ckptfs.commit.log import catch_up
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.proxy import (
     LOSE,

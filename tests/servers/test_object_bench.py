@@ -28,20 +28,21 @@ def test_the_benchmark_runs_from_end_to_end(
     """Tiny sizes against a sink of its own: every round is measured, compared, and written down."""
     out = tmp_path / "result.json"
     told = ["--servers", "sink", "--mib", "2", "--small-mib", "0", "--rounds", "1"]
-    told += ["--engines", "ckptfs:s3fs,dcp,raw", "--out", str(out)]
+    told += ["--engines", "ckptfs:obstore,dcp,raw", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["bench", *told])
     assert object_store.main() == 0
     result = read_result(out)
     assert result.command == f"python -m benchmarks.object_store {' '.join(told)}"
     assert [one.uri for one in result.targets] == ["s3://ckptfs-lab/sink"]
     found = {(one.workload[:3], one.engine, one.phase) for one in result.samples}
-    engines, phases = ("ckptfs:s3fs", "dcp", "raw"), ("save", "load_warm")
+    engines, phases = ("ckptfs:obstore", "dcp", "raw"), ("save", "load_warm")
     assert found == {("llm", engine, phase) for engine in engines for phase in phases}
     assert len(result.samples) == len(found)
     assert all(one.wall_s > 0 and one.size_bytes >= 1 << 20 for one in result.samples)
-    assert "ckptfs:s3fs" in capsys.readouterr().out
+    assert "ckptfs:obstore" in capsys.readouterr().out
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("row", ["s3", "tls"])
 def test_the_rows_of_the_floors_run(
     row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

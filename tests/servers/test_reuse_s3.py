@@ -143,7 +143,7 @@ def test_a_save_that_references_asks_once_for_each_file(radosgw: Server) -> None
     tells, one HEAD for the referenced file and three GET to know the last checkpoint.
     """
     with FaultProxy(radosgw.endpoint) as proxy:
-        counted = Counted(radosgw, proxy, "s3fs")
+        counted = Counted(radosgw, proxy)
         with ckptfs.prepare_run(counted.run, storage_options=counted.options) as run:
 
             def save(name: str, value: float) -> Counter[str]:

@@ -1,4 +1,4 @@
-"""Every method of both S3 clients, against radosgw and moto."""
+"""Every method of the S3 client, against radosgw and moto."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from importlib import import_module
 from typing import Any, cast
 
 import pytest
@@ -29,23 +28,20 @@ from ckptfs.storage.clients.base import (
     ObjectClient,
     PendingUpload,
 )
-from ckptfs.storage.clients.s3 import S3Client
-from ckptfs.storage.clients.s3_versions import Versions
+from ckptfs.storage.clients.s3 import open_client
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 from tests.lab import raw
 from tests.lab.server import Server
 
-CLIENTS = ("s3", "obstore_s3")
 PART_BYTES = 5 << 20
 TIMES = Times(60, 120)
 
 
-def open_s3(module: str, server: Server, **more: Any) -> ObjectClient:
-    """One of the two clients on a server's bucket; None leaves an option out."""
-    found = import_module(f"ckptfs.storage.clients.{module}")
+def open_s3(server: Server, **more: Any) -> ObjectClient:
+    """The client of a server's bucket; None leaves an option out."""
     options = {k: v for k, v in server.storage_options(**more).items() if v is not None}
-    return cast("ObjectClient", found.open_client(Uri.parse(server.uri("run")), options, TIMES))
+    return open_client(Uri.parse(server.uri("run")), options, TIMES)
 
 
 @pytest.fixture(scope="module", params=["radosgw", "moto"])
@@ -54,10 +50,10 @@ def server(request: pytest.FixtureRequest) -> Server:
     return cast("Server", request.getfixturevalue(request.param))
 
 
-@pytest.fixture(scope="module", params=CLIENTS)
-def client(request: pytest.FixtureRequest, server: Server) -> Iterator[ObjectClient]:
-    """Both clients in turn, each kept for the module."""
-    with closing(open_s3(request.param, server)) as found:
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[ObjectClient]:
+    """The client, kept for the module."""
+    with closing(open_s3(server)) as found:
         yield found
 
 
@@ -178,15 +174,13 @@ def test_listing(client: ObjectClient, prefix: str) -> None:
 
 
 def test_listing_over_pages(server: Server) -> None:
-    """More keys than one page holds are all told, in order, by both clients."""
+    """More keys than one page holds are all told, in order."""
     keys = [f"pages/{number:04d}" for number in range(1005)]
-    with closing(open_s3("obstore_s3", server)) as client, ThreadPoolExecutor(8) as pool:
+    with closing(open_s3(server)) as client, ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: client.put(key, b""), keys))
-    for module in CLIENTS:
-        with closing(open_s3(module, server)) as client:
-            assert [line.key for line in client.list_keys("pages/", delimiter=False)] == keys
-            assert [line.key for line in client.list_keys("pages/", delimiter=True)] == keys
-    with closing(open_s3("s3", server)) as client:
+    with closing(open_s3(server)) as client:
+        assert [line.key for line in client.list_keys("pages/", delimiter=False)] == keys
+        assert [line.key for line in client.list_keys("pages/", delimiter=True)] == keys
         assert client.delete(keys[:1000]) == []
         assert client.delete(keys[1000:]) == []
 
@@ -234,9 +228,8 @@ def test_abort_leaves_nothing(client: ObjectClient, prefix: str) -> None:
 
 def test_uploads_that_nobody_completed(server: Server) -> None:
     """They are told with their age by the server's clock, and aborted one by one."""
-    with closing(open_s3("s3", server)) as client:
-        upload = client.begin_upload("orphans/x", part_bytes=PART_BYTES)
-        upload.put_part(0, bytes(PART_BYTES))
+    with closing(open_s3(server)) as client, closing(raw.s3(server)) as behind:
+        behind.create_multipart_upload(Bucket=server.bucket, Key="orphans/x")
         found = list(client.list_uploads("orphans/"))
         assert [one.key for one in found] == ["orphans/x"]
         # moto says that every upload began in 2010.
@@ -247,8 +240,7 @@ def test_uploads_that_nobody_completed(server: Server) -> None:
         client.abort_pending(PendingUpload("orphans/x", "no-such-upload", 0.0))
 
 
-@pytest.mark.parametrize("module", CLIENTS)
-def test_options_arrive_with_small_and_large_objects(module: str, moto: Server) -> None:
+def test_options_arrive_with_small_and_large_objects(moto: Server) -> None:
     """Encryption, storage class, tags and metadata stand on objects of one request and of many."""
     more = {
         "ServerSideEncryption": "aws:kms",
@@ -257,15 +249,15 @@ def test_options_arrive_with_small_and_large_objects(module: str, moto: Server) 
         "Tagging": "team=a%20b&run=1",
         "Metadata": {"owner": "me"},
     }
-    with closing(open_s3(module, moto, s3_additional_kwargs=more)) as client:
-        client.put(f"{module}/small", b"x", IF_ABSENT)
-        upload = client.begin_upload(f"{module}/large", part_bytes=PART_BYTES)
+    with closing(open_s3(moto, s3_additional_kwargs=more)) as client:
+        client.put("born/small", b"x", IF_ABSENT)
+        upload = client.begin_upload("born/large", part_bytes=PART_BYTES)
         upload.put_part(0, bytes(PART_BYTES))
         upload.put_part(1, b"tail")
         upload.complete()
     with closing(raw.s3(moto)) as behind:
         for name in ("small", "large"):
-            where = {"Bucket": moto.bucket, "Key": f"{module}/{name}"}
+            where = {"Bucket": moto.bucket, "Key": f"born/{name}"}
             head = behind.head_object(**where)
             assert head["ServerSideEncryption"] == "aws:kms"
             assert head["SSEKMSKeyId"] == "arn:aws:kms:us-east-1:1:key/k"
@@ -276,40 +268,24 @@ def test_options_arrive_with_small_and_large_objects(module: str, moto: Server) 
             behind.delete_object(**where)
 
 
-def test_acl_arrives(moto: Server) -> None:
-    """An ACL goes with every object, through s3fs' client."""
-    with closing(open_s3("s3", moto, s3_additional_kwargs={"ACL": "public-read"})) as client:
-        client.put("acl/small", b"x")
-        upload = client.begin_upload("acl/large", part_bytes=PART_BYTES)
-        upload.put_part(0, bytes(PART_BYTES))
-        upload.complete()
-    with closing(raw.s3(moto)) as behind:
-        for key in ("acl/small", "acl/large"):
-            grants = behind.get_object_acl(Bucket=moto.bucket, Key=key)["Grants"]
-            assert "READ" in [grant["Permission"] for grant in grants]
-            behind.delete_object(Bucket=moto.bucket, Key=key)
-
-
-@pytest.mark.parametrize("module", CLIENTS)
-def test_wrong_credentials(module: str, radosgw: Server) -> None:
+def test_wrong_credentials(radosgw: Server) -> None:
     """A wrong key and a wrong secret are CredentialsError on a server that looks at them."""
     for wrong in ({"key": "AKNOBODY"}, {"secret": "not-this-one"}):
-        with closing(open_s3(module, radosgw, **wrong)) as client:
+        with closing(open_s3(radosgw, **wrong)) as client:
             for call in (client.get, client.head, lambda key, c=client: c.put(key, b"x")):
                 with pytest.raises(CredentialsError) as caught:
                     call("some/key")
                 assert "not-this-one" not in str(caught.value)
 
 
-@pytest.mark.parametrize("module", CLIENTS)
 def test_tls_with_a_bundle_of_the_environment(
-    module: str, moto_tls: Server, monkeypatch: pytest.MonkeyPatch
+    moto_tls: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """AWS_CA_BUNDLE is believed; without it the sentence says what to set; bodies carry checksums."""
     bare: dict[str, Any] = {"client_kwargs": {"verify": None}}
     monkeypatch.delenv("AWS_CA_BUNDLE", raising=False)
     with (
-        closing(open_s3(module, moto_tls, **bare)) as client,
+        closing(open_s3(moto_tls, **bare)) as client,
         pytest.raises(StorageError) as caught,
     ):
         client.put("tls/k", b"x")
@@ -317,7 +293,7 @@ def test_tls_with_a_bundle_of_the_environment(
     assert f"the TLS certificate of {moto_tls.endpoint} is not trusted" in str(caught.value)
     assert "AWS_CA_BUNDLE" in str(caught.value)
     monkeypatch.setenv("AWS_CA_BUNDLE", moto_tls.ca_file or "")
-    with closing(open_s3(module, moto_tls, **bare)) as client:
+    with closing(open_s3(moto_tls, **bare)) as client:
         client.put("tls/k", b"data", IF_ABSENT)
         assert client.get("tls/k")[0] == b"data"
         upload = client.begin_upload("tls/u", part_bytes=PART_BYTES)
@@ -326,24 +302,3 @@ def test_tls_with_a_bundle_of_the_environment(
         upload.complete()
         assert client.get("tls/u")[0] == bytes(PART_BYTES) + b"tail"
         assert client.delete(["tls/k", "tls/u"]) == []
-
-
-def test_what_noncurrent_versions_keep(moto: Server) -> None:
-    """Bytes and number of the versions that are hidden, None where the bucket keeps none."""
-    with closing(raw.s3(moto)) as behind, closing(open_s3("s3", moto)) as plain:
-        assert isinstance(plain, S3Client)
-        plain.put("v/a", b"123")
-        assert plain.versions("v/") is None
-        bucket = f"versioned-{uuid.uuid4().hex[:8]}"
-        behind.create_bucket(Bucket=bucket)
-        enabled = {"Status": "Enabled"}
-        behind.put_bucket_versioning(Bucket=bucket, VersioningConfiguration=enabled)
-        module = import_module("ckptfs.storage.clients.s3")
-        uri = Uri.parse(f"s3://{bucket}/v")
-        with closing(module.open_client(uri, moto.storage_options(), TIMES)) as client:
-            client.put("v/a", b"123")
-            client.put("v/a", b"45")
-            client.put("v/b", b"6")
-            client.delete(["v/b"])
-            assert client.versions("v/") == Versions(count=2, size_bytes=4, markers=1)
-            assert client.versions("other/") is None

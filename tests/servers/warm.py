@@ -10,9 +10,8 @@ from ckptfs.uri import Uri
 __all__ = ["share_aws_data", "warm"]
 
 LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
-# What clients of S3 import late: ours, and boto3, the eyes of the tests. Other modules of
-# ckptfs.storage.clients bring obstore's thread along.
-S3 = ("ckptfs.storage.clients.s3", "boto3.s3.inject", "s3transfer.manager")
+# What boto3, the eyes of the tests, imports late. Modules of ckptfs.storage.clients bring obstore's thread along.
+S3 = ("boto3.s3.inject", "s3transfer.manager")
 
 
 def warm(uri: str) -> None:

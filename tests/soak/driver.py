@@ -44,12 +44,13 @@ class Place:
 
 @dataclass
 class Soak:
-    """One tortured run from its birth on. options: of every manager."""
+    """One tortured run from its birth on. options: of every manager. deadline_s: of jobs in which ranks die."""
 
     place: Place
     ranks: int
     size_bytes: int
     options: Mapping[str, Any] = field(default_factory=dict)
+    deadline_s: float = 60.0
     # In order; some rank was told so. Begun since then, and nobody was told that it failed.
     committed: list[int] = field(default_factory=list)
     doubtful: set[int] = field(default_factory=set)
@@ -87,7 +88,8 @@ class Soak:
         options = {
             "keep_latest": KEEP,
             "storage_options": dict(self.place.storage_options),
-            "timeout_s": 60.0,
+            # Whoever outlives a rank waits so long for it, in each of two calls; they have no other use.
+            "timeout_s": 60.0 if life.ending is Ending.WELL else self.deadline_s,
             **self.options,
         }
         return {

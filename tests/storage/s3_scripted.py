@@ -2,7 +2,7 @@
 
     with Scripted() as server:
         server.answer = lambda request: Answer(503, error("SlowDown"))
-        client = open_s3("s3", server)            # or "obstore_s3"
+        client = open_s3(server)
         ...
         server.requests[0].headers["x-amz-acl"]
 
@@ -12,26 +12,24 @@ and closes, "hold" answers when ``server.release`` is set, "trickle" sends a byt
 
 from __future__ import annotations
 
-import io
 import re
 import ssl
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import import_module
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from ckptfs.storage.clients.base import ObjectClient
+from ckptfs.storage.clients.s3 import open_client, open_library
+from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
 BUCKET = "bucket"
 KEY, SECRET, TOKEN = "AKIASCRIPTED00000000", "very-secret-secret", "very-secret-token"
 TIMES = Times(60, 60)  # far beyond what any answer here takes on a busy machine
-_PIECE_BYTES = 64 << 10
-MODULES = ("s3", "obstore_s3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Answer:
     status: int = 200
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    then: Literal["answer", "drop", "cut", "hold", "trickle", "pieces", "together"] = "answer"
+    then: Literal["answer", "drop", "cut", "hold", "trickle"] = "answer"
 
 
 def error(code: str, message: str = "told by the server", more: str = "") -> bytes:
@@ -186,9 +184,6 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             self.send_response(answer.status)
-            socket = self.wfile
-            if answer.then == "together":
-                self.wfile = io.BytesIO()
             headers = {"Content-Length": str(len(answer.body))} | dict(answer.headers)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -199,11 +194,6 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
                 self.wfile.write(answer.body[: len(answer.body) // 2])
                 self.close_connection = True
                 return
-            if answer.then == "pieces":
-                for place in range(0, len(answer.body), _PIECE_BYTES):
-                    self.wfile.write(answer.body[place : place + _PIECE_BYTES])
-                    scripted.release.wait(0.01)  # as from afar: the client has it before the next
-                return
             if answer.then == "trickle":
                 for place in range(len(answer.body)):
                     self.wfile.write(answer.body[place : place + 1])
@@ -212,9 +202,6 @@ def _handler(scripted: Scripted) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             self.wfile.write(answer.body)
-            if isinstance(self.wfile, io.BytesIO):
-                together, self.wfile = self.wfile.getvalue(), socket
-                socket.write(together)
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
             del format, args
@@ -235,8 +222,15 @@ def options_for(server: Scripted, **more: Any) -> dict[str, Any]:
     return {name: value for name, value in (found | more).items() if value is not None}
 
 
-def open_s3(module: str, server: Scripted, times: Times = TIMES, **more: Any) -> ObjectClient:
-    """One of the two S3 clients, talking to the server."""
-    found = import_module(f"ckptfs.storage.clients.{module}")
+def open_s3(server: Scripted, times: Times = TIMES, **more: Any) -> ObjectClient:
+    """The client on obstore, talking to the server."""
     uri = Uri.parse(f"s3://{BUCKET}/run")
-    return cast("ObjectClient", found.open_client(uri, options_for(server, **more), times))
+    return open_client(uri, options_for(server, **more), times)
+
+
+def open_s3fs(
+    server: Scripted, root: str = "run", times: Times = TIMES, **more: Any
+) -> FsspecStorage:
+    """The storage over s3fs, talking to the server."""
+    uri = Uri.parse(f"s3://{BUCKET}/{root}")
+    return FsspecStorage(uri, library=open_library(uri, options_for(server, **more), times))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptfs.errors import UriError
-from ckptfs.storage.clients.azure_login import (
+from ckptfs.storage.clients.azure_options import (
     Anonymous,
     Default,
     Login,
@@ -18,8 +18,8 @@ from ckptfs.storage.clients.azure_login import (
     Sas,
     SharedKey,
     Token,
+    resolve,
 )
-from ckptfs.storage.clients.azure_options import resolve
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 

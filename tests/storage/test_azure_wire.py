@@ -29,8 +29,8 @@ from ckptfs.errors import (
     UnsupportedError,
     UriError,
 )
-from ckptfs.storage.clients import azure_identity, azure_options, obstore_azure
-from ckptfs.storage.clients.azure_failures import LIMITS
+from ckptfs.storage.clients import azure, azure_options
+from ckptfs.storage.clients.azure import LIMITS
 from ckptfs.storage.clients.base import IF_ABSENT, ObjectClient
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.object_store import open_object_store
@@ -109,7 +109,7 @@ class Recorder:
     ) -> ObjectClient:
         """A client that talks to it."""
         text = f"BlobEndpoint={self.endpoint};{login}"
-        return obstore_azure.open_client(
+        return azure.open_client(
             Uri.parse(uri), {"connection_string": text, **options}, Times(5, 5)
         )
 
@@ -213,18 +213,18 @@ class AsyncIdentity(Identity):
 def test_an_identity_without_a_token(identity: Identity) -> None:
     """No token is a CredentialsError that says why, before anything is sent."""
     options = {"account_name": "nobody", "credential": identity}
-    client = obstore_azure.open_client(Uri.parse("az://box/run"), options, Times(2, 2))
+    client = azure.open_client(Uri.parse("az://box/run"), options, Times(2, 2))
     with pytest.raises(CredentialsError, match="az login"):
         client.put("run/k", b"x", IF_ABSENT)
 
 
 def test_obstore_alone_has_no_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without azure-identity a login by identity is a missing driver; a key needs none."""
-    monkeypatch.setattr(azure_identity, "find_spec", lambda name: None)
+    monkeypatch.setattr(azure_options, "find_spec", lambda name: None)
     with pytest.raises(MissingDriverError, match="azure-identity"):
-        obstore_azure.open_client(Uri.parse("az://box/run"), {"account_name": "mine"}, Times())
+        azure.open_client(Uri.parse("az://box/run"), {"account_name": "mine"}, Times())
     options = {"account_name": "mine", "account_key": KEY}
-    obstore_azure.open_client(Uri.parse("az://box/run"), options, Times())
+    azure.open_client(Uri.parse("az://box/run"), options, Times())
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_obstore_alone_has_no_identities(monkeypatch: pytest.MonkeyPatch) -> Non
 )
 def test_what_obstore_cannot_do(options: dict[str, Any], why: str | None) -> None:
     """What it lacks is said by the option's name, so that auto takes the other client."""
-    told = obstore_azure.cannot(options)
+    told = azure.unsupported_option(options)
     assert told is None if why is None else why in (told or "")
 
 
@@ -248,11 +248,11 @@ def test_obstore_takes_certificates_from_a_file(
 ) -> None:
     """REQUESTS_CA_BUNDLE counts for both clients; a directory of certificates for one."""
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path))
-    assert str(tmp_path) in (obstore_azure.cannot({}) or "")
+    assert str(tmp_path) in (azure.unsupported_option({}) or "")
     bundle = tmp_path / "ca.pem"
     bundle.write_bytes(b"")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(bundle))
-    assert obstore_azure.cannot({}) is None
+    assert azure.unsupported_option({}) is None
 
 
 def test_a_token_goes_over_https_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_a_token_goes_over_https_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(azure_options, "_endpoint", lambda *given: "http://127.0.0.1:1")
     options = {"account_name": "mine", "credential": Identity()}
     with pytest.raises(UriError, match="not https"):
-        obstore_azure.open_client(Uri.parse("az://box/run"), options, Times())
+        azure.open_client(Uri.parse("az://box/run"), options, Times())
 
 
 def test_limits() -> None:
@@ -369,7 +369,7 @@ def test_silence_ends(recorder: Recorder) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         text = f"BlobEndpoint=http://127.0.0.1:{silent.getsockname()[1]}/mine"
-        client = obstore_azure.open_client(
+        client = azure.open_client(
             Uri.parse("az://box/run"), {"connection_string": text}, Times(2, 0.2)
         )
         with pytest.raises(AnswerLostError, match="silent"):

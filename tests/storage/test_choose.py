@@ -35,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
         return SimpleNamespace(
             open_client=open_it,
-            cannot=lambda options: "it has no acl" if "acl" in options else None,
+            unsupported_option=lambda options: "it has no acl" if "acl" in options else None,
         )
 
     monkeypatch.setattr(choose, "import_module", module)
@@ -48,19 +48,19 @@ def taken(text: str, client: str = "auto", **rest: Any) -> Any:
     """
     options, uri = ObjectOptions(client=client, times=Times(1.0, 2.0)), Uri.parse(text)
     path = choose_path(uri, client, rest)
-    if path.module is None:
+    if not path.is_obstore:
         return path.library, rest, options.times
     return open_client(uri, options, rest)
 
 
 def fast_of(module: str) -> str:
     """The module of obstore's client beside that of the other library."""
-    return {"gcsfs": "gcs", "adlfs": "obstore_azure"}.get(module, f"obstore_{module}")
+    return {"gcsfs": "gcs", "adlfs": "azure", "s3fs": "s3"}[module]
 
 
 URIS = [
-    ("s3://b/k", "s3fs", "s3"),
-    ("s3a://b/k", "s3fs", "s3"),
+    ("s3://b/k", "s3fs", "s3fs"),
+    ("s3a://b/k", "s3fs", "s3fs"),
     ("gs://b/k", "gcsfs", "gcsfs"),
     ("gcs://b/k", "gcsfs", "gcsfs"),
     ("az://b/k", "adlfs", "adlfs"),
@@ -89,9 +89,9 @@ def test_auto_leaves_obstore_in_a_forked_child(
     """It does not survive a fork; the other library does."""
     installed("obstore s3fs")
     monkeypatch.setattr(choose, "is_forked", lambda: True)
-    assert taken("s3://b/k")[0] == "s3"
+    assert taken("s3://b/k")[0] == "s3fs"
     installed("obstore")
-    assert taken("s3://b/k")[0] == "obstore_s3"
+    assert taken("s3://b/k")[0] == "s3"
 
 
 def test_auto_takes_the_other_where_obstore_cannot(
@@ -100,7 +100,7 @@ def test_auto_takes_the_other_where_obstore_cannot(
     """An option that obstore cannot express is never dropped; the log says why."""
     installed("obstore s3fs")
     with caplog.at_level(logging.INFO):
-        assert taken("s3://b/k", acl="private")[0] == "s3"
+        assert taken("s3://b/k", acl="private")[0] == "s3fs"
     assert "it has no acl" in caplog.text
     installed("obstore")
     with pytest.raises(MissingDriverError, match=r"ckptfs\[s3\]"):

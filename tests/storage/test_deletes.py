@@ -16,7 +16,7 @@ from ckptfs.errors import (
     TransientError,
     UnsupportedError,
 )
-from ckptfs.storage.bulk_delete import Deleter, Holds
+from ckptfs.storage.bulk_delete import DeleteBackoff, Deleter
 from ckptfs.storage.clients.base import Listed, Refused
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.memory_objects import MemoryObjects
@@ -150,7 +150,7 @@ def test_the_root_stays() -> None:
 def deleter(store: MemoryObjects, time: FakeTime) -> Deleter:
     """The deletes of ``run/`` on a clock of the test's."""
     storage = over(MemoryObjectClient(store))
-    return Deleter(storage.client, storage.retrier, Holds(time.clock), storage.root, "run/")
+    return Deleter(storage.client, storage.retrier, DeleteBackoff(time.clock), storage.root, "run/")
 
 
 def test_a_refusal_is_told_once_and_backed_off(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,8 +13,7 @@ import pytest
 from ckptfs.errors import NoSpaceError, StorageError
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.local.direct_io import takes_direct
-from ckptfs.storage.local.posix import DirectAlignment, Posix
+from ckptfs.storage.local.posix import DirectAlignment, Posix, takes_direct
 from ckptfs.testing._conformance.base import pattern
 from ckptfs.uri import Uri
 

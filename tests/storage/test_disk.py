@@ -147,6 +147,49 @@ def test_new_ancestors_of_the_root_are_made_durable(tmp_path: Path) -> None:
         assert (disk / "after/x/y/run/log").is_dir() == (deaf_to is None), deaf_to
 
 
+def test_what_is_durable_already_is_not_synced_again(tmp_path: Path) -> None:
+    """Only the directory that got a new name is; a storage that is new knows nothing."""
+    posix, storage = switched_on(prepared(tmp_path))
+    storage.make_dir("attempts/b")
+    before = len(posix.fsyncs)
+    storage.make_dir("attempts/c")
+    run = str(tmp_path / "disk/run")
+    assert [call.path for call in posix.fsyncs[before:]] == [f"{run}/attempts"]
+    before = len(posix.fsyncs)
+    newcomer = LocalStorage(storage.root, posix=posix)
+    newcomer._capabilities = storage.capabilities
+    newcomer.make_dir("attempts/d")
+    above = [f"{run}/attempts", run, str(tmp_path / "disk")]
+    assert [call.path for call in posix.fsyncs[before:]] == above
+
+
+def test_a_directory_that_another_made_again_is_not_taken_for_durable(tmp_path: Path) -> None:
+    """It was removed, and who made it anew did not come to the fsync yet: the path says nothing."""
+    posix, storage = switched_on(prepared(tmp_path))
+    storage.make_dir("attempts/b/inner")
+    run = str(tmp_path / "disk/run")
+    for name in ("attempts/b/inner", "attempts/b"):
+        posix.rmdir(f"{run}/{name}")
+    posix.mkdir(f"{run}/attempts/b")
+    storage.make_dir("attempts/b/other")
+    posix.cut()
+    posix.materialise(str(tmp_path / "after"))
+    assert (tmp_path / "after/run/attempts/b/other").is_dir()
+
+
+def test_a_directory_that_was_moved_is_not_taken_for_durable(tmp_path: Path) -> None:
+    """Away, which was synced, and back, which was not: its name is durable after the next sync alone."""
+    posix, storage = switched_on(prepared(tmp_path))
+    storage.make_dir("attempts/b/inner")
+    storage.rename("attempts", "aside")
+    storage.sync("")
+    storage.rename("aside", "attempts")
+    storage.make_dir("attempts/b/other")
+    posix.cut()
+    posix.materialise(str(tmp_path / "after"))
+    assert (tmp_path / "after/run/attempts/b/other").is_dir()
+
+
 @pytest.mark.parametrize("act", [create, replace, data, move])
 def test_a_power_cut_at_every_system_call(tmp_path: Path, act: Act) -> None:
     """At every system call: the old or the new, whole; never a torn or an empty file."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -14,13 +16,17 @@ from hypothesis import strategies as st
 
 from ckptfs.errors import IntegrityError, NotFoundError, StaleError, StorageError, TransientError
 from ckptfs.storage.base import DataReader
+from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.ranged_reads import RANGE_BYTES, ObjectReader, split
+from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Threads
 from ckptfs.testing.memory_objects import MemoryObjects
 from ckptfs.testing.object_client import MemoryObjectClient
 from ckptfs.testing.plan import Fail, Fault, Hold, Lose, When
 from tests.storage.objects import bucket, busy, over
+from tests.storage.s3_scripted import Answer, Request, Scripted, options_for
 
+TIMES = {"ETag": '"e"', "Last-Modified": "Fri, 20 Nov 2026 10:00:00 GMT"}
 BIG = bytes(range(251)) * ((3 * RANGE_BYTES + 12345) // 251)
 
 
@@ -293,3 +299,67 @@ def test_a_read_needs_no_other_thread() -> None:
     storage._pool().shutdown()
     with storage.open_read("f") as reader:
         assert read_all(reader) == BIG
+
+
+def test_an_interrupted_read_leaves_the_callers_buffer_alone() -> None:
+    """Ctrl-C during a read through obstore: it returns when no thread writes into the caller's buffer any
+    more, whatever the server sends later.
+    """
+    pytest.importorskip("obstore")
+    size = 4 * RANGE_BYTES
+    caller = threading.main_thread()
+    assert threading.current_thread() is caller
+    callers, waiting, returned = set[int](), threading.Event(), threading.Event()
+
+    def answer(request: Request) -> Answer:
+        if request.method == "HEAD":
+            return Answer(200, b"", {"Content-Length": str(size)} | TIMES)
+        first, last = (int(n) for n in request.headers["range"].removeprefix("bytes=").split("-"))
+        if first not in callers:
+            waiting.set()
+            assert server.release.wait(120)
+        total = {"Content-Range": f"bytes {first}-{last}/{size}"}
+        return Answer(206, b"x" * (last + 1 - first), total | TIMES)
+
+    def waits_for_the_helper() -> bool:
+        frame, names = sys._current_frames().get(caller.ident or 0), set[str]()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        return {"_fetch_all", "exception"} <= names
+
+    def interrupt() -> None:
+        assert waiting.wait(120)
+        while not waits_for_the_helper():
+            assert not returned.wait(0.01)
+        signal.pthread_kill(caller.ident or 0, signal.SIGINT)
+        # A read that returns at once lets the helper's answer come afterwards; one that waits needs it.
+        returned.wait(1)
+        server.release.set()
+
+    with Scripted() as server:
+        server.answer = answer
+        storage = open_storage("s3://bucket/run", options_for(server, concurrency=2))
+        assert isinstance(storage, ObjectStorage)
+        real = storage.client.get_range
+
+        def get_range(key: str, offset: int, out: memoryview, etag: str | None) -> None:
+            if threading.current_thread() is caller:
+                callers.add(offset)
+                assert waiting.wait(120)  # that of the helper is under way
+            real(key, offset, out, etag)
+
+        storage.client.get_range = get_range  # type: ignore[method-assign]
+        breaker = threading.Thread(target=interrupt)
+        buffer = bytearray(size)
+        with storage.open_read("f") as reader:
+            breaker.start()
+            with pytest.raises(KeyboardInterrupt):
+                reader.read_into(0, memoryview(buffer))
+            buffer[:] = b"m" * size
+            returned.set()
+            breaker.join(120)
+        pool = storage._pool()
+        pool.shutdown(wait=True)
+        storage.close()
+    assert buffer == b"m" * size

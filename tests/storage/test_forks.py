@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from ckptfs.storage.clients.forks import ProcessLock
-from ckptfs.storage.clients.obstore_s3 import S3ObstoreClient
+from ckptfs.storage.clients.s3 import S3ObstoreClient
 from ckptfs.storage.clients.s3_options import parse_s3_options
-from ckptfs.storage.clients.s3_wire import S3Wire
 from ckptfs.storage.options import Times
+from ckptfs.storage.threads import ProcessLock
 from ckptfs.uri import Uri
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -76,16 +75,9 @@ def test_a_lock_of_one_process() -> None:
 S3 = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:1"}
 
 
-@pytest.mark.parametrize("use", ["_opened", "forget"])
-def test_s3_in_a_child(use: str) -> None:
-    """The same of s3fs' client, whose credentials may take seconds to be found."""
-    pytest.importorskip("s3fs")
-    wire = S3Wire(parse_s3_options(Uri.parse("s3://bucket/run"), S3), Times())
-    assert child_ends(wire._lock, getattr(wire, use))
-
-
 def test_obstore_in_a_child() -> None:
     """No request is possible there, but what was inherited can be closed."""
     pytest.importorskip("obstore")
-    client = S3ObstoreClient(Uri.parse("s3://bucket/run"), S3, Times())
+    uri = Uri.parse("s3://bucket/run")
+    client = S3ObstoreClient(uri, parse_s3_options(uri, S3), Times())
     assert child_ends(client._lock, client.close)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ckptfs.commit.advisory import with_log
-from ckptfs.commit.entries import Pin
-from ckptfs.commit.log import Appended, Refused, append, make_log
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.advisory_log import with_log
+from ckptfs.commit.log.append import Appended, Refused, append, make_log
+from ckptfs.commit.log.entries import Pin
+from ckptfs.commit.operations import drive
 from ckptfs.errors import (
     AnswerLostError,
     MissingDriverError,

@@ -18,7 +18,7 @@ from ckptfs.errors import (
     TransientError,
 )
 from ckptfs.integrations.fsspec import FileCheckpoints
-from ckptfs.storage.fsspec_client import Client
+from ckptfs.storage.fsspec_client import FsspecClient
 from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.uri import Uri
 from tests.storage.s3_scripted import KEY, SECRET, Answer, Request, Scripted, error, usual
@@ -138,6 +138,21 @@ def test_the_probe_that_hears_nothing(server: Scripted) -> None:
     assert not isinstance(caught.value, AlreadyExistsError)
 
 
+def test_the_probe_of_a_server_that_knows_no_conditions(server: Scripted) -> None:
+    """OpenStack Swift answers 501 to If-None-Match: nobody is excluded there, and saves go on."""
+    keeping = Keeping()
+
+    def answer(request: Request) -> Answer:
+        refused = request.kind == "PUT" and "if-none-match" in request.headers
+        return Answer(501, error("NotImplemented")) if refused else keeping(request)
+
+    server.answer = answer
+    found = storage(server)
+    assert not found.probe("").exclusive_create
+    found.replace("log/1", b"x")
+    assert list(keeping.objects) == ["/bucket/run/log/1"]
+
+
 def test_the_probe_without_permission_to_delete(
     server: Scripted, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,7 +175,7 @@ def test_a_child_opens_while_a_thread_of_the_parent_opened() -> None:
     """A child that is forked while another thread opens a client, or a storage behind an fsspec
     protocol, has locks of its own.
     """
-    client = Client(Uri.parse("fsspec+memory:///x"), {})
+    client = FsspecClient(Uri.parse("fsspec+memory:///x"), {})
     assert child_ends(client._lock, lambda: client.fs)
     from ckptfs.integrations.fsspec import MemoryCheckpoints
 

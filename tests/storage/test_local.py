@@ -25,8 +25,9 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.local import ASSUMED, LocalStorage
+from ckptfs.storage.local.directories import DurableDirs
 from ckptfs.storage.local.files import unlink_quietly
-from ckptfs.storage.local.posix import Buffer, Posix
+from ckptfs.storage.local.posix import Buffer, Identity, Posix, without_mark
 from ckptfs.uri import Uri
 
 
@@ -385,16 +386,37 @@ def test_a_name_that_stays_stale_is_an_error(tmp_path: Path) -> None:
 
 
 def test_make_dir_asks_nothing_and_syncs_all(tmp_path: Path) -> None:
-    """Mkdir comes first, EEXIST is success, and every name from the root down is fsynced."""
+    """Mkdir comes first, EEXIST is success, and every name from the root down is fsynced: by each process that did
+    not do so before.
+    """
     kernel = Scripted(lambda _name, _count: None)
     storage = ready(tmp_path, kernel)
-    storage.make_dir("a/b")
-    assert kernel.names[0] == "mkdir"
-    assert kernel.names.count("fsync") == 3  # names in a, in the root, and of the root
+    for mkdirs in (3, 1):
+        storage._durable = DurableDirs()  # as another process has it
+        kernel.names.clear()
+        storage.make_dir("a/b")
+        assert kernel.names[0] == "mkdir"
+        assert kernel.names.count("mkdir") == mkdirs
+        assert kernel.names.count("fsync") == 3  # names in a, in the root, and of the root
     kernel.names.clear()
     storage.make_dir("a/b")
     assert kernel.names[0] == "mkdir"
     assert kernel.names.count("mkdir") == 1
+    assert kernel.names.count("fsync") == 1  # another may have made b and not synced it
+
+
+def test_a_directory_without_a_time_of_birth_is_synced_each_time(tmp_path: Path) -> None:
+    """Numbers of inodes are used again: one that another process made anew would look like the one that was synced."""
+
+    class Timeless(Scripted):
+        def identity(self, fd: int) -> Identity:
+            return super().identity(fd)._replace(born_ns=0)
+
+    kernel = Timeless(lambda _name, _count: None)
+    storage = ready(tmp_path, kernel)
+    storage.make_dir("a/b")
+    kernel.names.clear()
+    storage.make_dir("a/b")
     assert kernel.names.count("fsync") == 3
 
 
@@ -434,7 +456,8 @@ class Cached(Posix):
         self.replaced: str | None = None  # a directory whose inode the server knows no more
 
     def open(self, path: str, flags: int, mode: int = 0o666, *, dir_fd: int | None = None) -> int:
-        folder, name = os.path.split(path)
+        plain = without_mark(path)
+        folder, name = os.path.split(plain)
         if name in self._absent.get(folder, ()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         try:
@@ -442,7 +465,7 @@ class Cached(Posix):
         except FileNotFoundError:
             self._absent.setdefault(folder, set()).add(name)
             raise
-        self._opened[fd] = path
+        self._opened[fd] = plain
         return fd
 
     def fstat(self, fd: int) -> os.stat_result:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import ckptfs
-from ckptfs.commit.advisory import ADVICE
+from ckptfs.commit.log.advisory_log import ADVICE
 from ckptfs.errors import (
     AccessError,
     AlreadyExistsError,
@@ -28,7 +28,7 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.base import Entry
 from ckptfs.storage.clients.base import ALWAYS, Buffer, Condition, Conditions, IfMatch
-from ckptfs.storage.conditional_writes import Honoured, Spelling
+from ckptfs.storage.conditional_writes import EtagSpelling, HonouredConditions
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.retry import Retrier
@@ -46,23 +46,27 @@ HONOURS, IGNORES, REFUSES = Manner.HONOURS, Manner.IGNORES, Manner.REFUSES
 @pytest.mark.parametrize(
     ("if_absent", "if_match", "found"),
     [
-        (HONOURS, HONOURS, Honoured(if_absent=True, if_match=Spelling.AS_TOLD)),
-        (HONOURS, Manner.BARE_ONLY, Honoured(if_absent=True, if_match=Spelling.BARE)),
-        (HONOURS, IGNORES, Honoured(if_absent=True, if_match=None)),
-        (HONOURS, REFUSES, Honoured(if_absent=True, if_match=None)),
-        (IGNORES, HONOURS, Honoured(if_absent=False, if_match=None)),
-        (IGNORES, IGNORES, Honoured(if_absent=False, if_match=None)),
-        (REFUSES, REFUSES, Honoured(if_absent=False, if_match=None)),
+        (HONOURS, HONOURS, HonouredConditions(if_absent=True, if_match=EtagSpelling.AS_GIVEN)),
+        (
+            HONOURS,
+            Manner.BARE_ONLY,
+            HonouredConditions(if_absent=True, if_match=EtagSpelling.UNQUOTED),
+        ),
+        (HONOURS, IGNORES, HonouredConditions(if_absent=True, if_match=None)),
+        (HONOURS, REFUSES, HonouredConditions(if_absent=True, if_match=None)),
+        (IGNORES, HONOURS, HonouredConditions(if_absent=False, if_match=None)),
+        (IGNORES, IGNORES, HonouredConditions(if_absent=False, if_match=None)),
+        (REFUSES, REFUSES, HonouredConditions(if_absent=False, if_match=None)),
     ],
 )
 def test_conditions_are_seen_not_believed(
-    if_absent: Manner, if_match: Manner, found: Honoured
+    if_absent: Manner, if_match: Manner, found: HonouredConditions
 ) -> None:
     """What a server really does decides what the storage offers; its probe leaves nothing behind."""
     store, storage = bucket()
     store.manners = Manners(if_absent, if_match)
     caps = storage.probe(".ckptfs")
-    assert storage._bucket.verdict.found == found
+    assert storage._bucket_state.conditions.found == found
     assert caps == storage.capabilities
     assert caps.exclusive_create is found.if_absent
     assert caps.conditional_replace is (found.if_match is not None)
@@ -622,5 +626,5 @@ def test_all_storages_of_one_endpoint_warn_once_together() -> None:
     first, second = (
         ObjectStorage(Uri.parse("s3://b/run"), MemoryObjectClient(store)) for _ in "12"
     )
-    assert first.retrier.notice is second.retrier.notice
-    assert first.retrier.notice is not Retrier(first.client.endpoint).notice
+    assert first.retrier.warning_limit is second.retrier.warning_limit
+    assert first.retrier.warning_limit is not Retrier(first.client.endpoint).warning_limit

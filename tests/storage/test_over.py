@@ -13,8 +13,8 @@ import pytest
 
 from ckptfs.errors import AlreadyExistsError, StorageError, UnsupportedError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.storage.local.files import ReplacingWriter, WriteMethod, method_of
 from ckptfs.storage.local.posix import Posix
+from ckptfs.storage.local.writers import ReplacingWriter, WriteMethod, method_of
 from ckptfs.uri import Uri
 
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptfs.errors import IntegrityError, StorageError
+from ckptfs.storage.io import buffer_pool
 from ckptfs.storage.local.posix import DirectAlignment, Posix
 from ckptfs.storage.local.reader import LocalReader
 from ckptfs.uri import Uri
@@ -101,7 +102,9 @@ def _cut(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
     return [buffer for buffer in cut if len(buffer)]
 
 
-DATA = bytes((at * 7 + at // 251) % 256 for at in range(3 * MIB + 777))
+# After so many bytes the pattern begins anew.
+_ROUND = bytes((at * 7 + at // 251) % 256 for at in range(251 * 256))
+DATA = (_ROUND * 50)[: 3 * MIB + 777]
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +354,53 @@ def test_pages_that_were_only_asked_for_make_no_file_cached(
                 read(open_, first_bytes + number * window, [window])
             assert open_.direct_bytes >= size - first_bytes - 2 * windows * PAGE
         assert "preadv" not in kernel.names
+
+
+@pytest.mark.parametrize(
+    ("offset", "skip", "size", "calls"),
+    [
+        (PAGE, 0, 2 * MIB, [True]),
+        (PAGE, 0, 2 * MIB + 5, [True, False]),  # the last page goes through a buffer
+        (PAGE + 1, 0, 2 * MIB, [False]),
+        (PAGE, 1, 2 * MIB, [False]),
+    ],
+)
+def test_aligned_memory_is_read_into_without_a_copy(
+    path: str, offset: int, skip: int, size: int, calls: list[bool]
+) -> None:
+    """Whole pages of a cold file go where they belong at once; all else through a staging buffer."""
+    into: list[bool] = []
+
+    class Watching(Kernel):
+        def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            if fd in self.direct_fds:
+                into.append(buffers[0].obj is memory.obj)
+            return super().preadv(fd, buffers, offset)
+
+    with buffer_pool().buffer(size + skip) as memory, reader(path, Watching()) as open_:
+        view = memory[skip : skip + size]
+        open_.read_into(offset, view)
+        assert bool(view == DATA[offset : offset + size])
+        assert open_.direct_bytes == size
+    assert into == calls
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_aligned_memory_is_filled_where_direct_reads_stop_half_way(path: str, number: int) -> None:
+    """Refused, or short by some bytes: the rest is read otherwise, and all of it is right."""
+
+    def refuse(name: str, _: int) -> int | None:
+        if name == "preadv_direct":
+            seen.append(name)
+            if len(seen) == number:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return PAGE + 100
+        return None
+
+    seen: list[str] = []
+    with buffer_pool().buffer(len(DATA)) as memory, reader(path, Kernel(script=refuse)) as open_:
+        open_.read_into(0, memory[: len(DATA)])
+        assert bool(memory[: len(DATA)] == DATA)
 
 
 def test_what_is_not_cached_is_read_past_the_cache(path: str) -> None:

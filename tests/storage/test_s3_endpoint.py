@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptfs.storage.clients.s3_endpoint import endpoint_name
-from ckptfs.storage.clients.s3_options import parse_s3_options
+from ckptfs.storage.clients.s3_options import endpoint_name, parse_s3_options
+from ckptfs.storage.fsspec_store import FsspecStorage
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
@@ -86,12 +86,22 @@ def test_servers_of_two_profiles_are_two(client: str) -> None:
         open_storage("s3://bucket/run", {"profile": name, "client": client})
         for name in ("one", "one", "two")
     )
+    if client == "s3fs":
+        assert isinstance(one, FsspecStorage)
+        assert isinstance(again, FsspecStorage)
+        assert isinstance(two, FsspecStorage)
+        assert one._bucket_id()[2:] == ("http://127.0.0.1:1", "bucket")
+        assert two._bucket_id()[2:] == ("http://127.0.0.1:2", "bucket")
+        assert (
+            one._bucket_id() == again._bucket_id() == pickle.loads(pickle.dumps(one))._bucket_id()
+        )
+        return
     for storage, endpoint in ((one, "http://127.0.0.1:1"), (two, "http://127.0.0.1:2")):
         assert isinstance(storage, ObjectStorage)
         assert storage.client.endpoint == storage.retrier.endpoint == endpoint
     assert isinstance(one, ObjectStorage)
     assert isinstance(two, ObjectStorage)
-    assert one._bucket is not two._bucket
+    assert one._bucket_state is not two._bucket_state
     for same in (again, pickle.loads(pickle.dumps(one))):
         assert isinstance(same, ObjectStorage)
-        assert same._bucket is one._bucket
+        assert same._bucket_state is one._bucket_state

@@ -12,14 +12,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs.errors import AnswerLostError, CkptfsError, StorageError, TransientError
-from ckptfs.storage.clients.failures import Asked, Said, answered, clean, failed, unanswered
-from ckptfs.storage.clients.reasons import CODES, Reason
-from ckptfs.storage.clients.s3_errors import S3
-from ckptfs.storage.clients.silence import why_silent
+from ckptfs.storage.clients.http_errors import (
+    CODES,
+    ErrorResponse,
+    Reason,
+    RequestContext,
+    clean,
+    connection_reason,
+    no_response_error,
+    reason_error,
+    response_error,
+)
+from ckptfs.storage.clients.s3 import S3
 from ckptfs.uri import Uri
 
-READ = Asked(S3, "get", Uri.parse("s3://bucket/run/k"), "https://s3")
-CHANGE = Asked(S3, "put", Uri.parse("s3://bucket/run/k"), "https://s3", changes=True)
+READ = RequestContext(S3, "get", Uri.parse("s3://bucket/run/k"), "https://s3")
+CHANGE = RequestContext(S3, "put", Uri.parse("s3://bucket/run/k"), "https://s3", changes=True)
 # Not all digits: those after a colon are a port.
 SECRETS = st.text("abcdefghijklmnopqrstuvwxyz0123456789+/", min_size=12, max_size=40).map(
     lambda text: f"w{text}"
@@ -36,7 +44,7 @@ def test_every_answer_has_a_type_and_one_line(
     status: int, code: str, message: str, changes: bool
 ) -> None:
     """Whatever a server says becomes a typed, picklable error of one line with the URI in it."""
-    found = answered(CHANGE if changes else READ, Said(status, code, message))
+    found = response_error(CHANGE if changes else READ, ErrorResponse(status, code, message))
     assert isinstance(found, CkptfsError)
     assert "\n" not in str(found)
     assert "s3://bucket/run/k" in str(found)
@@ -47,16 +55,18 @@ def test_every_answer_has_a_type_and_one_line(
 def test_every_reason_has_a_sentence(reason: Reason) -> None:
     """No reason is without a sentence; none leaves a hole in it."""
     for asked in (READ, CHANGE):
-        text = str(failed(asked, reason))
+        text = str(reason_error(asked, reason))
         assert "{" not in text.replace("{'region_name': ...}", "")
         assert "failed: " in text or "may have happened: " in text
 
 
 def test_only_what_was_sent_is_in_doubt() -> None:
     """A change is in doubt after a failure of the server or of the connection, and only then."""
-    doubtful = {reason for reason in Reason if isinstance(failed(CHANGE, reason), AnswerLostError)}
+    doubtful = {
+        reason for reason in Reason if isinstance(reason_error(CHANGE, reason), AnswerLostError)
+    }
     assert doubtful == {Reason.SERVER, Reason.SILENT, Reason.BROKEN}
-    assert all(isinstance(failed(READ, reason), TransientError) for reason in doubtful)
+    assert all(isinstance(reason_error(READ, reason), TransientError) for reason in doubtful)
 
 
 class ClientConnectorError(OSError):
@@ -90,15 +100,15 @@ class EndpointConnectionError(Exception):
 )
 def test_silences(error: Exception, reason: Reason) -> None:
     """A connection that did not come about is told from one that broke, through what libraries wrap."""
-    assert why_silent(error) is reason
+    assert connection_reason(error) is reason
     wrapped = RuntimeError("outer")
     wrapped.__cause__ = error
-    assert why_silent(wrapped) is reason
+    assert connection_reason(wrapped) is reason
 
 
 def test_what_is_not_known_is_in_doubt() -> None:
     """An exception that nobody foresaw leaves a change in doubt rather than undone."""
-    assert type(unanswered(CHANGE, RuntimeError("?"))) is AnswerLostError
+    assert type(no_response_error(CHANGE, RuntimeError("?"))) is AnswerLostError
 
 
 @given(secret=SECRETS)
@@ -120,11 +130,13 @@ def test_secrets_do_not_pass(pattern: str, secret: str) -> None:
     """Whatever a server quotes of a request, what looks like a secret is masked."""
     text = pattern.format(secret)
     assert secret not in clean(f"it said {text} and more")
-    assert secret not in str(answered(READ, Said(400, "Strange", f"it said {text} and more")))
+    assert secret not in str(
+        response_error(READ, ErrorResponse(400, "Strange", f"it said {text} and more"))
+    )
 
 
 def test_long_words_are_cut() -> None:
     """An HTML page of a proxy does not fill the log."""
-    found = answered(READ, Said(400, "", "<html>" + "x" * 5000))
+    found = response_error(READ, ErrorResponse(400, "", "<html>" + "x" * 5000))
     assert isinstance(found, StorageError)
     assert len(str(found)) < 500

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ckptfs.errors import UriError
-from ckptfs.storage.clients.obstore_s3 import cannot
-from ckptfs.storage.clients.s3_options import parse_s3_options
-from ckptfs.storage.clients.s3_resolved import forget, resolve
+from ckptfs.storage.clients.s3 import unsupported_option
+from ckptfs.storage.clients.s3_options import forget_resolved, parse_s3_options, resolve
 from ckptfs.uri import Uri
 
 PLACE = Uri.parse("s3://bucket/run")
@@ -113,7 +112,7 @@ def test_options_show_no_secret_and_pickle() -> None:
 )
 def test_what_obstore_cannot_say(options: dict[str, Any], why: str | None) -> None:
     """Options that obstore has no word for are named, so that "auto" takes s3fs."""
-    found = cannot(options)
+    found = unsupported_option(options)
     assert (found is None) == (why is None)
     assert why is None or (found is not None and why in found)
 
@@ -192,7 +191,7 @@ def test_what_was_told_of_a_place_is_kept_until_something_changes(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-west-2")
     assert region() == "us-west-2"
     before = resolve(options, "bucket")
-    forget()
+    forget_resolved()
     assert before is not resolve(options, "bucket")
 
 

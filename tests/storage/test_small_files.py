@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.commit.layout import (
+from ckptfs.commit.paths import (
     ENTRY_BYTES,
     HINT,
     MANIFEST_BYTES,
@@ -101,6 +101,23 @@ def test_a_device_and_a_socket_are_errors(tmp_path: Path, way: str) -> None:
             WAYS[way](storage, "socket")
     assert posix.asked_bytes == 0
     assert not [name for name, _ in posix.opened if name == "zeros"], "opening it may be an action"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("target", ["/dev", "there"])
+def test_nothing_is_opened_behind_a_linked_directory_before_a_look(
+    tmp_path: Path, way: str, target: str
+) -> None:
+    """The link is not the last component, so that open(2) without links would follow it."""
+    (tmp_path / "there").mkdir()
+    os.mkfifo(tmp_path / "there" / "zero")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "step").symlink_to(target if target == "/dev" else tmp_path / target)
+    posix = Reads()
+    storage = LocalStorage(Uri.parse(str(tmp_path / "run")), posix=posix)
+    with pytest.raises(StorageError, match="stands there"):
+        WAYS[way](storage, "step/zero")
+    assert not [name for name, _ in posix.opened if name == "zero"], "opening it may be an action"
 
 
 def test_a_regular_file_is_read_blocking_and_is_no_terminal(tmp_path: Path) -> None:

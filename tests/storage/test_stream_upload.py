@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from ckptfs.errors import AnswerLostError, CkptfsError, NotFoundError
-from ckptfs.storage.clients.failures import Asked, Said, answered
-from ckptfs.storage.clients.obstore_upload import StreamUpload
-from ckptfs.storage.clients.s3_errors import S3
+from ckptfs.storage.clients.http_errors import ErrorResponse, RequestContext, response_error
+from ckptfs.storage.clients.s3 import S3
+from ckptfs.storage.multipart import StreamUpload
 from ckptfs.uri import Uri
 
-ASKED = Asked(S3, "upload", Uri.parse("s3://bucket/run/f"), "http://host", changes=True)
+ASKED = RequestContext(S3, "upload", Uri.parse("s3://bucket/run/f"), "http://host", changes=True)
 
 
 def ended_by(failure: CkptfsError) -> StreamUpload:
@@ -32,12 +32,12 @@ def ended_by(failure: CkptfsError) -> StreamUpload:
     return upload
 
 
-@pytest.mark.parametrize("said", [Said(404, "NoSuchUpload"), Said(404)])
-def test_no_such_upload_may_be_our_own_success(said: Said) -> None:
+@pytest.mark.parametrize("said", [ErrorResponse(404, "NoSuchUpload"), ErrorResponse(404)])
+def test_no_such_upload_may_be_our_own_success(said: ErrorResponse) -> None:
     """obstore asked again after a lost answer: AnswerLostError, then NotFoundError, as of a client that
     makes one try each; the caller looks at the key.
     """
-    upload = ended_by(answered(ASKED, said))
+    upload = ended_by(response_error(ASKED, said))
     with pytest.raises(AnswerLostError):
         upload.complete()
     with pytest.raises(NotFoundError):
@@ -46,7 +46,7 @@ def test_no_such_upload_may_be_our_own_success(said: Said) -> None:
 
 def test_a_missing_bucket_is_told() -> None:
     """It has nothing of ours, and no try will find it there."""
-    upload = ended_by(answered(ASKED, Said(404, "NoSuchBucket")))
+    upload = ended_by(response_error(ASKED, ErrorResponse(404, "NoSuchBucket")))
     with pytest.raises(NotFoundError, match="bucket"):
         upload.complete()
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
+from ckptfs.control.heartbeat import Hanging, Patience
+from ckptfs.control.tcpstore_client import StepKeys
 from ckptfs.storage.inflight import in_flight, in_task, new_task, oldest_call, with_task
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.threads import Threads
-from ckptfs.topology.hanging import Hanging
-from ckptfs.topology.pulse import Patience
-from ckptfs.topology.stepkeys import StepKeys
 
 
 def test_a_call_that_does_not_return_is_told_with_its_path(tmp_path: Path) -> None:
@@ -43,6 +44,27 @@ def test_of_a_descriptor_the_path_is_told(tmp_path: Path) -> None:
         assert waited.text == f"fsync of {tmp_path}"
         os.close(fd)
         assert waited.text == f"fsync of descriptor {fd}"
+
+
+def test_a_close_is_told_with_its_path(tmp_path: Path) -> None:
+    """What the kernel does not know any more when the close hangs. A number that is used again is another file's."""
+    told = list[str]()
+
+    def heard(_: FrameType, event: str, function: object) -> None:
+        if event == "c_call" and function is os.close:
+            waited = oldest_call(part)
+            told.append("" if waited is None else waited.text)
+
+    kernel = Posix()
+    with in_task(new_task()) as part:
+        for name in ("one", "two"):
+            fd = kernel.open(str(tmp_path / name), os.O_WRONLY | os.O_CREAT)
+            sys.setprofile(heard)
+            try:
+                kernel.close(fd)
+            finally:
+                sys.setprofile(None)
+    assert told == [f"close of {tmp_path}/one", f"close of {tmp_path}/two"]
 
 
 def test_a_child_of_a_fork_waits_for_nothing_that_its_parent_does() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,
+    NoSpaceError,
     NotFoundError,
     StorageError,
     TransientError,
@@ -47,7 +48,7 @@ def put(writer: DataWriter, pieces: list[tuple[bytes, bool]]) -> None:
 def held(writer: DataWriter) -> int:
     """What the upload believes to hold; its bound is only as good as its book-keeping."""
     assert isinstance(writer, ObjectWriter)
-    return writer._room.held_bytes
+    return writer._budget.allocated_bytes
 
 
 pieces = st.lists(st.tuples(st.binary(max_size=40), st.booleans()), max_size=12)
@@ -521,7 +522,7 @@ def test_an_aborted_file_sends_no_part_that_waited_for_a_thread() -> None:
     writer.write(b"x" * (2 * PART))
     aborting = threading.Thread(target=writer.abort)
     aborting.start()
-    assert writer._room.stopped.wait(120)  # type: ignore[attr-defined]
+    assert writer._budget.stopped.wait(120)  # type: ignore[attr-defined]
     hold.release.set()
     aborting.join(120)
     other.close()
@@ -700,3 +701,30 @@ def test_a_final_answer_that_stays_lost_is_told_as_such() -> None:
     with pytest.raises(AnswerLostError), storage.open_write("f") as writer:
         writer.write(b"x" * (2 * PART))
     assert not store.uploads
+
+
+def test_whoever_comes_after_a_part_that_failed_gets_its_error() -> None:
+    """A full store is told by the write that meets it, by each later one and by close; not that the file is
+    broken, which says nothing.
+    """
+
+    class Full(MemoryObjectClient):
+        def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
+            upload = super().begin_upload(key, part_bytes=part_bytes)
+
+            def put_part(number: int, data: Buffer) -> None:
+                raise NoSpaceError("no quota left")
+
+            upload.put_part = put_part  # type: ignore[method-assign]
+            return upload
+
+    storage = over(Full(MemoryObjects()), part_size_bytes=PART, concurrency=1)
+    writer = storage.open_write("f")
+    data = memoryview(b"x" * (8 * PART))
+    for _ in range(3):
+        with pytest.raises(NoSpaceError, match="no quota left"):
+            writer.write(data)
+    with pytest.raises(NoSpaceError, match="no quota left"):
+        writer.close()
+    writer.abort()
+    storage.close()

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from ckptfs.commit.opening import Place, sit_down
-from ckptfs.commit.spec import SaveSpec
+from ckptfs.commit.save.spec import SaveSpec
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.storage.local import LocalStorage
 from ckptfs.testing.proxy import Exchange, FaultProxy
 from ckptfs.testing.world import simulate
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 __all__ = [

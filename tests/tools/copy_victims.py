@@ -87,7 +87,7 @@ def ended_of(answers: Any, commands: Any, said: str) -> Ended:
 def _serve() -> None:
     # What every command needs; no client and no thread of ours is made by it.
     import ckptfs.cli.copy
-    import ckptfs.tools.copying  # noqa: F401
+    import ckptfs.replication.copier  # noqa: F401
 
     warm("s3://bucket")
 

@@ -15,10 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptfs
+from ckptfs.dcp.write.host_memory import memory_of
 from ckptfs.errors import StateError
+from ckptfs.progress import SILENT
+from ckptfs.storage.io import is_aligned
 from ckptfs.tools.comparing import Basis, Change, compare
 from ckptfs.tools.contents import Box, Shard, TensorLeaf, batches
-from ckptfs.tools.exporting import export
+from ckptfs.tools.exporting import _in_place, export
 from ckptfs.tools.inspecting import inspect, values
 from ckptfs.tools.opened import open_contents
 from ckptfs.tools.selecting import Selection, nested
@@ -122,7 +125,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     del big
     code = f"""
 from ckptfs.tools.comparing import compare
-from ckptfs.tools.exporting import export
+from ckptfs.tools.exporting import _in_place, export
 from ckptfs.tools.opened import open_contents
 uri = {str(tmp_path / "run" / "step_1")!r}
 def peak():
@@ -193,3 +196,76 @@ def test_nested_gives_lists_back_only_where_they_are_whole() -> None:
         (("c", "0"), 4),
     ]
     assert nested(pairs) == {"a": [1, 2], "b": {1: 3}, "c": {"0": 4}}
+
+
+def _odd_state() -> dict[str, torch.Tensor]:
+    """Tensors of every width, none of whole pages, some of no bytes, and one of several batches."""
+    torch.manual_seed(1)
+    return {
+        "complex": torch.randn(70_001, dtype=torch.complex64),
+        "large": torch.randn(5_000_003),
+        "half": torch.randn(999, 1001).bfloat16(),
+        "f8": torch.randn(4097).to(torch.float8_e4m3fn),
+        "flags": torch.randn(13_001) > 0,
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "none": torch.empty(0, 3),
+        "bytes": torch.arange(255, dtype=torch.uint8),
+    }
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "torch.save"])
+def test_an_export_has_every_tensor_bit_for_bit(tmp_path: Path, source: str) -> None:
+    """As safetensors itself loads it, over several parts in memory, which begin and end inside tensors."""
+    tensors = _odd_state()
+    uri = tmp_path / "step_1"
+    if source == "checkpoint":
+        ckptfs.save(tensors, uri)
+    else:
+        torch.save(tensors, uri)
+    export(uri, tmp_path / "out", "safetensors")
+    (file,) = (tmp_path / "out").iterdir()
+    found = safetensors.torch.load_file(file)
+    assert found.keys() == tensors.keys()
+    for key, value in tensors.items():
+        assert found[key].dtype == value.dtype
+        assert found[key].shape == value.shape
+        assert bool(memory_of(found[key]) == memory_of(value)), key
+
+
+def test_a_header_of_many_pages_is_written_before_its_tensors(tmp_path: Path) -> None:
+    """A thousand small tensors."""
+    small = {
+        f"layer.{number}.with_a_long_name": torch.full((number,), 1.5) for number in range(1000)
+    }
+    ckptfs.save(small, tmp_path / "step_1")
+    export(tmp_path / "step_1", tmp_path / "out", "safetensors")
+    found = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == small.keys()
+    assert all(torch.equal(found[key], value) for key, value in small.items())
+
+
+def test_parts_of_an_export_are_whole_pages_in_aligned_memory(tmp_path: Path) -> None:
+    """So that a disk gets them as they are; what fills no page comes last."""
+    ckptfs.save({"a": torch.randn(9_000_001), "b": torch.randn(3)}, tmp_path / "step_1")
+    with open_contents(tmp_path / "step_1") as opened:
+        chosen = Selection().of(opened.contents.leaves.values())
+        parts = [*_in_place(opened.contents, chosen, b"header", SILENT)]
+    *whole, rest = parts
+    assert len(whole) == 3
+    assert all(is_aligned(part) and len(part) % 4096 == 0 for part in whole)
+    # One is written and one waits for that while the third is filled.
+    assert len({id(part.obj) for part in whole}) == 3
+    assert len(rest) < 4096
+    assert sum(map(len, parts)) == len(b"header") + 4 * 9_000_004
+
+
+def test_damage_in_a_large_tensor_stops_its_export(tmp_path: Path) -> None:
+    """Nothing is left at the target, though parts before it were written."""
+    ckptfs.save({"a": torch.randn(9_000_001)}, tmp_path / "step_1")
+    (data,) = tmp_path.glob("step_1/*/*.distcp")
+    with data.open("r+b") as file:
+        file.seek(30_000_000)
+        file.write(b"damage")
+    with pytest.raises(ckptfs.IntegrityError):
+        export(tmp_path / "step_1", tmp_path / "out", "safetensors")
+    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []

@@ -12,11 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.commit.opening import Place as Opened
 from ckptfs.errors import CommitConflictError, RunBusyError, UriError
+from ckptfs.replication.copier import CopyReport, copy_to
 from ckptfs.tools.changing import remove
-from ckptfs.tools.copying import CopyReport, _resuming, copy_to
-from ckptfs.uri import Uri
 from tests.cli.conftest import Place, no_accounts, place, radosgw
 from tests.lab.server import Server
 
@@ -187,11 +185,3 @@ def test_a_directory_of_files_is_never_replaced(place: Place, tmp_path: Path) ->
     assert "--overwrite" not in str(refused.value)
     with place.storage() as storage:
         assert storage.read("export/x") == b"1"
-
-
-def test_options_in_the_target_s_uri_stand_above_those_of_the_copy() -> None:
-    """Part sizes and the client that the URI names are those that are used; what is given, before all."""
-    uri = Uri.parse("s3://bucket/run?part_size_bytes=64MiB&client=obstore")
-    options = _resuming(uri, Opened({"region": "x", "client": "s3fs"})).storage_options
-    assert options == {"part_size_bytes": "64MiB", "client": "s3fs", "region": "x"}
-    assert dict(_resuming(uri, Opened()).storage_options or {})["client"] == "obstore"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ckptfs.control.control import Control, SoloControl
 from ckptfs.errors import AccessError, CollectiveError, CredentialsError, UnsupportedError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
@@ -18,17 +19,22 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fault, FaultyStorage, Plan
 from ckptfs.testing.late import LateNews, LateStorage, SharedClock
 from ckptfs.testing.mounts import CopyingMount
-from ckptfs.testing.object_client import STORES, Manner, Manners, MemoryObjects
+from ckptfs.testing.object_client import (
+    STORES,
+    Manner,
+    Manners,
+    MemoryObjectClient,
+    MemoryObjects,
+)
 from ckptfs.testing.plan import Fail
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import simulate
 from ckptfs.tools.doctor import Clock, Expect, Report, Settings, Theme, Verdict, examine_with
 from ckptfs.tools.doctor.corner import ABOUT, PREFIX
-from ckptfs.topology.control import Control, SoloControl
 from ckptfs.uri import Uri
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
-QUICK = Settings(size_bytes=1 << 20, rounds=3, replaces=6)
+QUICK = Settings(size_bytes=1 << 20, rounds=3, replaces=6, replace_s=0.0)
 Opener = Callable[[Uri, Mapping[str, Any]], Storage]
 
 
@@ -189,6 +195,72 @@ def test_a_replace_with_a_gap_is_seen_by_the_reader(tmp_path: Path) -> None:
     assert "missing" in found.seen
 
 
+def test_a_replace_that_is_torn_now_and_then_is_raced_for(tmp_path: Path) -> None:
+    """Every fiftieth replace is seen half done: a handful of replaces would not meet it."""
+
+    class Torn(Posix):
+        looked, times = threading.Event(), 0
+
+        def open(self, path: str, *rest: Any, **more: Any) -> int:
+            found = super().open(path, *rest, **more)
+            if path.endswith("replace/rank-0"):
+                self.looked.set()
+            return found
+
+        def rename(self, source: str, target: str) -> None:
+            if target.endswith("replace/rank-0"):
+                self.times += 1
+                if self.times % 50 == 0:
+                    os.truncate(target, 100)
+                    self.looked.clear()
+                    assert self.looked.wait(60), "nobody looked"
+            super().rename(source, target)
+
+    class Ticking(Clock):
+        at_s = 0.0
+
+        def now_s(self) -> float:
+            self.at_s += 0.01
+            return self.at_s
+
+    settings = Settings(0, rounds=1, replaces=6, replace_s=1.0, patience_s=60.0, clock=Ticking())
+    found = alone(tmp_path / "run", settings, on(Torn())).finding("atomic-replace")
+    assert found.verdict is FAIL
+    assert "torn" in found.seen
+
+
+@pytest.mark.parametrize(
+    ("op", "key", "name"),
+    [("read", "replace/*", "atomic-replace"), ("open_read", "large/*", "read-bandwidth")],
+)
+def test_what_cannot_be_read_is_a_load_that_fails(
+    tmp_path: Path, op: str, key: str, name: str
+) -> None:
+    """Saves go through there: the finding says which of the two would fail."""
+    refused = faulty(Fault(op, key, None, Fail(UnsupportedError("no ranges here"))))
+    found = alone(tmp_path / "run", opener=refused).finding(name)
+    assert (found.verdict, found.meaning) == (FAIL, "a load would fail here the same way")
+
+
+def test_an_upload_that_no_list_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is answered, and empty, while an upload is under way, lists none."""
+    monkeypatch.setattr(MemoryObjectClient, "list_uploads", lambda *_: iter(()))
+    found = alone("objects+memory://doctor-unlisted/run").finding("multipart-list")
+    assert found.verdict is WARN
+    assert "not in the list" in found.seen
+
+
+@pytest.mark.parametrize("lacks", [(), ("no batches of deletes: keys go one by one",)])
+def test_what_a_server_lacks_is_told(
+    lacks: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the client learnt of ranges and batches becomes a finding of its own."""
+    monkeypatch.setattr(MemoryObjectClient, "lacks", lacks)
+    found = alone("objects+memory://doctor-lacks/run").finding("requests")
+    assert found.verdict is (WARN if lacks else OK)
+    assert all(text in found.seen for text in lacks)
+
+
 def test_directories_that_cannot_be_synced_are_a_warning(tmp_path: Path) -> None:
     """fsync of a directory is EINVAL: what was acknowledged may go with the power."""
 
@@ -301,7 +373,7 @@ def late(tmp_path: Path, delay_s: float, keys: str = "") -> Report:
     """Two nodes that see each other's names ``delay_s`` late; keys: only those that contain it."""
     clock = SharedClock()
     news = LateNews(delay_s, clock, only=keys)
-    settings = Settings(0, rounds=2, replaces=3, clock=clock)
+    settings = Settings(0, rounds=2, replaces=3, replace_s=0.0, clock=clock)
 
     def opener(node: str) -> Opener:
         return lambda uri, options: LateStorage(open_storage(uri, options), news, node)
@@ -370,7 +442,7 @@ def test_clocks_of_ranks_and_place_are_compared(tmp_path: Path) -> None:
 
     def body(control: Control) -> Report:
         clock = SharedClock(100.0) if control.rank else Clock()
-        settings = Settings(0, rounds=2, replaces=3, clock=clock)
+        settings = Settings(0, rounds=2, replaces=3, replace_s=0.0, clock=clock)
         return examine_with(control, tmp_path / "run", None, settings)
 
     report = simulate(2, body, nodes=["a", "b"])[0].get()

@@ -37,6 +37,7 @@ GB = 10**9
 DISK = Mounted("ext4", "/dev/sda1", ("rw", "relatime"), "/data")
 NFS = Mounted("nfs4", "server:/x", ("rw", "vers=4.2", "hard", "actimeo=30"), "/data")
 NO = Refusal(Why.ACCESS, "AccessDenied", "allow it")
+UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ EXPIRES = Rule("r", "runs/", expires_days=3)
             "after 9 days",
         ),
         (replace(PLAIN, versioning=NO), "versioning", UNKNOWN, "not permitted to look"),
+        (replace(PLAIN, versioning=UNTOLD), "versioning", UNKNOWN, "the server does not tell"),
         (PLAIN, "object-lock", OK, "none"),
         (replace(PLAIN, lock=Lock()), "object-lock", OK, "no default"),
         (replace(PLAIN, lock=Lock(30)), "object-lock", WARN, "30 days"),

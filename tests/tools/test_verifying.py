@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.commit.log import SNAPSHOT_EVERY, catch_up, write_snapshot
-from ckptfs.commit.ops import drive
+from ckptfs.commit.log.append import SNAPSHOT_EVERY, catch_up, write_snapshot
+from ckptfs.commit.operations import drive
 from ckptfs.errors import AccessError, IntegrityError, StateError, TransientError
 from ckptfs.progress import Meter
-from ckptfs.tools.copying import copy_to
+from ckptfs.replication.copier import copy_to
 from ckptfs.tools.findings import Damage, Verdict, Verified
 from ckptfs.tools.resuming import Resumed
 from ckptfs.tools.verifying import verify

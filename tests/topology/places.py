@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from ckptfs.control.control import Control
 from ckptfs.errors import AnswerLostError, NotFoundError
 from ckptfs.storage.base import Stat
 from ckptfs.storage.local import LocalStorage
-from ckptfs.topology.control import Control
 from ckptfs.uri import Uri
 
 T = TypeVar("T")

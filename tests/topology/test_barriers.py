@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from ckptfs.topology.barriers import meeting_at_barriers
-from ckptfs.topology.control import open_control
+from ckptfs.control.control import open_control
+from ckptfs.control.framework_collectives import meeting_at_barriers
 from tests.multiprocess.harness import Rank, launch
 
 

@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from ckptfs.control.tcpstore_client import (
+    CHUNK_BYTES,
+    WAITING,
+    StoreClient,
+    connect,
+    drop,
+    pool_of,
+    put,
+)
 from ckptfs.errors import ControlPlaneLostError, StateError
-from ckptfs.topology.client import CHUNK_BYTES, StoreClient, connect, drop, put
-from ckptfs.topology.connection_pool import WAITING, pool_of
 from tests.topology.relay import HOST, Relay
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ckptfs.control.control import Control
 from ckptfs.errors import AccessError, CollectiveError
 from ckptfs.storage.base import Shape
 from ckptfs.storage.memory import MemoryStorage
 from ckptfs.testing.world import SimulatedDeath, simulate
-from ckptfs.topology.control import Control
-from ckptfs.topology.directory import ensure_dir
-from ckptfs.topology.domain import probe_domains
+from ckptfs.topology.ensure_dir import ensure_dir
+from ckptfs.topology.storage_domains import probe_domains
 from ckptfs.uri import Uri
 from tests.topology.places import Calls, NfsPlace, Place, on_disks
 

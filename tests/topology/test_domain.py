@@ -10,14 +10,14 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfs.control.control import Control, SoloControl
+from ckptfs.control.world import World
 from ckptfs.errors import AccessError, CollectiveError, StateError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import End, simulate
-from ckptfs.topology.control import Control, SoloControl
-from ckptfs.topology.domain import Placement, group_nodes, node_leads, probe_domains
-from ckptfs.topology.world import World
+from ckptfs.topology.storage_domains import Placement, group_nodes, node_leads, probe_domains
 from ckptfs.uri import Uri
 from tests.topology.places import Calls, Flickers, LosesAnswers, NfsPlace, Place, on_disks
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.topology.pulse import LEFT, Life, Pulses, is_gone
+from ckptfs.control.heartbeat import LEFT, Pulses
+from ckptfs.control.world import Life, is_gone
 
 
 def test_silence_grows_until_the_beat_moves() -> None:

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from ckptfs.control.control import Control
 from ckptfs.errors import CollectiveError, DeadlineError, FencedError, NoSpaceError
 from ckptfs.testing.world import SimulatedDeath, simulate
-from ckptfs.topology.control import Control
 
 
 def test_decide_runs_on_the_coordinator_only_and_all_get_its_answer() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from ckptfs.control import tcpstore_client
+from ckptfs.control.handshake import decode_table, encode_table
+from ckptfs.control.tcpstore_client import CHUNK_BYTES, drop, offer, put, take, take_many
+from ckptfs.control.world import World
 from ckptfs.errors import StateError
-from ckptfs.topology import client
-from ckptfs.topology.client import CHUNK_BYTES, drop, offer, put, take, take_many
-from ckptfs.topology.table import decode_table, encode_table
-from ckptfs.topology.world import World
 
 FORGED = {
     "chunks": b"99999 key\nx",
@@ -53,7 +53,7 @@ def test_a_chunk_that_is_too_long_is_an_error() -> None:
 @pytest.mark.parametrize("write", [put, offer])
 def test_a_value_that_nobody_would_read_is_not_written(write: Any, monkeypatch: Any) -> None:
     """The writer hears of it, with what to do, and no key is left."""
-    monkeypatch.setattr(client, "_MOST_CHUNKS", 2)
+    monkeypatch.setattr(tcpstore_client, "_MOST_CHUNKS", 2)
     store: Any = HashStore()
     write(store, "fits", b"x" * (2 * CHUNK_BYTES))
     assert len(take(store, "fits")[0]) == 2 * CHUNK_BYTES

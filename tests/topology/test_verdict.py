@@ -9,20 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs import errors
-from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure, NoSpaceError
-from ckptfs.topology.control import SoloControl
-from ckptfs.topology.verdict import (
-    Said,
+from ckptfs.control.control import SoloControl
+from ckptfs.control.messages import (
+    Message,
     Verdict,
-    collective_error,
-    decode_said,
+    decode_message,
     decode_verdict,
-    encode_said,
+    encode_message,
     encode_verdict,
-    failure_of,
     settle,
 )
-from ckptfs.topology.world import World
+from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure, NoSpaceError
 
 EVERY_CLASS = [
     cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CkptfsError)
@@ -77,7 +76,7 @@ def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixt
             f"write failed: {rank} MB missing", uri=f"file:///r/__{rank}_0.distcp", hint="free it"
         )
         failures[rank] = failure_of(error, worlds[rank])
-    said = [Said("write", failure=failures.get(rank)) for rank in range(9)]
+    said = [Message("write", failure=failures.get(rank)) for rank in range(9)]
     with caplog.at_level("WARNING"):
         for _ in range(3):
             made = collective_error("write", failures, worlds)
@@ -144,7 +143,9 @@ def test_unknown_subclass_arrives_as_the_nearest_known_class() -> None:
 @given(st.one_of(st.none(), st.binary(), st.text(), st.lists(st.integers())), st.text(min_size=1))
 def test_values_round_trip(value: object, label: str) -> None:
     """What a rank says is what the coordinator hears, newlines and all."""
-    assert decode_said(encode_said(Said(label, value=value))) == Said(label, value=value)
+    assert decode_message(encode_message(Message(label, value=value))) == Message(
+        label, value=value
+    )
     assert decode_verdict(encode_verdict(Verdict(value=value))) == Verdict(value=value)
 
 

@@ -10,14 +10,12 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
+from ckptfs.control.heartbeat import Alarm, Monitor, Tempo
+from ckptfs.control.messages import decode_verdict
+from ckptfs.control.tcpstore_client import StepKeys, StoreClient
+from ckptfs.control.tcpstore_control import SharedControl, Waits
+from ckptfs.control.world import World
 from ckptfs.errors import CollectiveError
-from ckptfs.topology.client import StoreClient
-from ckptfs.topology.heartbeat import Alarm, Monitor
-from ckptfs.topology.pulse import Tempo
-from ckptfs.topology.stepkeys import StepKeys
-from ckptfs.topology.verdict import decode_verdict
-from ckptfs.topology.waits import Ground, Waits
-from ckptfs.topology.world import World
 
 WORLDS = tuple(
     replace(World.solo(), rank=rank, size=9, hostname=f"host-{rank}", node=f"n{rank}")
@@ -53,7 +51,7 @@ def pulse() -> Iterator[StoreClient]:
 def waits(pulse: StoreClient, answer: Future[bytes], looks: int) -> Waits:
     """Those of rank 1."""
     monitor = _Alarmed(pulse, answer, looks)
-    return Waits(Ground(None, pulse, monitor, WORLDS, 60.0, 0, closes_at_exit=False), 1)
+    return Waits(SharedControl(None, pulse, monitor, WORLDS, 60.0, 0, closes_at_exit=False), 1)
 
 
 def test_an_alarm_that_is_not_the_answer_is_told_to_nobody(

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from ckptfs.control.control import default_timeout_s, open_control
+from ckptfs.control.world import World, job_id_from, node_id
 from ckptfs.errors import StateError
-from ckptfs.topology.control import default_timeout_s, open_control
-from ckptfs.topology.world import World, job_id_from, node_id
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CKPTFS_NODE")
 
@@ -90,7 +90,7 @@ def test_detecting_imports_no_torch() -> None:
     import subprocess
 
     code = (
-        "import sys; from ckptfs.topology.control import open_control; open_control(); "
+        "import sys; from ckptfs.control.control import open_control; open_control(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,9 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Host]]
             raise
         pytest.skip(str(error))
     with Host("old", tree) as old, Host("new", ROOT) as new:
-        for host in (old, new):
-            host.warm(str(tmp_path_factory.mktemp("warm") / "run"), {})
+        runs = [str(tmp_path_factory.mktemp("warm") / "run") for _ in range(2)]
+        with ThreadPoolExecutor() as both:  # each is a process of its own
+            list(both.map(lambda host, run: host.warm(run, {}), (old, new), runs))
         yield {"old": old, "new": new}
 
 
@@ -58,6 +60,6 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.fixture(scope="session")
 def bucket(moto: Server, hosts: dict[str, Host]) -> Place:
     """A bucket of moto's S3, for the few tests that are not left to the campaign."""
-    for host in hosts.values():
-        host.warm(moto.fresh(), moto.storage_options())
+    with ThreadPoolExecutor() as both:
+        list(both.map(lambda host: host.warm(moto.fresh(), moto.storage_options()), hosts.values()))
     return Place("s3", moto.fresh, moto.storage_options())

@@ -38,9 +38,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs import _torch
-from ckptfs.commit.arriving import Joined, give_up, join_attempt
-from ckptfs.commit.layout import METADATA, is_save_id
-from ckptfs.commit.spec import fresh_save_id
+from ckptfs.commit.paths import METADATA, is_save_id
+from ckptfs.commit.save.shared_attempt import Joined, give_up, join_attempt
+from ckptfs.commit.save.spec import fresh_save_id
+from ckptfs.control.control import default_timeout_s
+from ckptfs.control.tcpstore_client import StoreClient
 from ckptfs.errors import (
     AlreadyExistsError,
     CkptfsError,
@@ -50,13 +52,11 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.base import DataWriter, Shape, Stat, Storage
-from ckptfs.topology.client import StoreClient
-from ckptfs.topology.control import default_timeout_s
 from ckptfs.uri import Uri
 
 __all__ = ["Arrivals", "CopiedFiles", "agreed_id", "arrives", "refuse_alone"]
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ckptfs.integrations")
 
 _SHARD = re.compile(r"[^/]+\.distcp")
 _WAITS = re.compile(r"[^/]+\.distcp|\.metadata\.tmp")

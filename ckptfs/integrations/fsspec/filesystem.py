@@ -22,10 +22,10 @@ import re
 from typing import Any
 
 from ckptfs._torch import is_called_by_dcp
-from ckptfs.commit.arriving import on_the_way
-from ckptfs.commit.deleting import delete_checkpoint, holds
-from ckptfs.commit.layout import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
-from ckptfs.commit.looking import unprojected
+from ckptfs.commit.catalog.catalog import unprojected
+from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint, holds
+from ckptfs.commit.paths import CONTROL, MANIFEST, METADATA, PARTIAL_PREFIX, is_save_id
+from ckptfs.commit.save.shared_attempt import on_the_way
 from ckptfs.errors import CommitConflictError, NotFoundError, UnsupportedError
 from ckptfs.integrations.fsspec.arrivals import Arrivals, CopiedFiles, arrives, refuse_alone
 from ckptfs.integrations.fsspec.files import DurableWriter, HeldWriter

@@ -49,9 +49,8 @@ from ckptfs.integrations.fsspec.underlying import (
     without_secrets,
 )
 from ckptfs.storage.base import DataWriter, Storage
-from ckptfs.storage.clients.forks import ProcessLock
 from ckptfs.storage.registry import open_storage
-from ckptfs.storage.threads import Threads
+from ckptfs.storage.threads import ProcessLock, Threads
 from ckptfs.uri import Uri, check_key
 
 __all__ = ["PlainFileSystem"]

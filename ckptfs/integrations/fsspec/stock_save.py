@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
 )
 
-from ckptfs.commit.arriving import Joined, open_attempt
-from ckptfs.commit.layout import METADATA
 from ckptfs.commit.manifest import FileRecord
-from ckptfs.commit.opening import step_of
-from ckptfs.commit.ops import read_limited
-from ckptfs.commit.spec import Committed, IfExists, SaveSpec, WrittenPart
-from ckptfs.dcp.metadata import decode_metadata, encode_metadata
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.shared_attempt import Joined, open_attempt
+from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.session import step_of
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import encode_metadata
 from ckptfs.errors import IncompleteCheckpointError, ManifestError, NotFoundError
 from ckptfs.events import Counters
 from ckptfs.storage.threads import Threads

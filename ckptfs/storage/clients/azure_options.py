@@ -14,35 +14,271 @@ The names are adlfs's, and its environment variables AZURE_STORAGE_*; nothing he
 What every object is stored with has the names of the Azure SDK: encryption_scope, cpk,
 standard_blob_tier, tags, metadata, content_settings. An unknown name is a UriError; so are two that
 contradict each other, above all two accounts.
+
+There are six logins. The order in which they win is adlfs's, and none of them shows its secret in a repr:
+
+    SharedKey   the account's key            Token      an object with get_token (azure.identity)
+    Sas         a shared access signature    Principal  an application and its secret
+    Default     whoever this machine is      Anonymous  nobody: public containers
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
+import inspect
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, Final
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
-from ckptfs.errors import UriError
-from ckptfs.storage.clients.azure_login import (
-    DEFAULT_ARGUMENTS,
-    PUBLIC,
-    Default,
-    Login,
-    Principal,
-    Token,
-    connected,
-    login_of,
-)
-from ckptfs.storage.options import Times
+from ckptfs.errors import MissingDriverError, UriError
+from ckptfs.storage.options import Times, parse_boolean
 from ckptfs.uri import Uri
 
-__all__ = ["Account", "resolve"]
+__all__ = [
+    "DEFAULT_ARGUMENTS",
+    "PUBLIC",
+    "SCOPE",
+    "Account",
+    "Anonymous",
+    "AsyncToken",
+    "Default",
+    "Login",
+    "Principal",
+    "Sas",
+    "SharedKey",
+    "Token",
+    "connected",
+    "identity_of",
+    "login_of",
+    "need_identity",
+    "resolve",
+]
+
+PUBLIC: Final = "core.windows.net"
+DEFAULT_ARGUMENTS: Final = (
+    "authority",
+    "managed_identity_client_id",
+    "workload_identity_client_id",
+    "workload_identity_tenant_id",
+    "process_timeout",
+)
+# The emulator's account, which Microsoft publishes: it protects nothing.
+_EMULATOR: Final = {
+    "blobendpoint": "http://127.0.0.1:10000/devstoreaccount1",
+    "accountname": "devstoreaccount1",
+    "accountkey": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw==",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKey:
+    """The account's key: signs every request, may do everything."""
+
+    account: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sas:
+    """A shared access signature: a query string, or an AzureSasCredential that is renewed outside."""
+
+    token: Any = field(repr=False)
+
+    @property
+    def text(self) -> str:
+        """The query string as it is now, without its question mark."""
+        return str(getattr(self.token, "signature", self.token)).lstrip("?")
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A credential object of azure.identity, or any with a ``get_token`` (also an async one)."""
+
+    credential: Any = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A service principal: an application that logs in by a secret."""
+
+    tenant: str
+    client: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """Whoever this machine or this person is: azure.identity's DefaultAzureCredential."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Anonymous:
+    """Nobody: nothing is signed."""
+
+
+Login = SharedKey | Sas | Token | Principal | Default | Anonymous
+
+
+def connected(uri: Uri, text: str) -> tuple[str, str, Login]:
+    """Endpoint, account and login of a connection string, whose text no error repeats."""
+    pairs = [pair.split("=", 1) for pair in text.strip().rstrip(";").split(";")]
+    if any(len(pair) != 2 for pair in pairs):  # noqa: PLR2004 - a name and a value
+        raise UriError("connection_string is not a list of name=value, joined by ';'", uri=uri)
+    parts = {name.strip().lower(): value.strip() for name, value in pairs}
+    if parts.get("usedevelopmentstorage", "").lower() == "true":
+        parts = _EMULATOR | parts
+    name = parts.get("accountname", "")
+    endpoint = parts.get("blobendpoint", "")
+    if not endpoint:
+        if not name:
+            raise UriError("connection_string names no AccountName and no BlobEndpoint", uri=uri)
+        scheme = parts.get("defaultendpointsprotocol", "https")
+        endpoint = f"{scheme}://{name}.blob.{parts.get('endpointsuffix', PUBLIC)}"
+    endpoint, _, query = endpoint.partition("?")
+    endpoint = endpoint.rstrip("/")
+    name = name or endpoint.partition("://")[2].partition(".")[0]
+    sas = query or parts.get("sharedaccesssignature", "")
+    if key := parts.get("accountkey"):
+        return endpoint, name, _shared_key(uri, name, key, "AccountKey of connection_string")
+    return endpoint, name, Sas(sas) if sas else Anonymous()
+
+
+def login_of(uri: Uri, name: str, given: Mapping[str, Any], env: Mapping[str, str]) -> Login:
+    """Who asks, where no connection string says it. UriError: half a login."""
+
+    def of(option: str) -> Any:
+        return given.get(option) or env.get(f"AZURE_STORAGE_{option.upper()}")
+
+    if (credential := given.get("credential")) is not None:
+        return _credential(uri, name, credential)
+    if key := of("account_key"):
+        return _shared_key(uri, name, str(key), "account_key")
+    if sas := of("sas_token"):
+        return Sas(str(sas).lstrip("?"))
+    if client := of("client_id"):
+        tenant, secret = of("tenant_id"), of("client_secret")
+        if not tenant or not secret:
+            missing = "client_secret" if tenant else "tenant_id"
+            raise UriError(f"client_id without {missing}", uri=uri, hint=f"give {missing} too")
+        return Principal(str(tenant), str(client), str(secret))
+    # As adlfs reads it: whatever is not plainly a no is a yes.
+    anon = given.get("anon", env.get("AZURE_STORAGE_ANON", "false"))
+    if str(anon).lower() not in ("false", "0", "f", ""):
+        return Anonymous()
+    return Default(
+        {
+            argument: value
+            for argument, value in given.items()
+            if argument in DEFAULT_ARGUMENTS or argument.startswith("exclude_")
+        }
+    )
+
+
+def _credential(uri: Uri, name: str, credential: Any) -> Login:
+    if hasattr(credential, "get_token"):
+        return Token(credential)
+    if isinstance(credential, str):
+        is_sas = "sig" in parse_qs(credential.lstrip("?"))
+        return (
+            Sas(credential.lstrip("?"))
+            if is_sas
+            else _shared_key(uri, name, credential, "credential")
+        )
+    if isinstance(credential, Mapping) and {"account_name", "account_key"} <= set(credential):
+        return _shared_key(
+            uri, str(credential["account_name"]), str(credential["account_key"]), "credential"
+        )
+    if (named := getattr(credential, "named_key", None)) is not None:
+        return _shared_key(uri, str(named.name), str(named.key), "credential")
+    if hasattr(credential, "signature"):
+        return Sas(credential)
+    raise UriError(
+        f"credential={type(credential).__name__}: not one of azure.identity or azure.core",
+        uri=uri,
+        hint="pass an object with get_token, an AzureSasCredential, a key or a SAS token",
+    )
+
+
+def _shared_key(uri: Uri, name: str, key: str, option: str) -> SharedKey:
+    try:
+        base64.b64decode(key, validate=True)
+    except (binascii.Error, ValueError):
+        # From None: the library's message could quote the key.
+        raise UriError(f"{option} is not base64", uri=uri, hint="copy the whole key") from None
+    if not name:
+        raise UriError(f"{option} without account_name", uri=uri, hint="give account_name too")
+    return SharedKey(name, key)
+
+
+# -- tokens ------------------------------------------------------------------------------
+
+SCOPE: Final = "https://storage.azure.com/.default"
+
+
+def identity_of(login: Login) -> Any:
+    """An object whose ``get_token(SCOPE)`` answers in this thread."""
+    if isinstance(login, Token):
+        credential = login.credential
+        asynchronous = inspect.iscoroutinefunction(credential.get_token)
+        return _Waiting(credential) if asynchronous else credential
+    from azure.identity import ClientSecretCredential, DefaultAzureCredential
+
+    match login:
+        case Principal(tenant, client, secret):
+            return ClientSecretCredential(tenant, client, secret)
+        case Default(arguments):
+            return DefaultAzureCredential(**arguments)
+        case _:
+            raise TypeError(f"{type(login).__name__} gives no tokens")
+
+
+def need_identity(uri: Uri) -> None:
+    """MissingDriverError where azure.identity is not installed: obstore alone does not bring it."""
+    if find_spec("azure") is None or find_spec("azure.identity") is None:
+        raise MissingDriverError(
+            "azure-identity, which gives tokens for az://, is not installed",
+            uri=uri,
+            hint="pip install 'ckptfs[azure]', or give account_key, sas_token or connection_string",
+        )
+
+
+class AsyncToken:
+    """A credential object as adlfs takes it: asynchronous, whichever kind it is."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+
+    async def get_token(self, *scopes: str, **arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(self._credential.get_token):
+            return await self._credential.get_token(*scopes, **arguments)
+        return await asyncio.to_thread(self._credential.get_token, *scopes, **arguments)
+
+    async def close(self) -> None:
+        """Nothing: the object is the caller's."""
+
+
+class _Waiting:
+    """adlfs takes asynchronous credentials; those are asked on fsspec's loop."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+
+    def get_token(self, *scopes: str, **arguments: Any) -> Any:
+        from fsspec.asyn import get_loop, sync
+
+        return sync(get_loop(), self._credential.get_token, *scopes, **arguments)
+
+
+# -- options -----------------------------------------------------------------------------
 
 _WHO: Final = (
     "account_name", "account_key", "account_host", "connection_string", "sas_token", "credential",
@@ -125,17 +361,19 @@ def resolve(
     env = os.environ if environ is None else environ
     given = {name: value for name, value in options.items() if value is not None}
     _refuse_unknown(uri, given)
-    container, named, host = _place(uri)
-    asked = given.get("account_name")
-    if named and asked and named != asked:
-        raise _clash(uri, f"account_name={asked!r}", f"the URI names account {named!r}")
-    name = named or asked or env.get("AZURE_STORAGE_ACCOUNT_NAME") or ""
+    container, named, host = _location(uri)
+    requested = given.get("account_name")
+    if named and requested and named != requested:
+        raise _clash(uri, f"account_name={requested!r}", f"the URI names account {named!r}")
+    name = named or requested or env.get("AZURE_STORAGE_ACCOUNT_NAME") or ""
     connection = given.get("connection_string") or env.get("AZURE_STORAGE_CONNECTION_STRING")
     if connection:
         endpoint, found, login = connected(uri, str(connection))
-        if (named or asked) and found != (named or asked):
+        if (named or requested) and found != (named or requested):
             raise _clash(
-                uri, f"the connection string is for {found!r}", f"{named or asked!r} was asked for"
+                uri,
+                f"the connection string is for {found!r}",
+                f"{named or requested!r} was asked for",
             )
         name = found
     else:
@@ -161,7 +399,7 @@ def resolve(
         metadata=_texts(uri, given, "metadata"),
         content=_content(uri, given),
         encryption_key=_encryption_key(uri, given.get("cpk")),
-        md5=_flag(uri, "validate_content", given["validate_content"])
+        md5=parse_boolean(uri, "validate_content", given["validate_content"])
         if "validate_content" in given
         else None,
     )
@@ -177,13 +415,13 @@ def _refuse_unknown(uri: Uri, given: Mapping[str, Any]) -> None:
             raise UriError(
                 f"no storage option {name!r} for Azure", uri=uri, hint=f"known are: {known}"
             )
-    if _flag(uri, "version_aware", given.get("version_aware", False)):
+    if parse_boolean(uri, "version_aware", given.get("version_aware", False)):
         raise UriError(
             "version_aware: ckptfs reads current versions only", uri=uri, hint="leave it out"
         )
 
 
-def _place(uri: Uri) -> tuple[str, str, str]:
+def _location(uri: Uri) -> tuple[str, str, str]:
     """Container, account and blob host of az://container/... or abfss://container@host/..."""
     if not uri.userinfo:
         if _HOST.fullmatch(uri.authority):
@@ -272,13 +510,6 @@ def _encryption_key(uri: Uri, cpk: Any) -> str | None:
     if size_bytes != 32:  # noqa: PLR2004 - AES-256
         raise UriError("cpk is not the base64 of a 256-bit key", uri=uri)
     return key
-
-
-def _flag(uri: Uri, option: str, value: Any) -> bool:
-    text = str(value).lower()
-    if text not in ("true", "1", "false", "0"):
-        raise UriError(f"{option}={value!r}: it takes true or false", uri=uri)
-    return text in ("true", "1")
 
 
 def _clash(uri: Uri, one: str, other: str) -> UriError:

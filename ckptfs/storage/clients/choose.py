@@ -1,12 +1,12 @@
-"""Which library carries the data of a URI, and why; loaded when it is first needed.
+"""Chooses the library that carries the data of a URI. It is loaded when it is first needed.
 
     s3 s3a            obstore, else s3fs
     gs gcs            obstore, else gcsfs
     az abfs abfss     obstore, else adlfs
 
-``client="auto"`` takes obstore where it is installed and can express every option that was given, else
-the fsspec library. The log says once for each bucket which of them it is, and why. A library that was
-asked for by name and is not installed is a MissingDriverError.
+``client="auto"`` takes obstore if it is installed and can express every option that was given, else
+the fsspec library. The log says once per bucket which library was chosen, and why. If a library that was
+named by the user is not installed, that is a MissingDriverError.
 """
 
 from __future__ import annotations
@@ -21,34 +21,32 @@ from typing import Any, cast
 
 from ckptfs.errors import MissingDriverError, UriError
 from ckptfs.storage.clients.base import BucketLibrary, ObjectClient
-from ckptfs.storage.clients.obstore_process import is_forked
+from ckptfs.storage.clients.http_errors import Dialect, Reason
+from ckptfs.storage.clients.obstore import is_forked
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.uri import Uri
 
-__all__ = ["PROTOCOLS", "DataPath", "choose_path", "open_client", "open_library"]
+__all__ = ["PROTOCOLS", "DataPath", "choose_path", "dialect_of", "open_client", "open_library"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
 FAST = "obstore"
 
 
 @dataclass(frozen=True, slots=True)
 class _Libraries:
-    """One store. usual: the fsspec library. extra: how to install it. fast_module: obstore's client.
+    """One store."""
 
-    module: a client of our own on the fsspec library; None where ``FsspecStorage`` uses it.
-    """
-
-    usual: str
-    extra: str
-    module: str | None
-    fast_module: str
+    usual: str  # the fsspec library
+    extra: str  # how to install it
+    module: str  # its client on obstore, and what ``FsspecStorage`` needs of the fsspec library
+    dialect: str  # the name there of how errors speak of it
 
 
 _CLIENTS = "ckptfs.storage.clients"
-_S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", f"{_CLIENTS}.obstore_s3")
-_GCS = _Libraries("gcsfs", "gcs", None, f"{_CLIENTS}.gcs")
-_AZURE = _Libraries("adlfs", "azure", None, f"{_CLIENTS}.obstore_azure")
+_S3 = _Libraries("s3fs", "s3", f"{_CLIENTS}.s3", "S3")
+_GCS = _Libraries("gcsfs", "gcs", f"{_CLIENTS}.gcs", "GCS")
+_AZURE = _Libraries("adlfs", "azure", f"{_CLIENTS}.azure", "AZURE")
 
 PROTOCOLS: Mapping[str, _Libraries] = {
     **dict.fromkeys(("s3", "s3a"), _S3),
@@ -59,23 +57,33 @@ PROTOCOLS: Mapping[str, _Libraries] = {
 
 @dataclass(frozen=True, slots=True)
 class DataPath:
-    """The library that carries the data. why: the reason, as the log and ``doctor`` give it."""
+    """The library that carries the data."""
 
     library: str
-    why: str
-    module: str | None
+    why: str  # the reason, as the log and ``doctor`` give it
+
+    @property
+    def is_obstore(self) -> bool:
+        """Whether it is obstore. If not, it is ``FsspecStorage`` over ``library``."""
+        return self.library == FAST
 
     def __str__(self) -> str:
         return f"{self.library}, because {self.why}"
 
 
-def choose_path(uri: Uri, asked: str, rest: Mapping[str, Any]) -> DataPath:
-    """Which library ``uri`` goes through. asked: the storage option ``client``; rest: the library's own.
+def choose_path(uri: Uri, client: str, rest: Mapping[str, Any]) -> DataPath:
+    """Choose the library for ``uri``.
 
-    UriError: no such library here, or an option that the named one cannot do. MissingDriverError: it is
-    not installed.
+    Args:
+        uri: What is opened.
+        client: The storage option of that name.
+        rest: The storage options that are the library's own.
+
+    Raises:
+        UriError: There is no such library for this scheme, or it cannot do what an option asks for.
+        MissingDriverError: It is not installed.
     """
-    path = _path(uri, PROTOCOLS[uri.protocol], asked, rest)
+    path = _path(uri, PROTOCOLS[uri.protocol], client, rest)
     _log_once(f"{uri.protocol}://{uri.authority} goes through {path}")
     return path
 
@@ -83,20 +91,38 @@ def choose_path(uri: Uri, asked: str, rest: Mapping[str, Any]) -> DataPath:
 def open_client(
     uri: Uri, options: ObjectOptions, rest: Mapping[str, Any], path: DataPath | None = None
 ) -> ObjectClient:
-    """The client for ``uri``; no request is made. path: as ``choose_path`` found it.
+    """Return the client for ``uri``. No request is made.
 
-    Errors as ``choose_path``, and UriError for an option that nobody knows.
+    Args:
+        uri: What is opened.
+        options: The storage options of ckptfs.
+        rest: The storage options that are the library's own.
+        path: The choice, if ``choose_path`` has been called.
+
+    Raises:
+        UriError: As ``choose_path``, or an option is unknown.
+        MissingDriverError: As ``choose_path``.
     """
     path = path or choose_path(uri, options.client, rest)
-    if path.module is None:
+    if not path.is_obstore:
         raise UriError(f"{path.library} has no client of its own here", uri=uri)
-    return cast("ObjectClient", import_module(path.module).open_client(uri, rest, options.times))
+    module = import_module(PROTOCOLS[uri.protocol].module)
+    return cast("ObjectClient", module.open_client(uri, rest, options.times))
 
 
 def open_library(uri: Uri, options: ObjectOptions, rest: Mapping[str, Any]) -> BucketLibrary:
-    """The fsspec library for ``uri``, for ``FsspecStorage``; no request is made. Errors as above."""
-    module = import_module(PROTOCOLS[uri.protocol].fast_module)
+    """Return the fsspec library for ``uri``, for ``FsspecStorage``. No request is made. Errors as for ``open_client``."""
+    module = import_module(PROTOCOLS[uri.protocol].module)
     return cast("BucketLibrary", module.open_library(uri, rest, options.times))
+
+
+def dialect_of(protocol: str) -> Dialect:
+    """Return how errors speak of the store behind a protocol of fsspec, whichever library serves it."""
+    store = PROTOCOLS.get(protocol)
+    if store is None:
+        hint = "allow it, or give other credentials"
+        return Dialect(protocol, hints={Reason.FORBIDDEN: hint})
+    return cast("Dialect", getattr(import_module(store.module), store.dialect))
 
 
 @lru_cache(maxsize=256)
@@ -104,38 +130,38 @@ def _log_once(line: str) -> None:
     log.info("%s", line)
 
 
-def _path(uri: Uri, libraries: _Libraries, asked: str, rest: Mapping[str, Any]) -> DataPath:
-    if asked not in ("auto", libraries.usual, FAST):
+def _path(uri: Uri, libraries: _Libraries, client: str, rest: Mapping[str, Any]) -> DataPath:
+    if client not in ("auto", libraries.usual, FAST):
         raise UriError(
-            f"storage option client={asked!r}: {uri.protocol}:// knows 'auto', "
+            f"storage option client={client!r}: {uri.protocol}:// knows 'auto', "
             f"{libraries.usual!r} and {FAST!r}",
             uri=uri,
         )
-    if asked == FAST:
+    if client == FAST:
         _need(uri, FAST, libraries.extra)
-        why = import_module(libraries.fast_module).cannot(rest)
+        why = import_module(libraries.module).unsupported_option(rest)
         if why is not None:
             raise UriError(
                 f"client='obstore' cannot do what is asked: {why}",
                 uri=uri,
                 hint=f"client='auto' or {libraries.usual!r}, or leave the option out",
             )
-        return DataPath(FAST, "client='obstore' asks for it", libraries.fast_module)
-    if asked == "auto":
+        return DataPath(FAST, "client='obstore' asks for it")
+    if client == "auto":
         why = _why_not(libraries, rest)
         if why is None:
-            return DataPath(FAST, "it can do all that the options ask for", libraries.fast_module)
+            return DataPath(FAST, "it can do all that the options ask for")
         _need(uri, libraries.usual, libraries.extra)
-        return DataPath(libraries.usual, f"obstore cannot be used: {why}", libraries.module)
+        return DataPath(libraries.usual, f"obstore cannot be used: {why}")
     _need(uri, libraries.usual, libraries.extra)
-    return DataPath(libraries.usual, f"client={asked!r} asks for it", libraries.module)
+    return DataPath(libraries.usual, f"client={client!r} asks for it")
 
 
 def _why_not(libraries: _Libraries, rest: Mapping[str, Any]) -> str | None:
-    """Why "auto" leaves obstore, where the other library is there to be taken."""
+    """Why "auto" does not choose obstore."""
     if find_spec(FAST) is None:
         return "it is not installed"
-    why: str | None = import_module(libraries.fast_module).cannot(rest)
+    why: str | None = import_module(libraries.module).unsupported_option(rest)
     if why is None and find_spec(libraries.usual) is not None and is_forked():
         return "this process was forked from one that used it"
     return why

@@ -1,41 +1,33 @@
-"""GCS: gcsfs' options, Google's credentials, and the two libraries that carry the data.
+"""GCS: the two libraries that carry the data, and Google's credentials.
 
-    storage_options  (+ FSSPEC_GS_* and FSSPEC_GCS_* of the environment)
-          |  unknown or contradictory: UriError, before any request
-          v
-    GcsOptions --cannot?--no--> GcsObstoreClient      obstore, by the XML API
-                         --yes-> GcsfsLibrary          gcsfs for FsspecStorage, by the JSON API
+    gcs_options   the options, checked as gcsfs has them
+          |
+    GcsOptions --unsupported_option?--no--> GcsObstoreClient      obstore, by the XML API
+                                     --yes-> GcsfsLibrary         gcsfs for FsspecStorage, by the JSON API
 
 Conditions and etags are generations: a generation only grows, and equal bytes have different ones.
 
-obstore has no header of its own for one request, so ``cannot`` names what needs one: a KMS key, an
+obstore has no header of its own for one request, so ``unsupported_option`` names what needs one: a KMS key, an
 ACL, a custom time. It also looks for credentials whenever it writes, so it cannot ask Google
 anonymously. obstore sends no crc32c: TLS protects the bytes on the way, and ckptfs verifies its own
 digests when it reads. Unfinished uploads and the rules of the bucket are asked for through gcsfs.
-
-No value of an option is ever in an error's text. Over plain http credentials are sent only if they were
-given: those found on the machine never travel in the clear.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import re
 import secrets
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
-
-from fsspec.config import apply_config
 
 from ckptfs.errors import (
     CredentialsError,
@@ -55,19 +47,17 @@ from ckptfs.storage.clients.base import (
     PendingUpload,
 )
 from ckptfs.storage.clients.bucket_rules import BucketRules, of_gcs
-from ckptfs.storage.clients.failures import Asked, Dialect
-from ckptfs.storage.clients.obstore import Flavour, ObstoreClient
-from ckptfs.storage.clients.reasons import Reason
+from ckptfs.storage.clients.gcs_options import NAMED_TOKENS, GcsOptions, parse_gcs_options
+from ckptfs.storage.clients.http_errors import Dialect, Reason, RequestContext
+from ckptfs.storage.clients.obstore import ObstoreClient, StoreTraits
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
 __all__ = [
     "GcsObstoreClient",
-    "GcsOptions",
-    "cannot",
     "open_client",
     "open_library",
-    "parse_gcs_options",
+    "unsupported_option",
 ]
 
 _OVERWRITE = " (to replace an object, storage.objects.delete too)"
@@ -106,276 +96,10 @@ _ATTRIBUTES: Final = {
     "content_language": "Content-Language",
 }
 
-# -- options -----------------------------------------------------------------------------
-
-# What ``token`` may be besides a key file, a dictionary, a Credentials object, or a token itself.
-NAMED_TOKENS: Final = ("google_default", "cache", "cloud", "anon")
-
-_ACCESS: Final = ("read_only", "read_write", "full_control")
-_CLASSES: Final = (
-    "STANDARD", "NEARLINE", "COLDLINE", "ARCHIVE",
-    "MULTI_REGIONAL", "REGIONAL", "DURABLE_REDUCED_AVAILABILITY",
-)  # fmt: skip
-# cloud.google.com/storage/docs/access-control/lists#predefined-acl
-_ACLS: Final = (
-    "authenticatedRead", "bucketOwnerFullControl", "bucketOwnerRead",
-    "private", "projectPrivate", "publicRead",
-)  # fmt: skip
-# gcsfs' name: that of the JSON API. content_encoding is not among them: bytes are stored as they are.
-_FIXED: Final = {
-    "cache_control": "cacheControl",
-    "content_disposition": "contentDisposition",
-    "content_language": "contentLanguage",
-    "custom_time": "customTime",
-}
-# gcsfs' own streams, caches and buckets, which ckptfs does not use: they change no byte, no header.
-_WITHOUT_EFFECT: Final = (
-    "block_size", "consistency", "cache_timeout", "secure_serialize", "check_connection",
-    "default_location", "version_aware", "use_listings_cache", "listings_expiry_time", "max_paths",
-    "skip_instance_cache", "batch_size", "asynchronous", "loop",
-)  # fmt: skip
-_KMS_KEY: Final = re.compile(r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+")
-_META_NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_PRINTABLE: Final = re.compile(r"[\x20-\x7e]*")
-_HOST: Final = re.compile(r"https?://[^/?#@\s]+/?")
-_GOOGLE: Final = "https://storage.{domain}"
-# Of an object that the public may read Google's front ends keep a copy for an hour if nobody says
-# otherwise, and would show a run's old log, lease or manifest.
-_NO_COPIES: Final = {"cache_control": "no-store"}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What every object is made with; the fields have the names of the options."""
-
-    content_type: str = "application/octet-stream"
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    fixed_key_metadata: Mapping[str, str] = field(default_factory=lambda: dict(_NO_COPIES))
-    storage_class: str | None = None
-    kms_key_name: str | None = None
-    predefined_acl: str | None = None
-
-    def resource(self) -> dict[str, Any]:
-        """As members of the JSON API's object resource."""
-        found: dict[str, Any] = {"contentType": self.content_type}
-        found |= {_FIXED[name]: value for name, value in self.fixed_key_metadata.items()}
-        if self.metadata:
-            found["metadata"] = dict(self.metadata)
-        if self.storage_class:
-            found["storageClass"] = self.storage_class
-        return found
-
-    def query(self) -> dict[str, str]:
-        """What the JSON API wants as parameters."""
-        pairs = (("kmsKeyName", self.kms_key_name), ("predefinedAcl", self.predefined_acl))
-        return {name: value for name, value in pairs if value}
-
-
-@dataclass(frozen=True, slots=True)
-class GcsOptions:
-    """Checked options. May hold credentials: never shown, pickled with the storage.
-
-    endpoint: scheme://host[:port]; is_custom: not Google's own. request_s: the longest that a whole
-    request may take, None: only its silence is bounded. others: what gcsfs alone knows.
-    """
-
-    endpoint: str
-    is_custom: bool
-    token: Any = None
-    project: str | None = None
-    access: str | None = None
-    requester_pays: bool | str = False
-    session_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    request_s: float | None = None
-    settings: Settings = Settings()
-    others: Mapping[str, Any] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return f"GcsOptions({self.endpoint})"
-
-
-class _Gs:
-    protocol = ("gs", "gcs")
-
-
-def parse_gcs_options(uri: Uri, options: Mapping[str, Any]) -> GcsOptions:
-    """The options, with those of the environment below them. UriError names what is wrong."""
-    if uri.userinfo:
-        raise UriError("gs:// takes no credentials in the URI", uri=uri, hint="pass token=")
-    given = apply_config(_Gs, dict(options))
-    given = {name: value for name, value in given.items() if value is not None}
-    others = _others(uri, given)
-    found = {
-        name: parse(uri, name, given[name]) for name, parse in _PARSERS.items() if name in given
-    }
-    endpoint = found.pop("endpoint_url", None) or _from_environment(uri)
-    limits = [found.pop(name) for name in ("timeout", "requests_timeout") if name in found]
-    settings = Settings(
-        **{item.name: found.pop(item.name) for item in fields(Settings) if item.name in found}
-    )
-    if found.get("token") is None and (endpoint or "").startswith("http:"):
-        found["token"] = "anon"  # noqa: S105 - not a secret, but the absence of one
-    domain = os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN", "googleapis.com")
-    return GcsOptions(
-        endpoint=endpoint or _GOOGLE.format(domain=domain),
-        is_custom=endpoint is not None,
-        request_s=min(limits, default=None),
-        settings=settings,
-        others=others,
-        **found,
-    )
-
-
-def _others(uri: Uri, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that only gcsfs knows. UriError: it does not know one either, or is not installed."""
-    unknown = sorted(set(given) - set(_PARSERS) - set(_WITHOUT_EFFECT))
-    if not unknown:
-        return {}
-    names: Collection[str] = ()
-    if find_spec("gcsfs") is not None:
-        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
-
-        names = inspect.signature(GCSFileSystem.__init__).parameters
-    for name in unknown:
-        if name not in names or name in ("self", "kwargs"):
-            raise UriError(
-                f"gs:// knows no storage option {name!r}",
-                uri=uri,
-                hint=f"it knows {', '.join([*_PARSERS, *_WITHOUT_EFFECT])}",
-            )
-    return {name: given[name] for name in unknown}
-
-
-def _from_environment(uri: Uri) -> str | None:
-    found = os.environ.get("STORAGE_EMULATOR_HOST", "")
-    if found in ("", "default"):
-        return None
-    text = found if found.startswith(("http://", "https://")) else f"http://{found}"
-    return _endpoint(uri, "STORAGE_EMULATOR_HOST", text)
-
-
-# -- one option ------------------------------------------------------------------------
-
-
-def _wrong(uri: Uri, name: str, takes: str) -> UriError:
-    return UriError(f"storage option {name} takes {takes}", uri=uri)
-
-
-def _text(uri: Uri, name: str, value: object) -> str:
-    if not isinstance(value, str) or not value or not _PRINTABLE.fullmatch(value):
-        raise _wrong(uri, name, "a printable text")
-    return value
-
-
-def _endpoint(uri: Uri, name: str, value: object) -> str:
-    if not isinstance(value, str) or not _HOST.fullmatch(value):
-        raise _wrong(uri, name, "scheme://host or scheme://host:port, and no path")
-    return value.rstrip("/")
-
-
-def _token(uri: Uri, name: str, value: object) -> object:
-    if value == "browser":
-        raise _wrong(uri, name, "no 'browser': a job cannot ask anybody (token='cache' can)")
-    if value == "" or isinstance(value, bool | int | float | bytes):
-        raise _wrong(
-            uri, name, f"one of {', '.join(NAMED_TOKENS)}, a key file, its content, or a token"
-        )
-    return value
-
-
-def _access(uri: Uri, name: str, value: object) -> str:
-    if value not in _ACCESS:
-        raise _wrong(uri, name, f"one of {', '.join(_ACCESS)}")
-    return str(value)
-
-
-def _pays(uri: Uri, name: str, value: object) -> bool | str:
-    # A URI's query is text, and "false" must not mean a project.
-    words = {"true": True, "1": True, "false": False, "0": False}
-    found = words.get(str(value).lower(), value)
-    if not isinstance(found, bool | str) or found == "":
-        raise _wrong(uri, name, "true, false or the project that pays")
-    return found
-
-
-def _table(uri: Uri, name: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise _wrong(uri, name, "a dictionary")
-    return dict(value)
-
-
-def _seconds(uri: Uri, name: str, value: object) -> float:
-    try:
-        found = float(value) if isinstance(value, int | float | str) else 0.0
-    except ValueError:
-        found = 0.0
-    if not found > 0 or isinstance(value, bool):
-        raise _wrong(uri, name, "seconds for a whole request")
-    return found
-
-
-def _metadata(uri: Uri, name: str, value: object) -> dict[str, str]:
-    found = _table(uri, name, value)
-    for key, text in found.items():
-        if not _META_NAME.fullmatch(key):
-            # Headers carry them too, and have no upper case.
-            raise _wrong(uri, name, "keys of lower-case letters, digits, '-', '_' and '.'")
-        if not isinstance(text, str) or not _PRINTABLE.fullmatch(text):
-            raise _wrong(uri, name, "values of printable ASCII text")
-    return found
-
-
-def _fixed(uri: Uri, name: str, value: object) -> dict[str, str]:
-    found = _table(uri, name, value)
-    if "content_encoding" in found:
-        raise _wrong(uri, name, "no content_encoding: bytes are stored as they are")
-    if unknown := sorted(set(found) - set(_FIXED)):
-        raise _wrong(uri, name, f"{', '.join(_FIXED)}, and no {unknown[0]!r}")
-    told = {key: _text(uri, f"{name}[{key!r}]", text) for key, text in found.items()}
-    return _NO_COPIES | told
-
-
-def _kms_key(uri: Uri, name: str, value: object) -> str:
-    if not isinstance(value, str) or not _KMS_KEY.fullmatch(value):
-        raise _wrong(uri, name, "projects/P/locations/L/keyRings/R/cryptoKeys/K")
-    return value
-
-
-def _class(uri: Uri, name: str, value: object) -> str:
-    if value not in _CLASSES:
-        raise _wrong(uri, name, f"one of {', '.join(_CLASSES)}")
-    return str(value)
-
-
-def _acl(uri: Uri, name: str, value: object) -> str:
-    plain = str(value).replace("-", "").lower()
-    found = next((acl for acl in _ACLS if acl.lower() == plain), None)
-    if found is None:
-        raise _wrong(uri, name, f"one of {', '.join(_ACLS)}")
-    return found
-
-
-_PARSERS: Final[Mapping[str, Callable[[Uri, str, object], Any]]] = {
-    "token": _token,
-    "project": _text,
-    "access": _access,
-    "endpoint_url": _endpoint,
-    "requester_pays": _pays,
-    "session_kwargs": _table,
-    "timeout": _seconds,
-    "requests_timeout": _seconds,
-    "content_type": _text,
-    "metadata": _metadata,
-    "fixed_key_metadata": _fixed,
-    "storage_class": _class,
-    "kms_key_name": _kms_key,
-    "predefined_acl": _acl,
-}
-
-
 # -- credentials -------------------------------------------------------------------------
 
-_AHEAD: Final = timedelta(minutes=5)  # as google-auth and gcsfs have it
+# As google-auth has it: metadata servers hand out the same token until four minutes before its end.
+_AHEAD: Final = timedelta(minutes=3, seconds=45)
 _SCOPE: Final = "https://www.googleapis.com/auth/devstorage."
 _FOUND: Final = (None, "google_default")
 
@@ -399,57 +123,61 @@ class Login:
     """
 
     def __init__(self, token: Any, access: str | None) -> None:
-        self._given = token
+        self._source = token
         self._access = access or "full_control"
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.Lock()
         self._credentials: Any = None
-        self._handed: str | None = None
-        self._fresh: str | None = None
+        self._last_token: str | None = None
+        self._unproven_token: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_given": self._given, "_access": self._access}
+        return {"_source": self._source, "_access": self._access}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._forget()
+        self._reset()
 
     def __call__(self) -> dict[str, Any]:
         """obstore's ``GCSCredential``: the token, and when to ask for the next one."""
         with self._lock:
-            held = self._held()
-            expiry = _aware(held.expiry)
-            if held.token is None or (expiry and expiry - datetime.now(UTC) < _AHEAD):
-                if held.token is None or not is_raw(self._given):
-                    refresh(held)
-                expiry = _aware(held.expiry)
-            self._handed = str(held.token)
-            return {"token": self._handed, "expires_at": expiry - _AHEAD if expiry else None}
+            credentials = self._loaded_credentials()
+            expiry = _aware(credentials.expiry)
+            if credentials.token is None or (expiry and expiry - datetime.now(UTC) < _AHEAD):
+                if credentials.token is None or not is_raw(self._source):
+                    refresh(credentials)
+                expiry = _aware(credentials.expiry)
+            self._last_token = str(credentials.token)
+            return {"token": self._last_token, "expires_at": expiry - _AHEAD if expiry else None}
 
     def accepted(self) -> None:
         """The last token was good: when it is refused one day, another is worth asking for."""
-        self._fresh = None
+        self._unproven_token = None
 
     def renew(self) -> bool:
         """Whether another token may help after the last one was refused: asks for one, once."""
         with self._lock:
-            if is_raw(self._given) or self._handed is None or self._handed == self._fresh:
+            if (
+                is_raw(self._source)
+                or self._last_token is None
+                or self._last_token == self._unproven_token
+            ):
                 return False
-            refused, held = self._handed, self._held()
+            refused, credentials = self._last_token, self._loaded_credentials()
             from google.auth.exceptions import GoogleAuthError
 
             try:
-                refresh(held)
+                refresh(credentials)
             except GoogleAuthError:
                 return False
-            self._fresh = str(held.token)
-            return self._fresh != refused
+            self._unproven_token = str(credentials.token)
+            return self._unproven_token != refused
 
-    def _held(self) -> Any:
+    def _loaded_credentials(self) -> Any:
         if self._credentials is None:
-            self._credentials = _credentials(self._given, f"{_SCOPE}{self._access}")
+            self._credentials = _credentials(self._source, f"{_SCOPE}{self._access}")
         return self._credentials
 
 
@@ -519,11 +247,11 @@ def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObjectCli
 
 
 def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
-    """gcsfs, for what ``cannot`` names. UriError: an option that gcsfs or GCS does not know."""
+    """gcsfs, for what ``unsupported_option`` names. UriError: an option that gcsfs or GCS does not know."""
     return GcsfsLibrary(parse_gcs_options(uri, options), times)
 
 
-def cannot(options: Mapping[str, Any]) -> str | None:
+def unsupported_option(options: Mapping[str, Any]) -> str | None:
     """Why obstore cannot do what these options ask for, or None. Options that nobody knows are not
     its business: ``open_client`` tells.
     """
@@ -568,7 +296,7 @@ def _needs_no_google_auth(token: object) -> bool:
 
 
 @dataclass(frozen=True)
-class _Make:
+class _GcsStoreFactory:
     """Makes the store. Holds credentials: never shown."""
 
     options: GcsOptions
@@ -588,12 +316,12 @@ class _Make:
         if options.request_s is not None:
             ours["timeout"] = f"{max(1, round(options.request_s * 1000))}ms"
         config: dict[str, Any] = {"base_url": options.endpoint}
-        if options.token == "anon":  # noqa: S105 - not a secret; ``cannot`` lets emulators through only
+        if options.token == "anon":  # noqa: S105 - not a secret; ``unsupported_option`` lets emulators through only
             config["service_account_key"] = json.dumps(_nobody(options.endpoint))
         elif self.login is None and is_raw(options.token):
             config["bearer_token"] = options.token
-        make: Any = GCSStore
-        return make(
+        factory: Any = GCSStore
+        return factory(
             self.bucket,
             config=config,
             client_options=client_options | ours,
@@ -623,7 +351,7 @@ def _of_generation(etag: str) -> Mapping[str, str]:
     return {"version": etag}
 
 
-def _flavour(options: GcsOptions) -> Flavour:
+def _traits(options: GcsOptions) -> StoreTraits:
     settings = options.settings
     attributes = {"Content-Type": settings.content_type, **settings.metadata}
     attributes |= {
@@ -633,7 +361,7 @@ def _flavour(options: GcsOptions) -> Flavour:
     }
     if settings.storage_class:
         attributes["Storage-Class"] = settings.storage_class
-    return Flavour(
+    return StoreTraits(
         GCS,
         limits=Limits(equal_parts=True, delete_batch=100),
         attributes=attributes,
@@ -658,12 +386,16 @@ class GcsfsLibrary(BucketLibrary):
     def endpoint(self) -> str:
         return self.options.endpoint
 
+    @property
+    def dialect(self) -> Dialect:
+        return GCS
+
     def filesystem(self) -> Any:
         """As ``BucketLibrary``. Not gcsfs' newer class, which asks another service what kind of bucket
         it has, and waits a minute where nobody answers.
         """
         from aiohttp import ClientTimeout
-        from gcsfs.core import GCSFileSystem
+        from gcsfs.core import GCSFileSystem  # type: ignore[import-untyped]
 
         options, times = self.options, self.times
         given = {
@@ -747,17 +479,23 @@ class GcsObstoreClient(ObstoreClient):
         self._login = _login(options)
         self._library = GcsfsLibrary(options, times)
         self._fs: tuple[int, Any] | None = None  # gcsfs, and the process that it belongs to
-        make = _Make(options, uri.authority, self._login)
-        super().__init__(uri, make, _flavour(options), options.endpoint, times)
+        factory = _GcsStoreFactory(options, uri.authority, self._login)
+        super().__init__(uri, factory, _traits(options), options.endpoint, times)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_fs": None}
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
-        asked = self._asked("list uploads", prefix)
+        context = self._context("list uploads", prefix)
+        if not _has("gcsfs"):
+            raise UnsupportedError(
+                "list uploads failed: obstore does not list them, and gcsfs is missing",
+                uri=context.uri,
+                hint="pip install gcsfs; a lifecycle rule of the bucket aborts them too",
+            )
         query = {"uploads": "", "prefix": prefix, "max-uploads": "1000"}
-        while _has("gcsfs"):
-            headers, body = self._call(asked, "GET", self._url(""), query)
+        while True:
+            headers, body = self._call_gcsfs(context, "GET", self._url(""), query)
             now = parsedate_to_datetime(headers["Date"]) if "Date" in headers else datetime.now(UTC)
             page = ET.fromstring(body)  # noqa: S314 - from the server that has our data
             for upload in page.iterfind("{*}Upload"):
@@ -770,25 +508,27 @@ class GcsObstoreClient(ObstoreClient):
             query["upload-id-marker"] = page.findtext("{*}NextUploadIdMarker", "")
 
     def abort_pending(self, upload: PendingUpload) -> None:
-        asked = self._asked("abort upload", upload.key, changes=True)
+        context = self._context("abort upload", upload.key, changes=True)
         if not _has("gcsfs"):
             return
         with suppress(NotFoundError):  # completed, or aborted by another
-            self._call(asked, "DELETE", self._url(upload.key), {"uploadId": upload.upload_id})
+            self._call_gcsfs(
+                context, "DELETE", self._url(upload.key), {"uploadId": upload.upload_id}
+            )
 
     def bucket_rules(self) -> BucketRules | None:
         if not _has("gcsfs"):
             return None
-        asked = self._asked("get bucket", "")
+        context = self._context("get bucket", "")
         query = {"fields": "versioning,retentionPolicy,lifecycle"}
         at = f"{self.endpoint}/storage/v1/b/{quote(self._root.authority)}"
-        return of_gcs(lambda: dict(json.loads(self._call(asked, "GET", at, query)[1])))
+        return of_gcs(lambda: dict(json.loads(self._call_gcsfs(context, "GET", at, query)[1])))
 
     def _url(self, key: str) -> str:
         return f"{self.endpoint}/{quote(self._root.authority)}/{quote(key)}".rstrip("/")
 
-    def _call(
-        self, asked: Asked, method: str, url: str, query: Mapping[str, str]
+    def _call_gcsfs(
+        self, context: RequestContext, method: str, url: str, query: Mapping[str, str]
     ) -> tuple[Mapping[str, str], bytes]:
         """Headers and body of the answer to a request that obstore does not know, through gcsfs."""
 
@@ -800,11 +540,11 @@ class GcsObstoreClient(ObstoreClient):
             found: tuple[Mapping[str, str], bytes] = fs.call(method, url, **query)
             return found
 
-        return self._say(asked, request)
+        return self._call_library(context, request)
 
-    def _say(self, asked: Asked, request: Callable[[], T]) -> T:
+    def _call(self, context: RequestContext, request: Callable[[], T]) -> T:
         try:
-            found = super()._say(asked, request)
+            found = super()._call(context, request)
             if self._login is not None:
                 self._login.accepted()
             return found
@@ -823,5 +563,5 @@ class GcsObstoreClient(ObstoreClient):
             failure = error
         self.close()  # a store that was made meanwhile keeps the token that was refused
         raise TransientError(
-            f"{asked.action} failed: the token was refused, and is renewed now", uri=failure.uri
+            f"{context.action} failed: the token was refused, and is renewed now", uri=failure.uri
         )

@@ -1,364 +1,548 @@
-"""S3 through s3fs: its options make the client, whose requests are asked one by one.
+"""S3 through obstore, and through s3fs where obstore cannot say what the options ask for.
 
-    get  get_range   GET (Range, If-Match)            put      PUT (If-None-Match: *, If-Match)
-    head             HEAD                             delete   POST ?delete, one DELETE for one key
-    list_keys        GET ?list-type=2                 upload   POST ?uploads, PUT parts, POST, DELETE
+    s3_options    the options, checked as s3fs has them, and where they lead: endpoint, region, certificates
+    S3Obstore...  ``open_client``: obstore's store, with keys or a provider of credentials that asks botocore
+    S3fsLibrary   ``open_library``: the requests that ``FsspecStorage`` makes, for what ``unsupported_option`` names
 
-No other request is made: no HeadBucket, no GetBucketLocation, no copy. What the store verifies:
-over https the crc32 of each body (x-amz-checksum-crc32), over http its SHA-256, which is signed.
-``config_kwargs={"request_checksum_calculation": "when_required"}`` asks for the SHA-256 over https
-too, for stores that do not know the newer header.
+Checksums through obstore: to AWS over https a crc64nvme of each body, which S3 verifies; to others over https
+TLS's own, because many refuse the newer headers and a SHA-256 costs four times what sending does; over http the
+SHA-256, signed. Through s3fs always the SHA-256.
 
-If-Match goes without the quotes of the etag on writes, as AWS's examples have it: radosgw 16.2
-refuses the quoted one.
+Uploads that nobody completed are listed through s3fs, where it is installed.
 """
 
 from __future__ import annotations
 
+import base64
+import functools
+import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+import re
+import ssl
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
-from functools import partial
-from typing import Any, TypeVar
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qsl
 
 from ckptfs.errors import (
-    AccessError,
-    AnswerLostError,
-    CkptfsError,
-    CredentialsError,
-    IntegrityError,
     NotFoundError,
-    StaleError,
-    StorageError,
-    TransientError,
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import (
-    ALWAYS,
     Always,
-    Buffer,
+    BucketLibrary,
     Condition,
-    Conditions,
-    Head,
     IfAbsent,
-    Limits,
-    Listed,
     ObjectClient,
     PendingUpload,
-    Refused,
-    Upload,
-    check_size,
 )
 from ckptfs.storage.clients.bucket_rules import BucketRules, of_s3
-from ckptfs.storage.clients.failures import Asked, Said, answered
-from ckptfs.storage.clients.s3_errors import ANONYMOUS_S3, S3, told
-from ckptfs.storage.clients.s3_options import parse_s3_options
-from ckptfs.storage.clients.s3_upload import Held, S3Upload
-from ckptfs.storage.clients.s3_versions import Versions, summed
-from ckptfs.storage.clients.s3_wire import Body, S3Wire, Short
+from ckptfs.storage.clients.http_errors import (
+    Dialect,
+    ErrorResponse,
+    Reason,
+    RequestContext,
+    library_error,
+    response_error,
+)
+from ckptfs.storage.clients.obstore import ObstoreClient, StoreTraits
+from ckptfs.storage.clients.s3_options import (
+    ResolvedEndpoint,
+    S3Options,
+    endpoint_name,
+    forget_resolved,
+    parse_s3_options,
+    resolve,
+    state_of,
+)
 from ckptfs.storage.options import Times
 from ckptfs.uri import Uri
 
-__all__ = ["S3Client", "open_client"]
+__all__ = [
+    "ANONYMOUS_S3",
+    "S3",
+    "S3ObstoreClient",
+    "S3fsLibrary",
+    "open_client",
+    "open_library",
+    "unsupported_option",
+]
+
+_OR_MISSING = " (and s3:ListBucket, without which S3 answers so for a missing object too)"
+
+S3: Final = Dialect(
+    name="S3",
+    permissions={
+        "get": f"s3:GetObject{_OR_MISSING}",
+        "head": f"s3:GetObject{_OR_MISSING}",
+        "put": "s3:PutObject on this prefix (with SSE-KMS also kms:GenerateDataKey)",
+        "begin upload": "s3:PutObject on this prefix (with SSE-KMS also kms:GenerateDataKey)",
+        "upload": "s3:PutObject on this prefix (with SSE-KMS also kms:GenerateDataKey, kms:Decrypt)",
+        "put part": "s3:PutObject on this prefix (with SSE-KMS also kms:Decrypt)",
+        "complete upload": "s3:PutObject on this prefix (with SSE-KMS also kms:Decrypt)",
+        "abort upload": "s3:AbortMultipartUpload on this prefix",
+        "delete": "s3:DeleteObject on this prefix",
+        "list": "s3:ListBucket for this prefix",
+        "list uploads": "s3:ListBucketMultipartUploads on the bucket",
+        "list versions": "s3:ListBucketVersions for this prefix",
+        "GetBucketVersioning": "s3:GetBucketVersioning on the bucket",
+        "GetObjectLockConfiguration": "s3:GetBucketObjectLockConfiguration on the bucket",
+        "GetBucketLifecycleConfiguration": "s3:GetLifecycleConfiguration on the bucket",
+    },
+    hints={
+        Reason.NO_CREDENTIALS: "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or "
+        "storage_options key= and secret= or profile=; anon=True for a public bucket",
+        Reason.WRONG_REGION: "set client_kwargs={{'region_name': ...}} or AWS_DEFAULT_REGION, or the "
+        "endpoint_url of that region",
+        Reason.WRONG_CREDENTIALS: "check key and secret (or the profile), and that they belong to "
+        "this endpoint",
+        Reason.CERTIFICATE: "name the authority's file in AWS_CA_BUNDLE or client_kwargs['verify']",
+    },
+)
+
+ANONYMOUS_S3: Final = replace(
+    S3,
+    hints={
+        **S3.hints,
+        Reason.FORBIDDEN: "anonymous access (anon=True) is not enough here: give credentials that "
+        "may, or make the bucket public; a missing object answers so too",
+    },
+)
+
+# -- clients -----------------------------------------------------------------------------
 
 T = TypeVar("T")
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("ckptfs.storage")
+
+# Members of requests, and how obstore says them. Attributes and tags are given with each object.
+_ATTRIBUTES: Final = {
+    "StorageClass": "Storage-Class",
+    "ContentType": "Content-Type",
+    "ContentEncoding": "Content-Encoding",
+    "ContentLanguage": "Content-Language",
+    "ContentDisposition": "Content-Disposition",
+    "CacheControl": "Cache-Control",
+}
+_CONFIG: Final = {
+    "ServerSideEncryption": "server_side_encryption",
+    "SSEKMSKeyId": "sse_kms_key_id",
+    "BucketKeyEnabled": "sse_bucket_key_enabled",
+    "RequestPayer": "request_payer",
+}
+_SSE_C: Final = ("SSECustomerAlgorithm", "SSECustomerKey", "SSECustomerKeyMD5")
+_EXPRESSIBLE: Final = {*_ATTRIBUTES, *_CONFIG, *_SSE_C, "Tagging", "Metadata", "ChecksumAlgorithm"}
+_CHECKSUMS: Final = ("SHA256", "CRC64NVME")
+_CONFIG_KWARGS: Final = frozenset(
+    (
+        "connect_timeout", "read_timeout", "retries", "max_pool_connections", "tcp_keepalive",
+        "region_name", "s3", "request_checksum_calculation", "response_checksum_validation",
+        "parameter_validation", "connector_args", "http_session_cls", "warm_up_loader_caches",
+    )
+)  # fmt: skip
+_PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_SURROUNDINGS: Final = (*_PROXIES, *map(str.upper, _PROXIES), "SSL_CERT_FILE", "SSL_CERT_DIR")
+_S3_CONFIG: Final = frozenset(("addressing_style", "payload_signing_enabled"))
+_BATCH: Final = 1000  # keys that one request deletes at most
+_CONDITION_FAILED: Final = ("PreconditionFailed", "412")
+_CHECKSUM: Final = re.compile("Checksum(CRC32|CRC32C|CRC64NVME|SHA1|SHA256)")
+_NEXT_KEYS: Final = {"ContinuationToken": "NextContinuationToken"}
+_NEXT_UPLOADS: Final = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 
 
 def open_client(uri: Uri, options: Mapping[str, Any], times: Times) -> ObjectClient:
-    """The client of the URI's bucket. UriError: an option that s3fs or S3 does not know."""
-    return S3Client(uri, S3Wire(parse_s3_options(uri, options), times))
+    """The client of the URI's bucket. UriError: an option that is unknown, or that clashes."""
+    return S3ObstoreClient(uri, parse_s3_options(uri, options), times)
 
 
-class S3Client(ObjectClient):
-    """One bucket. ``versions`` is what ``ObjectClient`` does not ask for."""
+def open_library(uri: Uri, options: Mapping[str, Any], times: Times) -> BucketLibrary:
+    """s3fs, for what ``unsupported_option`` names. UriError: an option that is unknown, or that clashes."""
+    parsed = parse_s3_options(uri, options)
+    return S3fsLibrary(parsed, times, endpoint_name(parsed))
 
-    # docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-    limits = Limits()
-    conditions = Conditions(if_absent=True, if_match=True)
-    copies_parts = False
-    resumes = True
 
-    def __init__(self, uri: Uri, wire: S3Wire) -> None:
-        self._wire = wire
-        self._root = replace(uri, path="", query="")
-        self._bucket = uri.authority
-        self._dialect = ANONYMOUS_S3 if wire.options.client.get("anon") else S3
-        self.endpoint = wire.endpoint
+def unsupported_option(options: Mapping[str, Any]) -> str | None:
+    """Why obstore cannot do what these options ask for, in a few words; None: it can."""
+    if options.get("session") is not None:
+        return "a session is aiobotocore's"
+    if find_spec("botocore") is None and options.get("profile"):
+        return "profiles are botocore's, which is not installed"
+    config = _table(options, "config_kwargs")
+    strange = sorted(set(config) - _CONFIG_KWARGS)
+    strange += sorted(f"s3[{name!r}]" for name in set(_table(config, "s3")) - _S3_CONFIG)
+    if strange:
+        return f"config_kwargs {strange[0]}"
+    parameters = _table(options, "s3_additional_kwargs")
+    unsaid = sorted(set(parameters) - _EXPRESSIBLE)
+    if unsaid:
+        return f"s3_additional_kwargs {unsaid[0]}"
+    if parameters.get("ChecksumAlgorithm", "SHA256") not in _CHECKSUMS:
+        return f"s3_additional_kwargs ChecksumAlgorithm {parameters['ChecksumAlgorithm']}"
+    return None
 
-    # -- small -------------------------------------------------------------------------
 
-    def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
-        asked = self._asked("get", key)
+def _table(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = options.get(name)
+    return found if isinstance(found, Mapping) else {}
 
-        def check(size_bytes: int) -> None:
-            check_size(size_bytes, limit_bytes, asked.uri)
 
-        data, answer = self._say(asked, lambda: self._wire.fetch(self.at(key), check))
-        return data, answer.get("ETag")
+@dataclass(frozen=True, slots=True)
+class _S3StoreFactory:
+    """obstore's S3Store for one bucket; resolved at the first request, in the process that makes it.
 
-    def head(self, key: str) -> Head:
-        asked = self._asked("head", key)
-        try:
-            answer = self._say(asked, lambda: self._wire.ask("HeadObject", self.at(key)))
-        except (NotFoundError, TransientError, AnswerLostError):
-            raise
-        except StorageError:
-            # A HEAD has no body, so it cannot tell an expired token from a missing permission.
-            with suppress(IntegrityError):
-                wanted = self.at(key) | {"Range": "bytes=0-0"}
-                self._say(asked, lambda: self._wire.fetch(wanted))
-            raise
-        modified = answer.get("LastModified")
-        modified_s = None if modified is None else modified.timestamp()
-        return Head(int(answer["ContentLength"]), answer.get("ETag"), modified_s)
+    One that was made for the same is taken again, with its connections: to make one takes 5 ms, in which
+    all certificates of the machine are parsed.
+    """
 
-    def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
-        asked = replace(
-            self._asked("put", key), changes=True, conditional=not isinstance(condition, Always)
+    bucket: str
+    options: S3Options
+    in_batches: bool = True
+
+    def __call__(self, client_options: dict[str, Any], retry_config: dict[str, Any]) -> Any:
+        from obstore.store import S3Store
+
+        resolved = self.resolved()
+        wanted = self.config(resolved) | {
+            "client_options": client_options | dict(resolved.client_options),
+            "retry_config": retry_config,
+        }
+        kind = hashlib.sha256(repr((wanted, _surroundings())).encode()).hexdigest()
+        found = resolved.stores.get(kind)
+        if found is None:
+            if resolved.provider is not None:
+                wanted["credential_provider"] = resolved.provider
+            found = resolved.stores[kind] = S3Store(self.bucket, **wanted)
+        return found
+
+    def resolved(self) -> ResolvedEndpoint:
+        """Where requests go, as variables and files are now."""
+        return resolve(self.options, self.bucket)
+
+    def config(self, resolved: ResolvedEndpoint) -> dict[str, Any]:
+        """obstore's configuration of the store there."""
+        parameters = self.options.parameters
+        config = {_CONFIG[name]: value for name, value in parameters.items() if name in _CONFIG}
+        config |= dict(resolved.config) | {"disable_bulk_delete": not self.in_batches}
+        if key := parameters.get("SSECustomerKey"):
+            raw = key if isinstance(key, bytes) else str(key).encode()
+            config["server_side_encryption"] = "sse-c"
+            config["sse_customer_key_base64"] = base64.b64encode(raw).decode()
+        if self.options.client.get("anon"):
+            config["skip_signature"] = True
+        if algorithm := parameters.get("ChecksumAlgorithm"):
+            config["checksum_algorithm"] = str(algorithm).lower()
+        elif resolved.is_tls and not resolved.chose_checksum:
+            config["unsigned_payload"] = True
+            if resolved.is_aws:
+                config["checksum_algorithm"] = "crc64nvme"
+        if resolved.payload_signing is not None:
+            config["unsigned_payload"] = not resolved.payload_signing
+        return config
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What else obstore reads when a store is made: proxies, and whom the machine trusts."""
+    trusted = ssl.get_default_verify_paths()
+    files = [state_of(Path(path)) for path in (trusted.cafile, trusted.capath) if path]
+    return tuple(os.environ.get(name) for name in _SURROUNDINGS), files
+
+
+class S3ObstoreClient(ObstoreClient):
+    """One bucket through obstore. What obstore has no request for goes through s3fs, where it is installed:
+    the list of uploads that nobody completed, and the bucket's rules.
+    """
+
+    def __init__(self, uri: Uri, options: S3Options, times: Times) -> None:
+        factory = _S3StoreFactory(uri.authority, options)
+        endpoint = endpoint_name(options)
+        traits = StoreTraits(
+            single_deletes=replace(factory, in_batches=False),
+            dialect=_dialect(options),
+            attributes=_attributes(options.parameters),
+            tags=dict(parse_qsl(options.parameters.get("Tagging", ""))),
+            pins_reads=not options.etag_by_client,
         )
-        answer = self._say(asked, lambda: self._put(key, Body(data), condition))
-        return answer.get("ETag")
+        super().__init__(uri, factory, traits, endpoint, times)
+        self._library = S3fsLibrary(options, times, endpoint)
+        self._fs: tuple[int, Any] | None = None  # s3fs, and the process that it belongs to
 
-    def _put(self, key: str, body: Body, condition: Condition) -> dict[str, Any]:
-        wanted = self.at(key) | self.checksum("put", key, body)
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_fs": None}
+
+    def forget_credentials(self) -> None:
+        forget_resolved()
+        super().forget_credentials()
+
+    def close(self) -> None:
+        super().close()
+        self._fs = None
+
+    def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
+        context = self._context("list uploads", prefix)
+        if find_spec("s3fs") is None:
+            raise UnsupportedError(
+                "list uploads failed: obstore does not list them, and s3fs is missing",
+                uri=context.uri,
+                hint="pip install s3fs; a lifecycle rule of the bucket aborts them too",
+            )
+        bucket = self._root.authority
+        pages = self._library.list_uploads(self._s3fs(), bucket, prefix)
+        try:
+            while (upload := self._call_library(context, lambda: next(pages, None))) is not None:
+                yield upload
+        except NotFoundError as error:
+            # rclone serve s3 says NoSuchUpload while there is none.
+            if error.of_bucket:
+                raise
+
+    def abort_pending(self, upload: PendingUpload) -> None:
+        context = self._context("abort upload", upload.key, changes=True)
+        with suppress(NotFoundError):  # completed, or aborted by another
+            self._call_library(
+                context,
+                lambda: self._library.abort_upload(self._s3fs(), self._root.authority, upload),
+            )
+
+    def bucket_rules(self) -> BucketRules | None:
+        if find_spec("s3fs") is None:
+            return None
+        bucket = self._root.authority
+
+        def request(operation: str) -> dict[str, Any]:
+            context = self._context(operation, "")
+            found: dict[str, Any] = self._call_library(
+                context, lambda: self._s3fs().call_s3(xform_name(operation), Bucket=bucket)
+            )
+            return found
+
+        from botocore import xform_name
+
+        return of_s3(request)
+
+    def _s3fs(self) -> Any:
+        with self._lock:
+            if self._fs is None or self._fs[0] != os.getpid():
+                self._fs = os.getpid(), self._library.filesystem()
+            return self._fs[1]
+
+
+@dataclass(frozen=True)
+class S3fsLibrary(BucketLibrary):
+    """Requests through s3fs and botocore below it, which retry. Holds credentials: never shown.
+
+    ``s3_additional_kwargs`` go with each request that knows them. s3fs' own stream is not used: it begins an
+    upload in parts for a file of any size, and completes it once only.
+    """
+
+    options: S3Options = field(repr=False)
+    times: Times
+    server: str
+    name = "s3fs"
+
+    @property
+    def endpoint(self) -> str:
+        return self.server
+
+    @property
+    def dialect(self) -> Dialect:
+        return _dialect(self.options)
+
+    def bucket(self, uri: Uri) -> str:
+        """As ``BucketLibrary``. What stands before the @ is a key and its secret."""
+        return uri.authority
+
+    def filesystem(self) -> Any:
+        from s3fs import S3FileSystem
+
+        given = dict(self.options.client)
+        config = {
+            "connect_timeout": self.times.connect_s,
+            "read_timeout": self.times.request_s,
+            # The SHA-256 of each body is signed. botocore's default sends another checksum behind the body, in a
+            # framing that not every server knows.
+            "request_checksum_calculation": os.environ.get(
+                "AWS_REQUEST_CHECKSUM_CALCULATION", "when_required"
+            ),
+            **(given.pop("config_kwargs", None) or {}),
+        }
+        return S3FileSystem(
+            **given,
+            config_kwargs=config,
+            s3_additional_kwargs=dict(self.options.parameters),
+            max_concurrency=1,  # else each read of a whole object begins with a HEAD
+            skip_instance_cache=True,
+            use_listings_cache=False,
+        )
+
+    def put(self, fs: Any, path: str, data: bytes, condition: Condition) -> None:
+        wanted = {**_at(fs, path), "Body": data}
         if isinstance(condition, IfAbsent):
             wanted["IfNoneMatch"] = "*"
         elif not isinstance(condition, Always):
+            # radosgw 16.2 refuses the quoted etag.
             wanted["IfMatch"] = condition.etag.strip('"')
-        return self._wire.ask("PutObject", wanted, body)
-
-    # -- ranges ------------------------------------------------------------------------
-
-    def get_range(self, key: str, offset: int, out: memoryview, etag: str | None) -> None:
-        view = out.cast("B")
-        if not view:
-            return
-        asked = self._asked("get", key)
-        wanted = self.at(key) | {"Range": f"bytes={offset}-{offset + len(view) - 1}"}
-        if etag is not None and not self._wire.options.etag_by_client:
-            wanted["IfMatch"] = etag
         try:
-            answer = self._say(asked, lambda: self._wire.fill(wanted, view))
-        except _Surplus:
-            raise UnsupportedError(
-                "get failed: the server does not answer ranges", uri=asked.uri
-            ) from None
-        if etag is not None and answer.get("ETag", etag).strip('"') != etag.strip('"'):
-            raise StaleError("get failed: the object was replaced meanwhile", uri=asked.uri)
+            fs.call_s3("put_object", **wanted)
+        except OSError as error:
+            if _code(error) in _CONDITION_FAILED:
+                raise FileExistsError(path) from error
+            raise
 
-    # -- names -------------------------------------------------------------------------
+    def open_write(self, fs: Any, path: str, block_bytes: int) -> Any:
+        return _PartStream(fs, path, block_bytes)
 
-    def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
-        wanted = {"Bucket": self._bucket, "Prefix": prefix}
-        if delimiter:
-            wanted["Delimiter"] = "/"
-        for page in self._pages("list", prefix, "ListObjectsV2", wanted, _NEXT_KEYS):
-            found = [Listed(item["Key"], int(item["Size"])) for item in page.get("Contents", ())]
-            found += [
-                Listed(item["Prefix"], is_prefix=True) for item in page.get("CommonPrefixes", ())
-            ]
-            yield from sorted(found, key=lambda listed: listed.key)
+    def etag(self, info: Mapping[str, Any]) -> str | None:
+        found = info.get("ETag")
+        return str(found) if found else None
 
-    def delete(self, keys: Sequence[str]) -> list[Refused]:
-        if len(keys) == 1:
-            return self._delete_each(keys)
+    def list_names(self, fs: Any, path: str) -> list[dict[str, Any]]:
+        """As ``BucketLibrary``. s3fs' own ``ls`` lists the parent where nothing is found."""
+        bucket, key, _ = fs.split_path(path)
         wanted = {
-            "Bucket": self._bucket,
-            "Delete": {"Objects": [{"Key": key} for key in keys], "Quiet": True},
+            "Bucket": bucket,
+            "Prefix": f"{key.rstrip('/')}/" if key else "",
+            "Delimiter": "/",
         }
-        try:
-            answer = self.change("delete", _folder(keys), "DeleteObjects", wanted)
-        except UnsupportedError:
-            return self._delete_each(keys)
-        refused = (
-            (item["Key"], _said_of_key(item)) for item in answer.get("Errors", ()) if "Key" in item
-        )
-        found = [(key, self._refusal(key, said)) for key, said in refused]
-        return [Refused(key, e) for key, e in found if not isinstance(e, NotFoundError)]
+        found = []
+        for page in _pages(fs, "list_objects_v2", wanted, _NEXT_KEYS):
+            found += [(item["Key"], "file") for item in page.get("Contents", ())]
+            found += [(item["Prefix"], "directory") for item in page.get("CommonPrefixes", ())]
+        return [{"name": f"{bucket}/{name}", "type": kind} for name, kind in found]
 
-    def _delete_each(self, keys: Sequence[str]) -> list[Refused]:
-        refused = []
-        for key in keys:
+    def remove(self, fs: Any, paths: Sequence[str]) -> None:
+        """As ``BucketLibrary``. s3fs' own ``rm`` says nothing of keys that were refused."""
+        for first in range(0, len(paths), _BATCH):
+            batch = paths[first : first + _BATCH]
+            bucket = fs.split_path(batch[0])[0]
+            keys = [fs.split_path(path)[1] for path in batch]
+            wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
             try:
-                self.change("delete", key, "DeleteObject", self.at(key))
-            except NotFoundError as error:
-                if error.hint is not None:  # the bucket, not the key
+                answer = fs.call_s3("delete_objects", Bucket=bucket, Delete=wanted)
+            except OSError as error:
+                context = self._context("delete", Uri("s3", bucket, ""), changes=True)
+                refusal = library_error(context, error)
+                if not isinstance(refusal, UnsupportedError):
                     raise
-            except StorageError as error:
-                if len(keys) == 1:
-                    raise
-                refused.append(Refused(key, error))
-        return refused
+                _warn_of_single_deletes(self.server, refusal.message)
+                for path in batch:  # OpenStack Swift wants a Content-MD5 of a batch
+                    fs.rm_file(path)
+                continue
+            for line in answer.get("Errors", ()):
+                context = self._context(
+                    "delete", Uri("s3", bucket, f"/{line['Key']}"), changes=True
+                )
+                # A batch answers 200 with a code for each key; which status it would have is not said.
+                refused = response_error(
+                    context, ErrorResponse(0, line.get("Code", ""), line.get("Message", ""))
+                )
+                if not isinstance(refused, NotFoundError):
+                    raise refused
 
-    def _refusal(self, key: str, said: Said) -> CkptfsError:
-        return answered(replace(self._asked("delete", key), changes=True), said)
+    def list_uploads(self, fs: Any, bucket: str, prefix: str) -> Iterator[PendingUpload]:
+        wanted = {"Bucket": bucket, "Prefix": prefix}
+        for page in _pages(fs, "list_multipart_uploads", wanted, _NEXT_UPLOADS):
+            for item in page.get("Uploads", ()):
+                yield PendingUpload(item["Key"], item["UploadId"], _age_s(page, item["Initiated"]))
 
-    # -- uploads -----------------------------------------------------------------------
+    def abort_upload(self, fs: Any, bucket: str, upload: PendingUpload) -> None:
+        fs.call_s3(
+            "abort_multipart_upload", Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
+        )
 
-    def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
-        del part_bytes
-        wanted = self.at(key)
-        if self._adds_crc32("begin upload", key):
-            wanted["ChecksumAlgorithm"] = "CRC32"
-        answer = self.change("begin upload", key, "CreateMultipartUpload", wanted)
-        return S3Upload(self, key, answer["UploadId"])
+    def _context(self, action: str, uri: Uri, *, changes: bool) -> RequestContext:
+        return RequestContext(self.dialect, action, uri, self.server, changes=changes)
 
-    def resume_upload(self, key: str) -> Upload | None:
-        """As ``ObjectClient.resume_upload``; None too where it may not look (s3:ListBucketMultipartUploads,
-        s3:ListMultipartUploadParts).
-        """
-        found: list[S3Upload] = []
-        try:
-            for pending in self.list_uploads(key):
-                if pending.key == key:
-                    parts = self._parts(key, pending.upload_id)
-                    found.append(S3Upload(self, key, pending.upload_id, parts))
-        except (AccessError, UnsupportedError) as error:
-            _log.info("what was left of %s is not looked for: %s", key, error)
-        return max(found, key=lambda upload: upload.held_bytes, default=None)
 
-    def _parts(self, key: str, upload_id: str) -> dict[int, Held]:
-        wanted = self.at(key) | {"UploadId": upload_id}
-        held: dict[int, Held] = {}
-        try:
-            for page in self._pages("list parts", key, "ListParts", wanted, _NEXT_PARTS):
-                for item in page.get("Parts", ()):
-                    crc32 = item.get("ChecksumCRC32")
-                    held[int(item["PartNumber"]) - 1] = Held(int(item["Size"]), item["ETag"], crc32)
-        except NotFoundError:
-            return {}  # completed or aborted meanwhile
-        return held
+@functools.lru_cache(maxsize=256)
+def _warn_of_single_deletes(server: str, why: str) -> None:
+    """Once a process: it has a storage for each run, copy and reader, and one server for all."""
+    _log.warning("%s deletes no batches: keys go one by one (%s)", server, why)
 
-    def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
-        wanted = {"Bucket": self._bucket, "Prefix": prefix}
-        pages = self._pages("list uploads", prefix, "ListMultipartUploads", wanted, _NEXT_UPLOADS)
-        try:
-            for page in pages:
-                for item in page.get("Uploads", ()):
-                    age_s = _age_s(page, item["Initiated"])
-                    yield PendingUpload(item["Key"], item["UploadId"], age_s)
-        except UnsupportedError as error:
-            _log.info("unfinished uploads stay: %s", error)
 
-    def abort_pending(self, upload: PendingUpload) -> None:
-        self.abort(upload.key, upload.upload_id)
+class _PartStream:
+    """An object on its way, part by part, as ``BucketLibrary.open_write`` has it. One that is not larger
+    than a part is one PUT.
+    """
 
-    def abort(self, key: str, upload_id: str) -> None:
-        wanted = self.at(key) | {"UploadId": upload_id}
-        try:
-            self.change("abort upload", key, "AbortMultipartUpload", wanted)
-        except NotFoundError:
-            return
+    def __init__(self, fs: Any, path: str, part_bytes: int) -> None:
+        self._fs = fs
+        self._path = path
+        self._at = _at(fs, path)
+        self._part_bytes = part_bytes
+        self._upload_id: str | None = None
+        self._parts: list[dict[str, Any]] = []
+        self._rest = bytearray()
+        self._size_bytes = 0
+        self.closed = False
 
-    # -- versions ----------------------------------------------------------------------
-
-    def versions(self, prefix: str) -> Versions | None:
-        """What noncurrent versions below ``prefix`` keep, or None where the bucket keeps none.
-
-        Needs s3:ListBucketVersions; one request per 1000 versions.
-        """
-        wanted = {"Bucket": self._bucket, "Prefix": prefix}
-        try:
-            return summed(
-                self._pages("list versions", prefix, "ListObjectVersions", wanted, _NEXT_VERSIONS)
-            )
-        except UnsupportedError:
-            return None
-
-    def bucket_rules(self) -> BucketRules:
-        def ask(operation: str) -> dict[str, Any]:
-            asked = self._asked(operation, "")
-            return self._say(asked, lambda: self._wire.ask(operation, {"Bucket": self._bucket}))
-
-        return of_s3(ask)
+    def write(self, data: bytes) -> int:
+        """Take all of it. A part goes out when there is more, so that the last is known as such."""
+        self._rest += data
+        self._size_bytes += len(data)
+        while len(self._rest) > self._part_bytes:
+            self._send(bytes(self._rest[: self._part_bytes]))
+            del self._rest[: self._part_bytes]
+        return len(data)
 
     def close(self) -> None:
-        self._wire.forget()
+        """Send the last part, where there are others."""
+        if self._upload_id is not None:
+            self._send(bytes(self._rest))
+            self._rest.clear()
+        self.closed = True
 
-    # -- one request -------------------------------------------------------------------
-
-    def _pages(
-        self, action: str, prefix: str, operation: str, wanted: dict[str, str], next_by: _Next
-    ) -> Iterator[dict[str, Any]]:
-        asked = self._asked(action, prefix)
-        while True:
-            now = dict(wanted)
-            page = self._say(asked, partial(self._wire.ask, operation, now))
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            wanted |= {name: page[source] for name, source in next_by.items() if source in page}
-
-    def change(
-        self,
-        action: str,
-        key: str,
-        operation: str,
-        wanted: Mapping[str, Any],
-        body: Body | None = None,
-    ) -> dict[str, Any]:
-        asked = replace(self._asked(action, key), changes=True)
-        return self._say(asked, lambda: self._wire.ask(operation, wanted, body))
-
-    def _say(self, asked: Asked, request: Callable[[], T]) -> T:
-        """The answer, or a typed error that no exception of a library hangs on."""
-        failure: Exception
+    def commit(self) -> None:
+        """Make the object."""
+        if self._upload_id is None:
+            self._fs.call_s3("put_object", **self._at, Body=bytes(self._rest))
+            return
+        parts = {"Parts": self._parts}
+        upload = {"UploadId": self._upload_id, "MultipartUpload": parts}
         try:
-            return request()
-        except CkptfsError:
-            raise
-        except Short as error:
-            failure = (
-                _Surplus()
-                if error.surplus
-                else IntegrityError(
-                    f"{asked.action} failed: the object ends before the bytes that were asked for",
-                    uri=asked.uri,
-                )
-            )
-        except Exception as error:  # noqa: BLE001 - the edge: whatever a library raises becomes typed
-            self.endpoint = self._wire.endpoint
-            failure = told(replace(asked, endpoint=self.endpoint), error)
-        if isinstance(failure, CredentialsError):
-            # Whoever asks again shall do so with the credentials of then.
-            self._wire.forget()
-        raise failure
+            self._fs.call_s3("complete_multipart_upload", **self._at, **upload)
+        except FileNotFoundError:
+            # s3fs repeats a request whose answer was lost, and the upload has ended. Data keys are used
+            # once: an object of our size is ours.
+            if self._fs.info(self._path)["size"] != self._size_bytes:
+                raise
 
-    def _asked(self, action: str, key: str) -> Asked:
-        return Asked(self._dialect, action, self._root / key.strip("/"), self.endpoint)
+    def discard(self) -> None:
+        """Throw the parts away."""
+        self._rest.clear()
+        if self._upload_id is not None:
+            self._fs.call_s3("abort_multipart_upload", **self._at, UploadId=self._upload_id)
 
-    def at(self, key: str) -> dict[str, Any]:
-        return {"Bucket": self._bucket, "Key": key}
-
-    def _adds_crc32(self, action: str, key: str) -> bool:
-        # The first question may make the client, and that may fail.
-        return self._say(self._asked(action, key), lambda: self._wire.adds_crc32)
-
-    def checksum(self, action: str, key: str, body: Body) -> dict[str, str]:
-        return {"ChecksumCRC32": body.crc32()} if self._adds_crc32(action, key) else {}
+    def _send(self, data: bytes) -> None:
+        if self._upload_id is None:
+            begun = self._fs.call_s3("create_multipart_upload", **self._at)
+            self._upload_id = str(begun["UploadId"])
+        number = {"UploadId": self._upload_id, "PartNumber": len(self._parts) + 1}
+        sent = self._fs.call_s3("upload_part", **self._at, **number, Body=data)
+        # Where the user asks for checksums, those of the parts are named once more at the end.
+        sums = {name: text for name, text in sent.items() if _CHECKSUM.fullmatch(name)}
+        self._parts.append({"PartNumber": number["PartNumber"], "ETag": sent["ETag"], **sums})
 
 
-class _Surplus(Exception):  # noqa: N818 - a finding, never seen outside
-    """More bytes than asked for: the server ignored the range."""
+def _at(fs: Any, path: str) -> dict[str, Any]:
+    bucket, key, _ = fs.split_path(path)
+    return {"Bucket": bucket, "Key": key}
 
 
-_Next = Mapping[str, str]
-_NEXT_KEYS: _Next = {"ContinuationToken": "NextContinuationToken"}
-_NEXT_UPLOADS: _Next = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
-_NEXT_PARTS: _Next = {"PartNumberMarker": "NextPartNumberMarker"}
-_NEXT_VERSIONS: _Next = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}
-
-
-def _said_of_key(item: Mapping[str, str]) -> Said:
-    # A batch answers 200 with a code for each key; which status it would have is not told.
-    return Said(0, item.get("Code", ""), item.get("Message", ""))
-
-
-def _folder(keys: Sequence[str]) -> str:
-    return keys[0].rpartition("/")[0] if keys else ""
+def _pages(
+    fs: Any, operation: str, wanted: Mapping[str, str], next_by: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
+    """All pages of a listing. next_by: a member of the next request, and where the page has it."""
+    wanted = dict(wanted)
+    while True:
+        page: dict[str, Any] = fs.call_s3(operation, **wanted)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        wanted |= {name: page[source] for name, source in next_by.items() if source in page}
 
 
 def _age_s(page: Mapping[str, Any], began: Any) -> float:
@@ -367,3 +551,17 @@ def _age_s(page: Mapping[str, Any], began: Any) -> float:
     if not date:
         return 0.0
     return max(0.0, float((parsedate_to_datetime(date) - began).total_seconds()))
+
+
+def _code(error: OSError) -> str:
+    response = getattr(error.__cause__, "response", None) or {}
+    return str(response.get("Error", {}).get("Code", ""))
+
+
+def _dialect(options: S3Options) -> Dialect:
+    return ANONYMOUS_S3 if options.client.get("anon") else S3
+
+
+def _attributes(parameters: Mapping[str, Any]) -> dict[str, str]:
+    found = {_ATTRIBUTES[name]: str(v) for name, v in parameters.items() if name in _ATTRIBUTES}
+    return found | dict(parameters.get("Metadata", {}))

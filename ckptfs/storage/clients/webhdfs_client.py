@@ -45,12 +45,18 @@ from ckptfs.errors import (
     UnsupportedError,
     UriError,
 )
-from ckptfs.storage.clients.failures import Asked, Dialect, Reason, clean, unanswered
+from ckptfs.storage.clients.http_errors import (
+    Dialect,
+    Reason,
+    RequestContext,
+    clean,
+    no_response_error,
+)
 from ckptfs.storage.options import Times
 from ckptfs.storage.threads import Threads
 from ckptfs.uri import Uri, mask_credentials
 
-__all__ = ["FileStatus", "Over", "StreamedPut", "WebHdfsClient"]
+__all__ = ["FileStatus", "RenameOptions", "StreamedPut", "WebHdfsClient"]
 
 _PIECE_BYTES: Final = 1 << 20  # one call of send or recv
 _ERROR_BYTES: Final = 64 << 10
@@ -58,7 +64,7 @@ _ABORT_S: Final = 5.0
 _ERRORS: Final = 400
 _BODY: Final = "application/octet-stream"
 
-Over = Literal["NONE", "OVERWRITE"]
+RenameOptions = Literal["NONE", "OVERWRITE"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +126,10 @@ class WebHdfsClient:
         flag = "true" if recursive else "false"
         return bool(self._field("DELETE", "DELETE", path, "boolean", recursive=flag))
 
-    def rename(self, source: str, target: str, over: Over) -> None:
-        """Move one file. AlreadyExistsError: ``over`` is "NONE" and the target exists."""
+    def rename(self, source: str, target: str, rename_options: RenameOptions) -> None:
+        """Move one file. AlreadyExistsError: ``rename_options`` is "NONE" and the target exists."""
         answer = self._metadata(
-            "PUT", "RENAME", source, target, destination=target, renameoptions=over
+            "PUT", "RENAME", source, target, destination=target, renameoptions=rename_options
         )
         if answer.content.strip():
             raise UnsupportedError(
@@ -226,7 +232,7 @@ class WebHdfsClient:
         try:
             return answer.json()[name]
         except (ValueError, KeyError, TypeError):
-            failure = _no_webhdfs(self._asked(op, path), "this is no WebHDFS")
+            failure = _no_webhdfs(self._context(op, path), "this is no WebHDFS")
         raise failure
 
     def _metadata(
@@ -256,9 +262,9 @@ class WebHdfsClient:
         self, files: Any, method: str, op: str, path: str, shown: str = "", **params: object
     ) -> contextlib.AbstractContextManager[requests.Response]:
         url = self._mapped(files.url + quote(path, safe="/="))
-        asked = self._asked(op, shown or path)
+        context = self._context(op, shown or path)
         return self._exchange(
-            files.session, method, url, asked, params={**params, **files.pars, "op": op}
+            files.session, method, url, context, params={**params, **files.pars, "op": op}
         )
 
     def _data_node(
@@ -267,12 +273,12 @@ class WebHdfsClient:
         parts = urlsplit(url)
         endpoint = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         # No change: what a broken PUT leaves lies under a temporary name that nobody reads.
-        asked = Asked(_DATA_NODE, action, self._uri(path), endpoint)
-        return self._exchange(files.session, method, url, asked, **more)
+        context = RequestContext(_DATA_NODE, action, self._uri(path), endpoint)
+        return self._exchange(files.session, method, url, context, **more)
 
     @contextlib.contextmanager
     def _exchange(
-        self, session: requests.Session, method: str, url: str, asked: Asked, **more: Any
+        self, session: requests.Session, method: str, url: str, context: RequestContext, **more: Any
     ) -> Iterator[requests.Response]:
         """One request and its response, which is no error. Redirects are not followed."""
         failure: Exception
@@ -286,16 +292,16 @@ class WebHdfsClient:
                 **more,
             ) as response:
                 if response.status_code < _ERRORS:
-                    if asked.dialect is _NAME_NODE:
+                    if context.dialect is _NAME_NODE:
                         self._note_time(response.headers.get("Date"))
                     yield response
                     return
                 body = next(response.iter_content(_ERROR_BYTES), b"")
-                failure = _refusal(asked, response.status_code, body)
+                failure = _refusal(context, response.status_code, body)
         except StorageError:
             raise
         except OSError as error:  # every error of requests is one
-            failure = unanswered(asked, error)
+            failure = no_response_error(context, error)
         # Out here: the text of a library's exception holds the URL, and that a token.
         raise failure
 
@@ -322,9 +328,11 @@ class WebHdfsClient:
             except ValueError:
                 self.now_ms = 0
 
-    def _asked(self, op: str, path: str) -> Asked:
+    def _context(self, op: str, path: str) -> RequestContext:
         changes = op in ("RENAME", "MKDIRS", "DELETE")
-        return Asked(_NAME_NODE, op.lower(), self._uri(path), self.endpoint, changes=changes)
+        return RequestContext(
+            _NAME_NODE, op.lower(), self._uri(path), self.endpoint, changes=changes
+        )
 
     def _uri(self, path: str) -> Uri:
         key = path.removeprefix(self._root.path.rstrip("/")).lstrip("/")
@@ -588,47 +596,49 @@ _PHRASES: Final = (
 )
 
 
-def _refusal(asked: Asked, status: int, body: bytes) -> StorageError:
+def _refusal(context: RequestContext, status: int, body: bytes) -> StorageError:
     """The error for an answer that is one. Not raised yet."""
     name, message = _remote_exception(body)
     for phrase, meant in _PHRASES:
         if phrase in message:
             name = meant
     first_line = message.partition("\n")[0]
-    said = f" ({clean(first_line)})" if first_line else ""
+    message = f" ({clean(first_line)})" if first_line else ""
     if name in _REFUSALS:
         kind, sentence = _REFUSALS[name]
         hint = _HINTS.get(name) or _HINTS.get(kind)
-        return _error(asked, kind, sentence.format(said=said), hint)
+        return _error(context, kind, sentence.format(said=message), hint)
     if name:
-        return _error(asked, StorageError, f"it answered {name}{said}", None)
-    return _page(asked, status, body)
+        return _error(context, StorageError, f"it answered {name}{message}", None)
+    return _page(context, status, body)
 
 
-def _page(asked: Asked, status: int, body: bytes) -> StorageError:
+def _page(context: RequestContext, status: int, body: bytes) -> StorageError:
     """The answer of a proxy, of a wrong port, or of a servlet container: never "not found"."""
     if status == 401:  # noqa: PLR2004
         hint = "pass kerberos=True after kinit, a delegation token, or user"
-        return _error(asked, CredentialsError, "it wants to know who this is", hint)
+        return _error(context, CredentialsError, "it wants to know who this is", hint)
     if status in (429, 503):
-        return _error(asked, TransientError, f"it is too busy ({status})", None)
+        return _error(context, TransientError, f"it is too busy ({status})", None)
     if status >= 500:  # noqa: PLR2004
-        kind = AnswerLostError if asked.changes else TransientError
-        return _error(asked, kind, f"it failed with {status}", None)
+        kind = AnswerLostError if context.changes else TransientError
+        return _error(context, kind, f"it failed with {status}", None)
     if b"Hadoop IPC port" in body:
-        return _no_webhdfs(asked, "that is the RPC port")
-    return _no_webhdfs(asked, f"this is no WebHDFS: it answered {status}")
+        return _no_webhdfs(context, "that is the RPC port")
+    return _no_webhdfs(context, f"this is no WebHDFS: it answered {status}")
 
 
-def _no_webhdfs(asked: Asked, sentence: str) -> StorageError:
+def _no_webhdfs(context: RequestContext, sentence: str) -> StorageError:
     hint = "use the port of dfs.namenode.http-address, and check dfs.webhdfs.enabled"
-    return _error(asked, StorageError, sentence, hint)
+    return _error(context, StorageError, sentence, hint)
 
 
-def _error(asked: Asked, kind: type[StorageError], sentence: str, hint: str | None) -> StorageError:
+def _error(
+    context: RequestContext, kind: type[StorageError], sentence: str, hint: str | None
+) -> StorageError:
     verb = "may have happened" if kind is AnswerLostError else "failed"
-    where = f"{asked.dialect.bucket} {asked.endpoint}"
-    return kind(f"{asked.action} {verb}: {where}: {sentence}", uri=asked.uri, hint=hint)
+    where = f"{context.dialect.bucket} {context.endpoint}"
+    return kind(f"{context.action} {verb}: {where}: {sentence}", uri=context.uri, hint=hint)
 
 
 def _remote_exception(body: bytes) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Directories of a POSIX filesystem: make, make durable, refresh, remove.
 
     make_dirs          mkdir, parents first where they are missing, EEXIST is success; then fsync of
-                       every directory on the path
+                       every directory on the path, up to one that this process made durable before
     sync_dir           fsync of a directory: its names survive a power cut
     refresh_dir        open + fstat, which makes an NFS client ask the server again
     unlink_if_present  absent is success
@@ -17,9 +17,16 @@ import contextlib
 import errno
 import os
 
-from ckptfs.storage.local.posix import Posix, parent_of
+from ckptfs.storage.local.posix import Identity, Posix, parent_of
 
-__all__ = ["make_dirs", "refresh_dir", "remove_tree", "sync_dir", "unlink_if_present"]
+__all__ = [
+    "DurableDirs",
+    "make_dirs",
+    "refresh_dir",
+    "remove_tree",
+    "sync_dir",
+    "unlink_if_present",
+]
 
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OPEN_NO_LINK = _OPEN_DIRECTORY | os.O_NOFOLLOW
@@ -28,6 +35,7 @@ _NOT_A_DIRECTORY = frozenset({errno.ENOTDIR, errno.ELOOP})
 _NOT_EMPTY = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 _NO_DIRECTORY_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _TRIES = 3
+_MOST_KNOWN = 64
 
 
 def unlink_if_present(posix: Posix, path: str) -> None:
@@ -38,31 +46,74 @@ def unlink_if_present(posix: Posix, path: str) -> None:
         return
 
 
-def sync_dir(posix: Posix, path: str) -> bool:
-    """Fsync a directory. Returns False where directories cannot be synced (some FUSE and SMB mounts)."""
+def sync_dir(posix: Posix, path: str) -> Identity | None:
+    """Fsync a directory. Returns which one it was; None where directories cannot be synced (some FUSE and SMB
+    mounts).
+    """
     fd = posix.open(path, _OPEN_DIRECTORY)
     try:
         posix.fsync(fd)
+        return posix.identity(fd)
     except OSError as error:
         if error.errno in _NO_DIRECTORY_SYNC:
-            return False
+            return None
         raise
     finally:
         posix.close(fd)
-    return True
 
 
-def make_dirs(posix: Posix, path: str, root: str) -> None:
+class DurableDirs:
+    """Directories whose own names, and all names above them, this process has made durable.
+
+    Each is known by its identity beside its path, because one that was removed and made again is another: its
+    maker may not have synced its name yet. Without its time of birth it may have the same identity, and is
+    synced again. Any thread may use this.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, Identity] = {}
+
+    def has(self, path: str, identity: Identity) -> bool:
+        """Whether the directory that is at ``path`` now is one of them."""
+        return self._known.get(path) == identity
+
+    def add(self, found: dict[str, Identity]) -> None:
+        """All of these are durable from now on."""
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()  # what is not known is synced once more
+        self._known.update((path, one) for path, one in found.items() if one.born_ns)
+
+    def forget(self, path: str) -> None:
+        """What is at ``path`` or below it is moved: its name is no longer the one that was synced."""
+        for known in list(self._known):
+            if known == path or known.startswith(f"{path}/"):
+                self._known.pop(known, None)
+
+
+def make_dirs(posix: Posix, path: str, root: str, durable: DurableDirs) -> None:
     """Make ``path`` and its missing ancestors. The names from ``root`` down to ``path`` are durable then.
 
     Directories that existed are synced, too: their maker may not have come to its own fsync, and bytes that
-    were acknowledged below a name that vanishes are lost.
+    were acknowledged below a name that vanishes are lost. What is above a directory that this process made
+    durable before is not synced again.
+
+    Args:
+        posix: The system calls.
+        path: The directory.
+        root: The directory of the storage.
+        durable: What this process has made durable; it learns what this call adds.
     """
     made = _make(posix, path)
+    synced = dict[str, Identity]()
     below = path
     while below != root:
         below = parent_of(below)
-        sync_dir(posix, below)
+        identity = sync_dir(posix, below)
+        if identity is not None and durable.has(below, identity):
+            durable.add(synced)
+            return
+        if identity is not None:
+            synced[below] = identity
     for name in made:
         if name != root and not name.startswith(f"{root}/"):
             sync_dir(posix, parent_of(name))
@@ -74,6 +125,7 @@ def make_dirs(posix: Posix, path: str, root: str) -> None:
         # somebody chose.
         if root in made:
             raise
+    durable.add(synced)
 
 
 def _make(posix: Posix, path: str) -> list[str]:

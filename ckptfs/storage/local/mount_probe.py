@@ -23,7 +23,7 @@ from ckptfs.uri import Uri
 
 __all__ = ["PROBE_PREFIX", "probe_posix"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
 # A sweep of partial files also finds what a killed process leaves of a probe.
 PROBE_PREFIX = ".partial-probe-"
@@ -55,7 +55,7 @@ def probe_posix(posix: Posix, directory: str) -> Capabilities:
         exclusive = _has_links(posix, stem)
         replaces = _replaces_files(posix, stem)
         moves = _moves_directories(posix, stem)
-        durable = sync_dir(posix, directory)
+        durable = sync_dir(posix, directory) is not None
     finally:
         for tail in "abc":
             unlink_quietly(posix, f"{stem}{tail}")

@@ -11,9 +11,12 @@ returns, and another thread has to report that.
     /data/run/step_1             links anywhere in the path are followed, as open(2) does
     /data/run/./step_1/x         after the mark "/./" (``beneath``) a link is ELOOP, with the link's path
 
-The kernel looks up a path in one call and follows every link in it. A path with the mark is looked up
-one directory after the other, each opened with O_NOFOLLOW, and the call itself is made in the last of
-them: nobody can put a link in between. The caller decides where in the path the mark is.
+The kernel looks up a path in one call and follows every link in it. A path with the mark is opened by
+openat2(2) with RESOLVE_NO_SYMLINKS, which refuses links in one call as well. Where the root is reached
+through a link, that is done below the open root. Where the kernel has no openat2 (before Linux 5.6) or a
+container forbids it, and where there is a link to name in the error, the path is looked up one directory
+after the other, each opened with O_NOFOLLOW. Every other call is made in the open parent directory of its
+name: nobody can put a link in between. The caller decides where in the path the mark is.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import struct
@@ -28,17 +32,30 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ckptfs.storage.inflight import in_flight, path_of
 
-__all__ = ["DirectAlignment", "Posix", "beneath", "core_count", "parent_of", "without_mark"]
+__all__ = [
+    "DirectAlignment",
+    "Identity",
+    "Posix",
+    "beneath",
+    "core_count",
+    "parent_of",
+    "takes_direct",
+    "without_mark",
+]
 
 Buffer = bytes | bytearray | memoryview
 T = TypeVar("T")
 
 _NO_LINKS_MARK = "/./"
 _DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC
+_EXT4, _XFS = 0xEF53, 0x58465342
+_UNREPORTED_DIRECT = frozenset(
+    {_EXT4, _XFS}
+)  # support direct writes; before Linux 6.1 no kernel reports it
 # O_PATH needs no permission to list the directory, just as the lookup of a whole path does not.
 _OPEN_STEP = getattr(os, "O_PATH", os.O_RDONLY) | _DIRECTORY
 
@@ -77,15 +94,74 @@ def _open_parent(path: str, *, revalidate: bool) -> Iterator[tuple[str, int | No
     Yields:
         The last name of the path and the descriptor of its parent, or the path and None.
     """
-    root, mark, below = path.rpartition(_NO_LINKS_MARK)
-    if not mark:
+    if _NO_LINKS_MARK not in path:
         yield path, None
         return
-    *folders, name = below.split("/")
-    step = os.O_RDONLY | _DIRECTORY if revalidate else _OPEN_STEP
+    fd = None if revalidate else _open_at_once(parent_of(path), _OPEN_STEP)
+    if fd is None:
+        fd = _walk_to_parent(path, os.O_RDONLY | _DIRECTORY if revalidate else _OPEN_STEP)
+    try:
+        yield os.path.basename(path), fd
+    finally:
+        os.close(fd)
+
+
+def _open_at_once(path: str, flags: int, mode: int = 0) -> int | None:
+    """Open a marked path with one lookup by the kernel, which follows no link below the mark.
+
+    Returns:
+        A descriptor; None where there is a link below the mark or the kernel does not offer openat2.
+    """
+    root, mark, below = path.rpartition(_NO_LINKS_MARK)
+    if not mark or not _HAS_OPENAT2:
+        return None
+    fd = _openat2(_AT_FDCWD, without_mark(path), flags, mode)
+    if fd is not None:
+        return fd
+    top = os.open(root or "/", _OPEN_STEP)
+    try:
+        return _openat2(top, below, flags, mode)
+    finally:
+        os.close(top)
+
+
+def _openat2(dir_fd: int, path: str, flags: int, mode: int) -> int | None:
+    """openat2(2) with RESOLVE_NO_SYMLINKS. None if ``path`` has a link in it, or the call is not permitted.
+
+    Raises:
+        OSError: As the kernel reports it.
+    """
+    if _syscall is None:
+        return None
+    name = os.fsencode(path)
+    # What os.open does by itself: no name is cut at a null byte, hooks are told, and a child process does not
+    # inherit the descriptor.
+    if b"\0" in name:
+        raise ValueError("embedded null byte")
+    sys.audit("open", path, None, flags)
+    kept = mode if flags & os.O_CREAT else 0
+    how = _OPEN_HOW.pack(flags | os.O_CLOEXEC, kept, _RESOLVE_NO_SYMLINKS)
+    while True:
+        fd = _syscall(_OPENAT2, dir_fd, name, how, len(how))
+        if fd >= 0:
+            return fd
+        code = ctypes.get_errno()
+        if code in (errno.ELOOP, errno.ENOSYS, errno.EPERM):
+            return None
+        if code != errno.EINTR:  # a signal during the open; its handler has run here
+            raise OSError(code, os.strerror(code), path)
+
+
+def _walk_to_parent(path: str, step: int) -> int:
+    """Open the parent directory of a marked path, one directory after the other. ``step``: how each is opened.
+
+    Raises:
+        OSError: As the kernel reports it; ELOOP with its path if one of them is a link.
+    """
+    root, _, below = path.rpartition(_NO_LINKS_MARK)
     at, fd = root or "/", os.open(root or "/", step)
     try:
-        for folder in folders:
+        for folder in below.split("/")[:-1]:
             at = f"{at.rstrip('/')}/{folder}"
             try:
                 deeper = os.open(folder, step | os.O_NOFOLLOW, dir_fd=fd)
@@ -94,9 +170,10 @@ def _open_parent(path: str, *, revalidate: bool) -> Iterator[tuple[str, int | No
                 raise
             os.close(fd)
             fd = deeper
-        yield name, fd
-    finally:
+    except BaseException:
         os.close(fd)
+        raise
+    return fd
 
 
 def _raise_if_link(error: OSError, path: str, name: str, dir_fd: int) -> None:
@@ -132,6 +209,9 @@ _STATX_DIOALIGN = 0x2000
 _STATX_DIO = struct.Struct(
     "=I148xII"
 )  # struct statx: its mask first, and the two words at byte 152
+_STATX_INO, _STATX_BTIME = 0x100, 0x800
+# Its mask, and further on: the inode number, the time of birth, the device.
+_STATX_ID = struct.Struct("=I28xQ40xqI44xII")
 _FS_TYPE = struct.Struct("=L")  # struct statfs begins with it; ramfs' number has the highest bit
 
 
@@ -150,6 +230,34 @@ _sync_file_range = _find("sync_file_range", _int, _int64, _int64, _uint)
 _fallocate = _find("fallocate64", _int, _int, _int64, _int64)
 _statx = _find("statx", _int, _text, _int, _uint, _text)
 _fstatfs = _find("fstatfs", _int, _text)
+_syscall = _find("syscall", ctypes.c_long, _int, _text, _text, ctypes.c_size_t)
+_OPENAT2 = 437
+_OPEN_HOW = struct.Struct("=QQQ")  # struct open_how: flags, mode, resolve
+_RESOLVE_NO_SYMLINKS = 0x04
+_AT_FDCWD = -100
+
+
+def _has_openat2() -> bool:
+    if _syscall is None:
+        return False
+    how = _OPEN_HOW.pack(_OPEN_STEP, 0, _RESOLVE_NO_SYMLINKS)
+    fd = _syscall(_OPENAT2, _AT_FDCWD, b"/", how, len(how))
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
+
+
+_HAS_OPENAT2 = _has_openat2()
+
+
+class Identity(NamedTuple):
+    """Which file or directory something is, whatever its path. Numbers of inodes are used again, so the time at which
+    it was made belongs to it; 0 where the filesystem does not keep that.
+    """
+
+    device: int
+    inode: int
+    born_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +266,35 @@ class DirectAlignment:
 
     memory_bytes: int
     offset_bytes: int
+
+
+def takes_direct(
+    alignment: DirectAlignment | None, fs_type: int | None, *, try_unreported: bool
+) -> bool:
+    """Whether to open a file for direct I/O in windows that begin at whole pages. Pure.
+
+    Args:
+        alignment: What the kernel requires; None if it does not say.
+        fs_type: The magic number of the filesystem; None if unknown.
+        try_unreported: Whether to try where neither kernel nor filesystem says that it works, because the
+            caller asked for direct I/O.
+    """
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    if alignment is None:
+        return try_unreported or fs_type in _UNREPORTED_DIRECT
+    return (
+        0 < alignment.offset_bytes <= mmap.PAGESIZE and 0 < alignment.memory_bytes <= mmap.PAGESIZE
+    )
+
+
+# The path under which each descriptor was opened. A close that hangs is reported with it, and by then the kernel does
+# not know it any more: to ask before each close would be a system call for a message that is hardly ever needed.
+_OPENED: dict[int, str] = {}
+
+
+def _opened_as(fd: int) -> str:
+    return _OPENED.get(fd) or path_of(fd)
 
 
 class Posix:
@@ -172,6 +309,7 @@ class Posix:
         def open_name(name: str, fd: int | None) -> int:
             if fd is None:
                 return os.open(name, flags, mode, dir_fd=dir_fd)
+            # Reached where openat2 opened nothing: there is a link to name, or it does not exist here.
             own = os.O_NOFOLLOW if flags & os.O_DIRECTORY else 0
             try:
                 return os.open(name, flags | own, mode, dir_fd=fd)
@@ -181,7 +319,10 @@ class Posix:
                 raise
 
         with in_flight("open", without_mark(path)):
-            return _with_parent(path, open_name)
+            opened = _open_at_once(path, flags, mode)
+            fd = _with_parent(path, open_name) if opened is None else opened
+        _OPENED[fd] = without_mark(path) if dir_fd is None else f"{_opened_as(dir_fd)}/{path}"
+        return fd
 
     def set_blocking(self, fd: int) -> None:
         """fcntl(2): remove O_NONBLOCK."""
@@ -189,7 +330,10 @@ class Posix:
 
     def close(self, fd: int) -> None:
         """close(2); a network filesystem may report a failed write here."""
-        with in_flight("close", path_of(fd)):
+        where = _opened_as(fd)
+        # Before the call: from then on another thread may be given the same number.
+        _OPENED.pop(fd, None)
+        with in_flight("close", where):
             os.close(fd)
 
     def write(self, fd: int, data: Buffer) -> int:
@@ -206,6 +350,9 @@ class Posix:
         """fallocate(2): give the file this size and its blocks.
 
         Never by writing zeros, as posix_fallocate of the C library does where the filesystem cannot.
+
+        Raises:
+            OSError: EOPNOTSUPP where there is no such call; else as the kernel says.
         """
         if _fallocate is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -225,7 +372,7 @@ class Posix:
         return DirectAlignment(memory_bytes, offset_bytes) if mask & _STATX_DIOALIGN else None
 
     def fs_type(self, fd: int) -> int | None:
-        """Return the f_type of fstatfs(2), a magic number; None where it is unknown."""
+        """Return the f_type of fstatfs(2) of ``fd``, a magic number; None where it is unknown."""
         if _fstatfs is None:
             return None
         raw = ctypes.create_string_buffer(256)
@@ -262,7 +409,8 @@ class Posix:
     def preadv_cached(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """preadv2(2) with RWF_NOWAIT: read what the page cache has, without waiting for a disk.
 
-        EAGAIN if it has nothing, EOPNOTSUPP if the filesystem does not support the flag.
+        Raises:
+            OSError: EAGAIN if it has nothing, EOPNOTSUPP if the filesystem does not support the flag.
         """
         flags = getattr(os, "RWF_NOWAIT", None)
         if flags is None:
@@ -331,8 +479,8 @@ class Posix:
             _with_parent(path, lambda name, fd: os.rmdir(name, dir_fd=dir_fd if fd is None else fd))
 
     def scandir(self, where: str | int) -> list[tuple[str, bool, bool]]:
-        """Return the entries of a directory, unsorted: name, whether it is or leads to a directory, whether
-        it is a link.
+        """Return the entries of the directory ``where``, unsorted: name, whether it is or leads to a directory,
+        whether it is a link.
         """
         if isinstance(where, str) and _NO_LINKS_MARK in where:
             fd = Posix.open(
@@ -341,7 +489,7 @@ class Posix:
             try:
                 return _entries(fd)
             finally:
-                os.close(fd)
+                Posix.close(self, fd)
         return _entries(where)
 
     def stat(self, path: str, *, dir_fd: int | None = None, follow: bool = True) -> os.stat_result:
@@ -357,6 +505,20 @@ class Posix:
         """fstat(2)."""
         with in_flight("stat", fd):
             return os.fstat(fd)
+
+    def identity(self, fd: int) -> Identity:
+        """Return which file or directory ``fd`` is: statx(2), or fstat(2) where there is no statx."""
+        if _statx is not None:
+            raw = ctypes.create_string_buffer(256)
+            with in_flight("stat", fd):
+                failed = _statx(fd, b"", _AT_EMPTY_PATH, _STATX_INO | _STATX_BTIME, raw)
+            if not failed:
+                mask, inode, born_s, born_ns, major, minor = _STATX_ID.unpack_from(raw.raw)
+                born = born_s * 1_000_000_000 + born_ns if mask & _STATX_BTIME else 0
+                return Identity(os.makedev(major, minor), inode, born)
+        with in_flight("stat", fd):
+            found = os.fstat(fd)
+        return Identity(found.st_dev, found.st_ino, 0)
 
     def fchmod(self, fd: int, mode: int) -> None:
         """fchmod(2)."""
@@ -413,6 +575,9 @@ def _with_both_parents(
     """Call ``call`` with both last names, each with the descriptor of its parent directory."""
 
     def from_here(name: str, fd: int | None) -> None:
+        if fd is not None and parent_of(source) == parent_of(target):
+            call(name, fd, os.path.basename(target), fd)
+            return
         _with_parent(target, lambda end, end_fd: call(name, fd, end, end_fd))
 
     _with_parent(source, from_here)

@@ -1,7 +1,8 @@
 """Ranges of one local file, read into the caller's memory over the ``Posix`` seam.
 
     in the page cache       preadv2(RWF_NOWAIT) into place: a copy, no disk
-    not there, a window     O_DIRECT into a reused staging buffer, copied into place
+    not there, a window     O_DIRECT into a reused staging buffer, copied into place; or into place at once, where
+                            that is memory of the buffer pool
     anything else           preadv into place: small ranges, the end of a file, whatever refuses
 
 For a buffered read of a cold file the kernel takes fresh pages and copies out of them. A direct read into
@@ -27,16 +28,15 @@ from enum import Enum
 from secrets import randbelow
 
 from ckptfs.errors import IntegrityError, StaleError, StorageError
-from ckptfs.storage.base import DataReader, Reach
-from ckptfs.storage.local.direct_io import buffer_pool, takes_direct
+from ckptfs.storage.io import DataReader, Reach, buffer_pool, is_aligned
 from ckptfs.storage.local.files import open_regular
-from ckptfs.storage.local.posix import Posix, core_count
+from ckptfs.storage.local.posix import Posix, core_count, takes_direct
 from ckptfs.storage.os_errors import translated, typed
 from ckptfs.uri import Uri
 
 __all__ = ["LocalReader", "drop_bytes", "scatter", "take_bytes"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 
 CALL_BYTES = 64 << 20  # 64 MiB per system call: Ctrl-C takes effect between two calls
 STALE_TRIES = 4
@@ -245,8 +245,18 @@ class LocalReader(DataReader):
         if fd is None:
             return 0
         done = 0
+        if len(views) == 1 and offset % _PAGE == 0 and is_aligned(views[0]):
+            done = self._fill_in_place(fd, views[0], offset)
+        if done < size:
+            done += self._fill_staged(fd, offset + done, drop_bytes(views, done), size - done)
+        with self._lock:
+            self.direct_bytes += done
+        return done
+
+    def _fill_staged(self, fd: int, offset: int, views: list[memoryview], size: int) -> int:
+        """Read directly into a staging buffer and copy into ``views``. Returns how many bytes were read."""
+        done = 0
         with buffer_pool().buffer(_WINDOW_BYTES + 2 * _PAGE) as memory:
-            views = list(views)
             while done < size:
                 want = min(size - done, _WINDOW_BYTES)
                 skip = (offset + done) % _PAGE
@@ -258,8 +268,18 @@ class LocalReader(DataReader):
                 done += got
                 if got < want:
                     break  # the end of the file, or refused: the buffered read finds out which
-        with self._lock:
-            self.direct_bytes += done
+        return done
+
+    def _fill_in_place(self, fd: int, view: memoryview, offset: int) -> int:
+        """Read the whole pages of ``view`` directly, without a copy. Returns how many bytes were read."""
+        pages = view[: len(view) - len(view) % _PAGE]
+        done = 0
+        while done < len(pages):
+            size = min(_WINDOW_BYTES, len(pages) - done)
+            got = self._fill(fd, pages[done : done + size], offset + done, size)
+            done += got
+            if got < size:
+                break
         return done
 
     def _fill(self, fd: int, memory: memoryview, offset: int, size: int) -> int:

@@ -3,7 +3,7 @@
     create   staging file, fsync      link to the key        fsync directory   unlink staging
     replace  .partial-*, fsync        rename over the key    fsync directory
     data     .partial-*, fsync        rename over the key    (sync, by the caller, once for all)
-    make_dir mkdir, EEXIST is success                        fsync every parent up to the root's
+    make_dir mkdir, EEXIST is success                        fsync every parent up to one that is durable
 
 No call checks for existence first, because a network client may answer such a check from its cache: each
 call acts and looks at the result. A call that fails or is interrupted removes what it made. Only after a
@@ -49,36 +49,34 @@ from ckptfs.storage.base import (
     usable,
 )
 from ckptfs.storage.io import Engine, ParallelWriter
-from ckptfs.storage.local.direct_io import WindowedFile
 from ckptfs.storage.local.directories import (
+    DurableDirs,
     make_dirs,
     refresh_dir,
     remove_tree,
     sync_dir,
     unlink_if_present,
 )
-from ckptfs.storage.local.files import (
+from ckptfs.storage.local.files import partial_name, read_whole, unlink_quietly, write_whole
+from ckptfs.storage.local.mount_probe import probe_posix
+from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
+from ckptfs.storage.local.reader import LocalReader
+from ckptfs.storage.local.writers import (
     InPlaceWriter,
     LocalWriter,
     ReplacingWriter,
     ResumableFile,
+    WindowedFile,
     WriteMethod,
     find_target,
-    partial_name,
-    read_whole,
     resumable_name,
-    unlink_quietly,
-    write_whole,
 )
-from ckptfs.storage.local.mount_probe import probe_posix
-from ckptfs.storage.local.posix import Posix, beneath, core_count, parent_of, without_mark
-from ckptfs.storage.local.reader import LocalReader
 from ckptfs.storage.os_errors import IN_DOUBT_ERRNOS, lost_answer, translated, typed
 from ckptfs.uri import Uri
 
 __all__ = ["ASSUMED", "LocalStorage"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.storage")
 T = TypeVar("T")
 
 # What we assume of a mounted filesystem until this process writes to it. A reader must not write a
@@ -119,13 +117,16 @@ class LocalStorage(Storage):
         self._posix = posix or Posix()
         self._capabilities: Capabilities | None = None
         self._no_links_below: str | None = None  # below this key reads follow no link
+        self._durable = DurableDirs()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        own = ("_lock", "_durable")  # what this process synced says nothing to another machine
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._durable = DurableDirs()
         self._lock = threading.Lock()
 
     @property
@@ -152,6 +153,7 @@ class LocalStorage(Storage):
         uri, flags = self.uri(key), self._flags(key)
 
         def look(path: str) -> bytes:
+            path = path if flags else self._write_path(key)
             return read_whole(self._posix, path, uri, limit_bytes=limit_bytes, flags=flags)
 
         return self._read_from("read", key, look)
@@ -268,8 +270,10 @@ class LocalStorage(Storage):
     # -- large, streamed ---------------------------------------------------------------
 
     def open_write(self, key: str, *, size_hint_bytes: int | None = None) -> LocalWriter:
-        del size_hint_bytes
         path, uri = self._write_path(key), self.uri(key)
+        # A mount that is used like an object store may accept bytes through the page cache only.
+        is_mount = self.capabilities.shape is Shape.FILESYSTEM
+        size_bytes = (size_hint_bytes or 0) if is_mount else 0
 
         def begin() -> LocalWriter:
             with translated(uri, "write"):
@@ -278,6 +282,7 @@ class LocalStorage(Storage):
                     uri,
                     partial_name(path),
                     lambda partial: self._publish(partial, path, key),
+                    size_bytes=size_bytes,
                 )
 
         return self._write_in_directory(key, begin)
@@ -341,20 +346,26 @@ class LocalStorage(Storage):
 
     def open_read(self, key: str) -> LocalReader:
         uri, flags = self.uri(key), self._flags(key)
-        return self._read_from("open", key, lambda path: LocalReader(self._posix, uri, path, flags))
+
+        def look(path: str) -> LocalReader:
+            return LocalReader(self._posix, uri, path if flags else self._write_path(key), flags)
+
+        return self._read_from("open", key, look)
 
     # -- names -------------------------------------------------------------------------
 
     def make_dir(self, key: str) -> None:
         path = self._write_path(key)
         with translated(self.uri(key), "make_dir"):
-            make_dirs(self._posix, path, self._directory)
+            make_dirs(self._posix, path, self._directory, self._durable)
         self._probe_once(path, self.uri(key))
 
     def rename(self, source: str, target: str) -> None:
         source_path, target_path = self._write_path(source), self._write_path(target)
         if self.capabilities.shape is Shape.OBJECT:
             raise UnsupportedError("this mount does not rename directories", uri=self.uri(source))
+        for moved in (source_path, target_path):
+            self._durable.forget(moved)
         try:
             self._posix.rename(source_path, target_path)
         except OSError as error:

@@ -22,7 +22,14 @@ BAD_KEYS = ("../x", "/x", "a/../../x", "a//b", "./a", "a/", "a\0b")
 
 
 def together(*calls: Callable[[], object]) -> list[BaseException | None]:
-    """Run all calls at once, each in a thread; what each raised, in their order."""
+    """Run all calls at once, each in a thread.
+
+    Args:
+        calls: Functions without arguments.
+
+    Returns:
+        What each raised, in their order; None of one that raised nothing.
+    """
     outcomes: list[BaseException | None] = [None] * len(calls)
     gate = threading.Barrier(len(calls))
 
@@ -62,15 +69,15 @@ class Conformance:
         raise NotImplementedError
 
     def raw_write(self, key: str, data: bytes) -> None:
-        """Put bytes under a key of the last made storage, parents included."""
+        """Put ``data`` under ``key`` of the last made storage, parents included."""
         raise NotImplementedError
 
     def raw_read(self, key: str) -> bytes:
-        """The bytes that are really there."""
+        """Return the bytes that are really there under ``key``."""
         raise NotImplementedError
 
     def raw_exists(self, key: str) -> bool:
-        """Is a file, an object or a directory really there?"""
+        """Whether a file, an object or a directory is really there under ``key``."""
         raise NotImplementedError
 
     def raw_list(self) -> list[str]:
@@ -79,28 +86,28 @@ class Conformance:
 
     @pytest.fixture
     def fresh(self, tmp_path: Path) -> Iterator[Storage]:
-        """A storage with no root yet."""
+        """A storage with no root yet, made in ``tmp_path``."""
         storage = self.make_storage(tmp_path)
         yield storage
         storage.close()
 
     @pytest.fixture
     def store(self, fresh: Storage) -> Storage:
-        """A storage with a root and the directories ``d`` and ``tmp``."""
+        """The storage ``fresh`` with a root and the directories ``d`` and ``tmp``."""
         fresh.make_dir("d")
         fresh.make_dir("tmp")
         return fresh
 
     @pytest.fixture
     def tree(self, store: Storage) -> Storage:
-        """``store`` where directories are real, else skipped."""
+        """Return ``store`` where directories are real, else skip."""
         if store.capabilities.shape is not Shape.FILESYSTEM:
             pytest.skip("an object store has no directories")
         return store
 
     @pytest.fixture
     def exclusive(self, store: Storage) -> Storage:
-        """``store`` where create excludes, else skipped (its refusal has a test of its own)."""
+        """Return ``store`` where create excludes, else skip (its refusal has a test of its own)."""
         try:
             store.create("d/probe", b"", staging="tmp/probe")
         except UnsupportedError:

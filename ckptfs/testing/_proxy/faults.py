@@ -67,31 +67,51 @@ __all__ = [
 
 
 class At(Enum):
-    """A moment of one request."""
+    """A moment of one request.
 
-    BEFORE = "before"  # the head has arrived, nothing was forwarded
-    REQUEST = "request"  # in the middle of the request's body
-    ACTED = "acted"  # the server has answered, the client has seen nothing of it
-    ANSWER = "answer"  # in the middle of the answer's body
+    Attributes:
+        BEFORE: The head has arrived, nothing was forwarded.
+        REQUEST: In the middle of the request's body.
+        ACTED: The server has answered, the client has seen nothing of it.
+        ANSWER: In the middle of the answer's body.
+    """
+
+    BEFORE = "before"
+    REQUEST = "request"
+    ACTED = "acted"
+    ANSWER = "answer"
 
 
 class Cut(Enum):
-    """How a truncated answer ends."""
+    """How a truncated answer ends.
 
-    CLOSED = "closed"  # Content-Length tells the truth, the connection ends before
-    LYING = "lying"  # Content-Length tells the truncated size
+    Attributes:
+        CLOSED: Content-Length is true, the connection ends before.
+        LYING: Content-Length is the truncated size.
+    """
+
+    CLOSED = "closed"
+    LYING = "lying"
 
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Wait before forwarding."""
+    """Wait before forwarding.
+
+    Attributes:
+        wait_s: How many seconds.
+    """
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """All bodies that match, in both directions together, are no faster."""
+    """All bodies that match, in both directions together, are no faster.
+
+    Attributes:
+        bytes_per_s: In bytes per second.
+    """
 
     bytes_per_s: float
 
@@ -100,8 +120,12 @@ class Bandwidth:
 class Reset:
     """RST to the client at a moment; what was not forwarded by then never is.
 
-    after_bytes: of that body; None is half of its Content-Length. do: called first, with the
-    Exchange, in the proxy's thread: the place to kill the client. silent: no RST, no answer either.
+    Attributes:
+        at: The moment.
+        after_bytes: How many bytes of that body; None is half of its Content-Length.
+        do: Called first, with the Exchange, in the proxy's thread: the place to kill the client. None:
+            nothing.
+        silent: No RST, no answer either.
     """
 
     at: At
@@ -115,7 +139,13 @@ LOSE: Final = Reset(At.ACTED)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer of the proxy's own; the server hears nothing. The body is an S3 error document."""
+    """An answer of the proxy's own; the request does not reach the server. The body is an S3 error document.
+
+    Attributes:
+        status: Of the answer.
+        retry_after_s: Its Retry-After, in seconds; None: no such header.
+        code: Of the error document.
+    """
 
     status: int
     retry_after_s: int | None = None
@@ -124,7 +154,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """The answer's body ends after so many bytes."""
+    """The answer's body ends early.
+
+    Attributes:
+        after_bytes: After so many bytes.
+        cut: How it ends.
+    """
 
     after_bytes: int
     cut: Cut = Cut.CLOSED
@@ -132,13 +167,22 @@ class Truncate:
 
 @dataclass(frozen=True, slots=True)
 class Trickle:
-    """A slow loris of a server: every byte of the answer by itself."""
+    """A slow loris of a server: every byte of the answer by itself.
+
+    Attributes:
+        bytes_per_s: How many bytes per second.
+    """
 
     bytes_per_s: float
 
 
 class Gate:
-    """``reached`` is set by the proxy; the request goes on when ``release`` is set."""
+    """Where a request is held.
+
+    Attributes:
+        reached: Set by the proxy.
+        release: The request continues when it is set.
+    """
 
     __slots__ = ("reached", "release")
 
@@ -149,7 +193,12 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Wait at BEFORE or ACTED until somebody lets go."""
+    """Wait until the test releases the request.
+
+    Attributes:
+        gate: Where it waits.
+        at: BEFORE or ACTED.
+    """
 
     gate: Gate = field(default_factory=Gate)
     at: At = At.BEFORE
@@ -157,7 +206,12 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class HoldFile:
-    """The same between processes: make ``path``.reached, wait until ``path`` exists."""
+    """The same between processes: make the file ``path``.reached, wait until ``path`` exists.
+
+    Attributes:
+        path: The file that is waited for.
+        at: BEFORE or ACTED.
+    """
 
     path: str
     at: At = At.BEFORE
@@ -165,8 +219,12 @@ class HoldFile:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """The request goes on without this header: the server acts as one that does not know it. Where
-    the header is signed, the server must not check signatures (moto does not).
+    """The request is forwarded without a header: the server acts as one that does not know it.
+
+    Where the header is signed, the server must not check signatures (moto does not).
+
+    Attributes:
+        header: Its name.
     """
 
     header: str
@@ -191,7 +249,12 @@ Action = Delay | Bandwidth | Reset | Answer | Truncate | Trickle | Hold | HoldFi
 
 @dataclass(frozen=True, slots=True)
 class Nth:
-    """Requests ``first`` to ``last`` (default: only ``first``) of those that match, from 1."""
+    """Requests ``first`` to ``last`` of those that match.
+
+    Attributes:
+        first: The number of the first, from 1.
+        last: The number of the last; None: only ``first``.
+    """
 
     first: int
     last: int | None = None
@@ -204,7 +267,11 @@ class Each:
 
 @dataclass(frozen=True, slots=True)
 class Chance:
-    """Each request that matches, with this probability."""
+    """Each request that matches, with this probability.
+
+    Attributes:
+        probability: From 0 to 1.
+    """
 
     probability: float
 
@@ -214,7 +281,14 @@ Which = Nth | Each | Chance
 
 @dataclass(frozen=True, slots=True)
 class HttpFault:
-    """``action`` for the requests that match both patterns and are among ``which``."""
+    """What happens to the requests that match both patterns.
+
+    Attributes:
+        method: Shell pattern of the method.
+        path: Shell pattern of the path.
+        which: Which of the matching requests.
+        action: What happens.
+    """
 
     method: str
     path: str
@@ -222,14 +296,16 @@ class HttpFault:
     action: Action
 
     def is_for(self, method: str, target: str) -> bool:
-        """True when a request counts for this fault."""
+        """True when a request ``method`` of ``target`` counts for this fault."""
         return matches(method, target, self.method, self.path)
 
 
 class ProxyPlan:
-    """Faults and how often each was asked for. Thread-safe; ``add`` and ``clear`` while it runs.
+    """Faults and how often each was counted. Thread-safe; ``add`` and ``clear`` while it runs.
 
-    seed: of ``Chance``; the same requests in the same order meet the same faults.
+    Args:
+        faults: What goes wrong.
+        seed: Of ``Chance``; the same requests in the same order meet the same faults.
     """
 
     def __init__(self, faults: Iterable[HttpFault] = (), *, seed: int = 0) -> None:
@@ -239,7 +315,7 @@ class ProxyPlan:
         self._seen = [0] * len(self._faults)
 
     def add(self, fault: HttpFault) -> None:
-        """One more fault; it counts from now."""
+        """Add one more ``fault``; it counts from now."""
         with self._lock:
             self._faults.append(fault)
             self._seen.append(0)
@@ -251,7 +327,11 @@ class ProxyPlan:
             self._seen.clear()
 
     def begin(self, method: str, target: str) -> list[Action]:
-        """Count one request; what is to be done to it, in the order of the faults."""
+        """Count one request ``method`` of ``target``.
+
+        Returns:
+            What is to be done to it, in the order of the faults.
+        """
         with self._lock:
             return list(self._matching(method, target))
 
@@ -274,7 +354,14 @@ class ProxyPlan:
 
 
 def parse_faults(text: str) -> list[HttpFault]:
-    """The faults of a text. UriError says which part is wrong."""
+    """The faults of a text.
+
+    Args:
+        text: The text.
+
+    Raises:
+        UriError: A part of it is wrong; the message says which.
+    """
     return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
 
 

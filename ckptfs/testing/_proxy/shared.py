@@ -27,11 +27,20 @@ _SECRET_QUERY = re.compile(
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what became of it. Times are ``time.monotonic``; no credentials in it.
+    """One request and what became of it. Times are those of ``time.monotonic``; no credentials in it.
 
-    status: the server's, or the proxy's own; None: no answer came, or none was asked for.
-    done: what was planned and done to it, as words. sent_bytes: of its body, to the server.
-    answer_bytes: of the answer's body, to the client. ended_s: None while it is under way.
+    Attributes:
+        number: From 1.
+        connection: The number of its connection.
+        method: Of the request.
+        target: Path and query.
+        headers: Of the request.
+        began_s: When it began, in seconds.
+        status: The server's, or the proxy's own; None: no answer came, or none was wanted.
+        done: What was planned and done to it, as words.
+        sent_bytes: Bytes of its body, to the server.
+        answer_bytes: Bytes of the answer's body, to the client.
+        ended_s: When it ended, in seconds; None while it is under way.
     """
 
     number: int

@@ -23,7 +23,7 @@ from ckptfs.uri import Uri
 
 __all__ = ["ABOUT", "PREFIX", "Corner", "Opener", "begun_s", "new_id"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ckptfs.tools")
 
 PREFIX = ".ckptfs-doctor-"
 OLD_S = 86400.0

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ckptfs.commit.opening import agree_uri
+from ckptfs.commit.session import agree_uri
+from ckptfs.control.control import Control, open_control
+from ckptfs.control.rank_errors import collective_error, failure_of
 from ckptfs.errors import AccessError, CkptfsError, StateError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.clients.choose import PROTOCOLS
@@ -29,8 +31,6 @@ from ckptfs.tools.doctor.visit import Visit
 from ckptfs.tools.doctor.visit_commit import check_commit
 from ckptfs.tools.doctor.visit_place import check_place
 from ckptfs.tools.doctor.visit_sharing import check_sharing, find_domains, groups_of
-from ckptfs.topology.control import Control, open_control
-from ckptfs.topology.verdict import collective_error, failure_of
 from ckptfs.uri import Uri
 
 __all__ = ["examine", "examine_with"]
@@ -47,12 +47,27 @@ def examine(
     storage_options: Mapping[str, Any] | None = None,
     settings: Settings | None = None,
 ) -> Report:
-    """Collective where torchrun's environment, or a process group, says so; else alone.
+    """Examine a storage. Collective where torchrun's environment, or a process group, says so; else alone.
 
-    Every rank gets the same report, or the same error: CredentialsError, AccessError (neither reading
-    nor writing is permitted), NotFoundError (no such bucket), StorageError (it does not answer),
-    UriError; CollectiveError where only some ranks met it. Whatever happened, and after Ctrl-C, the
-    corner is removed; after SIGKILL it stays, and a later visit removes it once it is a day old.
+    In any case, and after Ctrl-C, the doctor's directory is removed; after SIGKILL it stays, and a later
+    visit removes it once it is a day old.
+
+    Args:
+        uri: The run, or what is to become one.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        settings: What to measure; None: the defaults.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        CredentialsError: Credentials are missing, wrong or expired.
+        AccessError: Neither reading nor writing is permitted.
+        NotFoundError: There is no such bucket.
+        StorageError: The storage does not answer.
+        UriError: The URI cannot be read.
+        CollectiveError: Only some ranks met such an error; every rank raises this same one.
     """
     with open_control() as control:
         return examine_with(control, uri, storage_options, settings)
@@ -66,7 +81,22 @@ def examine_with(
     *,
     opener: Opener = open_storage,
 ) -> Report:
-    """The same over a control plane that is open. opener: how the storage is opened."""
+    """As ``examine``, over a control plane that is open.
+
+    Args:
+        control: The ranks that take part.
+        uri: The run, or what is to become one.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        settings: What to measure; None: the defaults.
+        opener: How the storage is opened.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        CkptfsError: As for ``examine``.
+    """
     wanted = settings or Settings()
     place = agree_uri(control, uri)
     doctor_id = control.step(

@@ -23,6 +23,7 @@ from ckptfs.storage.clients.bucket_rules import Lock, Rule, Versioning
 from ckptfs.uri import mask_credentials
 
 __all__ = [
+    "FEW_LOOKS",
     "Access",
     "Arrivals",
     "Clocks",
@@ -39,6 +40,9 @@ __all__ = [
     "Transfer",
     "Why",
 ]
+
+
+FEW_LOOKS = 20  # of a reader while a file is replaced; fewer show nothing
 
 
 class Why(Enum):
@@ -111,25 +115,30 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A file that was replaced ``times`` times while a reader looked: torn or missing looks, of all."""
+    """A file that was replaced ``times`` times while a reader looked: torn or missing looks, of all.
+
+    by_reader: the refusal is of a look, not of what was looked at.
+    """
 
     times: int
     looks: int
     missing: int
     torn: int
     refusal: Refusal | None = None
+    by_reader: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Multipart:
-    """An upload in two parts, another that was aborted, and whether unfinished ones can be listed.
+    """An upload in two parts, another that was aborted, and whether that was listed before.
 
-    left: parts of an aborted upload are still listed.
+    forgets: the store drops unfinished uploads by itself, and nothing lists them.
     """
 
     completed: Refusal | None
     aborted: Refusal | None
     listed: Refusal | None
+    forgets: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +203,14 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Seconds of each small operation, by its name, in the order they were done."""
+    """Seconds of each small operation, by its name, in the order they were done.
+
+    by_reader: the refusal is of a look or a read.
+    """
 
     taken_s: Mapping[str, tuple[float, ...]]
     refusal: Refusal | None = None
+    by_reader: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,12 @@ __all__ = ["Clock", "Expect", "Settings"]
 
 
 class Expect(Enum):
-    """What the caller says of the place: all ranks see the same bytes, or each node its own."""
+    """What the caller says of the storage.
+
+    Attributes:
+        SHARED: All ranks see the same bytes.
+        NODE: Each node sees its own.
+    """
 
     SHARED = "shared"
     NODE = "node"
@@ -20,25 +25,31 @@ class Clock:
     """Time as the doctor reads it. Tests put another one here."""
 
     def wall_s(self) -> float:
-        """Seconds since the epoch, as this machine believes."""
+        """Return seconds since the epoch, as this machine believes."""
         return time.time()
 
     def now_s(self) -> float:
-        """Seconds that only go forward."""
+        """Return seconds that only increase."""
         return time.monotonic()
 
     def wait(self, seconds: float) -> None:
-        """Let time pass."""
+        """Let so many ``seconds`` pass."""
         time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """size_bytes: of the file that each rank writes to measure bandwidth; 0 measures none.
+    """What the doctor measures.
 
-    needs_bytes: what the job will store; None: nobody said. expect: None: any. patience_s: how long a
-    write of another rank is waited for. rounds: races for one name; replaces: of one file, while others
-    read it.
+    Attributes:
+        size_bytes: Bytes of the file that each rank writes to measure bandwidth; 0 measures none.
+        needs_bytes: Bytes that the job will store; None: not known.
+        expect: What the caller says of the storage; None: nothing.
+        patience_s: How many seconds a write of another rank is waited for.
+        rounds: Races for one name.
+        replaces: How often at least one file is replaced while others read it.
+        replace_s: How many seconds at least that lasts.
+        clock: What measures time.
     """
 
     size_bytes: int = 64 << 20
@@ -47,4 +58,5 @@ class Settings:
     patience_s: float = 20.0
     rounds: int = 5
     replaces: int = 20
+    replace_s: float = 1.0
     clock: Clock = field(default_factory=Clock)

@@ -17,7 +17,14 @@ __all__ = ["Finding", "Report", "Theme", "Verdict"]
 
 
 class Verdict(Enum):
-    """What one property, or the whole place, is worth."""
+    """What one property, or the whole storage, is worth.
+
+    Attributes:
+        OK: A job should start.
+        WARN: A job may start, with a loss.
+        FAIL: A job should not start.
+        UNKNOWN: It could not be found out.
+    """
 
     OK = "ok"
     WARN = "warn"
@@ -26,7 +33,17 @@ class Verdict(Enum):
 
 
 class Theme(Enum):
-    """What a finding is about; the report is grouped by it, in this order."""
+    """What a finding is about; the report is grouped by it, in this order.
+
+    Attributes:
+        ACCESS: Permissions.
+        COMMIT: What a commit needs.
+        SHARING: Who sees the same bytes.
+        SPACE: Free space.
+        RULES: Rules of the bucket.
+        MOUNT: Options of the mount.
+        SPEED: Bandwidth and latency.
+    """
 
     ACCESS = "permissions"
     COMMIT = "commit"
@@ -39,10 +56,16 @@ class Theme(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One property. name: fixed, for programs. seen: what was seen, with numbers and their units.
+    """One property.
 
-    meaning: what follows from it for a training job; advice: what to change. Both may be empty where
-    all is well. data: the numbers behind ``seen``, as JSON values.
+    Attributes:
+        name: Fixed, for programs.
+        theme: What it is about.
+        verdict: What it is worth.
+        seen: What was seen, with numbers and their units.
+        meaning: What follows from it for a training job; may be empty where all is well.
+        advice: What to change; may be empty where all is well.
+        data: The numbers behind ``seen``, as JSON values.
     """
 
     name: str
@@ -71,8 +94,13 @@ class Finding:
 class Report:
     """What the doctor found at one URI; the same value on every rank.
 
-    uri: credentials masked. id: of this visit; its corner was ``.ckptfs-doctor-<id>``. shape:
-    "filesystem" or "object". nodes: their hosts, in order of rank, each once.
+    Attributes:
+        uri: Credentials masked.
+        id: Of this visit; its directory was ``.ckptfs-doctor-<id>``.
+        shape: "filesystem" or "object".
+        ranks: How many ranks took part.
+        nodes: Their hosts, in order of rank, each once.
+        findings: One for each property.
     """
 
     uri: str
@@ -89,11 +117,18 @@ class Report:
         return next((v for v in (Verdict.FAIL, Verdict.WARN) if v in found), Verdict.OK)
 
     def passed(self, *, strict: bool) -> bool:
-        """Whether a job should start. strict: warnings count as failures."""
+        """Whether a job should start; with ``strict`` warnings count as failures."""
         return self.verdict is Verdict.OK or (self.verdict is Verdict.WARN and not strict)
 
     def finding(self, name: str) -> Finding:
-        """The finding of that name. KeyError: it does not apply to this kind of place."""
+        """Return the finding of that name.
+
+        Args:
+            name: Its fixed name.
+
+        Raises:
+            KeyError: It does not apply to this kind of storage.
+        """
         found = {finding.name: finding for finding in self.findings}
         return found[name]
 

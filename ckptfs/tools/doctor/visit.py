@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from ckptfs.control.control import Control
+from ckptfs.control.world import World
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import Capabilities
 from ckptfs.tools.doctor.corner import Corner
@@ -14,8 +16,6 @@ from ckptfs.tools.doctor.look.space import look_at_mount
 from ckptfs.tools.doctor.seen import Mounted, Refusal
 from ckptfs.tools.doctor.settings import Settings
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.control import Control
-from ckptfs.topology.world import World
 from ckptfs.uri import Uri
 
 __all__ = ["Visit"]
@@ -52,9 +52,18 @@ class Visit:
         self.caps = self.control.step("doctor.probe", lambda: self.corner.storage.probe("access"))
 
     def check(
-        self, name: str, theme: Theme, look: Callable[[], T], judge: Judge[T]
+        self,
+        name: str,
+        theme: Theme,
+        look: Callable[[], T],
+        judge: Judge[T],
+        *,
+        meaning: str = "a save would fail here the same way",
     ) -> tuple[Finding, ...]:
-        """Collective. Look on every rank, judge on the coordinator; a look that fails is a finding."""
+        """Collective. Look on every rank, judge on the coordinator; a look that fails is a finding.
+
+        meaning: what it means that the look failed.
+        """
 
         def local() -> T | _Trouble:
             try:
@@ -69,7 +78,6 @@ class Visit:
                 return judge(worlds, [t for t in told if not isinstance(t, _Trouble)])
             first = next(iter(wrong.values()))
             text = f"{on_ranks(worlds, wrong)}{first.text}"
-            meaning = "a save would fail here the same way"
             return (Finding(name, theme, Verdict.FAIL, text, meaning, first.hint),)
 
         return self.control.step(f"doctor.{name}", local, decide)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptfs.control.world import World
 from ckptfs.storage.base import Shape
 from ckptfs.tools.doctor.judge import commit as judged
 from ckptfs.tools.doctor.look.commit import (
@@ -17,8 +18,7 @@ from ckptfs.tools.doctor.seen import Race, Refusal, Replaced
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
 from ckptfs.tools.doctor.visit import Visit
 from ckptfs.tools.doctor.visit_sharing import groups_of
-from ckptfs.topology.domain import Placement
-from ckptfs.topology.world import World
+from ckptfs.topology.storage_domains import Placement
 
 __all__ = ["check_commit"]
 
@@ -30,7 +30,7 @@ def check_commit(visit: Visit, found: Placement | Refusal) -> list[Finding]:
     findings += visit.check(
         "atomic-replace",
         Theme.COMMIT,
-        lambda: look_at_replace(storage, rank, visit.settings.replaces),
+        lambda: look_at_replace(storage, rank, visit.settings),
         judged.judge_replace,
     )
     if visit.is_mounted:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ckptfs.control.world import World
 from ckptfs.storage.clients.choose import PROTOCOLS
 from ckptfs.tools.doctor.judge.rules import judge_rules
 from ckptfs.tools.doctor.judge.space import judge_mount, judge_names, judge_room
@@ -16,7 +17,6 @@ from ckptfs.tools.doctor.look.uploads import client_of
 from ckptfs.tools.doctor.seen import Access, Room, Rules, Transfer, Why
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
 from ckptfs.tools.doctor.visit import Visit
-from ckptfs.topology.world import World
 
 __all__ = ["check_place"]
 
@@ -55,7 +55,27 @@ def check_place(
     findings += visit.check(
         "latency", Theme.SPEED, lambda: look_at_latency(storage, rank), judge_latency
     )
-    return findings + list(_bandwidth(visit, rooms, groups))
+    findings += _bandwidth(visit, rooms, groups)
+    return findings + list(_lacks(visit))
+
+
+def _lacks(visit: Visit) -> tuple[Finding, ...]:
+    """What the client of the corner learnt of the server from all requests before."""
+    client = client_of(visit.corner.storage)
+    if client is None:
+        return ()
+
+    def judge(_: Sequence[World], answers: Sequence[tuple[str, ...]]) -> tuple[Finding, ...]:
+        lacking = list(dict.fromkeys(text for answer in answers for text in answer))
+        if not lacking:
+            text = "ranges are read and batches deleted as ckptfs asks"
+            return (Finding("requests", Theme.SPEED, Verdict.OK, text),)
+        meaning = "it works, with more bytes or more requests than elsewhere"
+        advice = "fsspec+ before the URI may read ranges there (docs/stores/s3.md)"
+        text = "; ".join(lacking)
+        return (Finding("requests", Theme.SPEED, Verdict.WARN, text, meaning, advice),)
+
+    return visit.check("requests", Theme.SPEED, lambda: client.lacks, judge)
 
 
 def _rooms(visit: Visit, access: Sequence[Access]) -> list[Room]:

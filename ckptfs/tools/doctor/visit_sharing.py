@@ -15,8 +15,8 @@ from ckptfs.tools.doctor.look.sharing import Watcher, place_clock
 from ckptfs.tools.doctor.seen import Arrivals, Clocks, Refusal
 from ckptfs.tools.doctor.verdicts import Finding, Theme
 from ckptfs.tools.doctor.visit import Visit
-from ckptfs.topology.directory import ensure_dir
-from ckptfs.topology.domain import Placement, probe_domains
+from ckptfs.topology.ensure_dir import ensure_dir
+from ckptfs.topology.storage_domains import Placement, probe_domains
 
 __all__ = ["check_sharing", "find_domains", "groups_of"]
 

@@ -8,6 +8,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -260,6 +261,56 @@ def object_archive_leads_out(place: Place) -> None:
         archive.writestr("archive/data.pkl", pickle.dumps(1))
         archive.writestr("../../../canary", "x")
     place.set_object(buffer.getvalue())
+
+
+def _shared(outer: bytes, width: int, times: int) -> bytes:
+    """A container of containers that are shared: short, and as text as long as ``width ** times``."""
+    out = [b"\x80\x02]q\x00(" + b"X\x01\x00\x00\x00x" * 8 + b"e"]
+    for n in range(1, times):
+        refer = b"j" + struct.pack("<I", n - 1)
+        if outer == b"}":
+            items = b"".join(b"K" + bytes([at]) + refer for at in range(width))
+            out.append(b"}r" + struct.pack("<I", n) + b"(" + items + b"u")
+        else:
+            out.append(outer + b"r" + struct.pack("<I", n) + b"(" + refer * width + b"e")
+    return b"".join(out) + STOP
+
+
+_REPR: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "shared-lists": ("200 kB of text from 60 bytes, in lists of lists.", lambda: _shared(b"]", 4, 9)),
+    "shared-lists-wide": ("Lists of 2,000 times the same list.", lambda: _shared(b"]", 2000, 3)),
+    "shared-dicts": ("Dicts of 100 times the same dict.", lambda: _shared(b"}", 100, 4)),
+    "long-number": ("A number of 5,000 digits, which Python refuses to write.", lambda: pickle.dumps([1 << 17_000], 2)),
+    "nested-900": ("900 lists in each other.", lambda: b"\x80\x02" + b"]" * 900 + b"a" * 899 + STOP),
+    "long-text-inside": ("60 kB of text in a list.", lambda: pickle.dumps(["\x1b]0;x\x07" * 10_000], 2)),
+}  # fmt: skip
+
+
+def _of_many(place: Place, make: Callable[[], bytes]) -> None:
+    """The same bytes as 300 objects: each of them is small, and each is shown."""
+    place.set_object(_archive(make()))
+
+    def repeat(metadata: Any) -> None:
+        found = next(i for i in metadata.storage_data if i.fqn == "object")
+        for number in range(300):
+            key = f"object{number}"
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata["object"]
+            metadata.planner_data[key] = (key,)
+            metadata.storage_data[replace(found, fqn=key)] = metadata.storage_data[found]
+
+    place.change_metadata(repeat)
+
+
+for _name, (_tries, _make) in _REPR.items():
+    add(
+        f"objects-shown-{_name}",
+        f"300 saved objects: {_tries}",
+        Group.PICKLES,
+        partial(_of_many, make=_make),
+        on=On.STOCK,
+        commands=("inspect", "diff", "load", "export"),
+        forged=True,
+    )
 
 
 def _of_run(place: Place, make: Callable[[], bytes]) -> None:

@@ -179,6 +179,15 @@ def log_that_ends_in_giants(place: Place) -> None:
 
 
 @hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
+def one_entry_many_times(place: Place) -> None:
+    """One file of 15 MB, linked as 200 entries: 3 GB to read, each of them a valid entry."""
+    place.append({"kind": "pin", "save_id": SAVE, "pinned": True, "x": " " * (15 << 20)})
+    first = place.log(place.log_end - 1)
+    for _ in range(200):
+        place.log(place.log_end).hardlink_to(first)
+
+
+@hostile(Group.RUN_LOG, on=On.RUN, commands=COMMANDS, forged=True)
 def log_with_a_gap(place: Place) -> None:
     """An entry is missing, and one lies far behind."""
     place.append({"kind": "release", "generation": [1, "x"]}, 99_999_999)

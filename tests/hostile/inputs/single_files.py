@@ -34,6 +34,12 @@ def _one(name: str = "w", **fields: Any) -> dict[str, Any]:
     return {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
 
 
+def _fields(odd: str, value: str) -> str:
+    """The fields of a tensor as JSON, one of them this."""
+    fields = {"dtype": '"F32"', "shape": "[2]", "data_offsets": "[0,8]", odd: value}
+    return ",".join(f'"{key}":{text}' for key, text in fields.items())
+
+
 TENSORS: dict[str, tuple[str, bytes]] = {
     "empty": ("No byte.", b""),
     "short": ("Four bytes.", b"abcd"),
@@ -55,6 +61,16 @@ TENSORS: dict[str, tuple[str, bytes]] = {
     "shape-float": ("A shape that is a fraction.", _header(_one(shape=[2.5]), bytes(8))),
     "shape-infinite": ("A shape that is infinite.", _header(b'{"w":{"dtype":"F32","shape":[Infinity],"data_offsets":[0,8]}}', bytes(8))),
     "shape-text": ("A shape that is text.", _header(_one(shape="2"), bytes(8))),
+    **{
+        f"{key}-nested-{depth}": (
+            f"{key} is {depth} lists in each other, which are read and then shown.",
+            _header(f'{{"w":{{{_fields(key, "[" * depth + "]" * depth)}}}}}'.encode(), bytes(8)),
+        )
+        for key in ("shape", "dtype", "data_offsets")
+        for depth in (300, 450, 600, 800, 940)
+    },
+    "dtype-8-mb": ("A dtype of 8 MB.", _header(_one(dtype="x" * (8 << 20)), bytes(8))),
+    "shape-8-mb": ("A shape of 8 MB of text.", _header(_one(shape=["x" * (8 << 20)]), bytes(8))),
     "dims-1000": ("A thousand dimensions.", _header(_one(shape=[1] * 1000, data_offsets=[0, 4]), bytes(4))),
     "dtype-odd": ("A dtype that is none.", _header(_one(dtype="F7"), bytes(8))),
     "dtype-list": ("A dtype that is a list.", _header(_one(dtype=["F32"]), bytes(8))),

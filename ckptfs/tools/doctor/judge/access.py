@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptfs.control.world import World
 from ckptfs.tools.doctor.judge.ranks import on_ranks
 from ckptfs.tools.doctor.seen import Access, Op, Refusal, Why
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.world import World
 
 __all__ = ["judge_access", "may_write"]
 

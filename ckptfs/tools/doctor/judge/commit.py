@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptfs.control.world import World
 from ckptfs.storage.base import Capabilities
 from ckptfs.tools.doctor.judge.ranks import many, on_ranks
-from ckptfs.tools.doctor.seen import Multipart, Race, Refusal, Replaced, Why
+from ckptfs.tools.doctor.seen import FEW_LOOKS, Multipart, Race, Refusal, Replaced, Why
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.world import World
 
 __all__ = [
     "judge_conditional_replace",
@@ -135,17 +135,26 @@ def judge_rename(
 def judge_replace(worlds: Sequence[World], seen: Sequence[Replaced]) -> tuple[Finding, ...]:
     """Replacing a file while it is read."""
     name, times = "atomic-replace", max(s.times for s in seen)
-    return (_of_looks(worlds, seen, name, f"replaced {times} times", "a reader saw neither whole"),)
+    done, wrong = f"replaced {times} times", "a reader saw neither whole"
+    return (_of_looks(worlds, seen, name, done, wrong, least=FEW_LOOKS),)
 
 
 def _of_looks(
-    worlds: Sequence[World], seen: Sequence[Replaced], name: str, done: str, wrong: str
+    worlds: Sequence[World],
+    seen: Sequence[Replaced],
+    name: str,
+    done: str,
+    wrong: str,
+    *,
+    least: int = 0,
 ) -> Finding:
+    """least: looks of each rank, below which nothing is said."""
     refused = {rank: s.refusal for rank, s in enumerate(seen) if s.refusal is not None}
     if refused:
         first = next(iter(refused.values()))
         text = f"{on_ranks(worlds, refused)}{first.text}"
-        meaning = "a save would fail here the same way"
+        reads = all(s.by_reader for s in seen if s.refusal is not None)
+        meaning = f"a {'load' if reads else 'save'} would fail here the same way"
         return Finding(name, _THEME, Verdict.FAIL, text, meaning, first.hint)
     bad = [rank for rank, s in enumerate(seen) if s.missing or s.torn]
     looks = sum(s.looks for s in seen)
@@ -161,7 +170,11 @@ def _of_looks(
             "use a filesystem whose rename is atomic, or an object store's own URI",
             data,
         )
-    return Finding(name, _THEME, Verdict.OK, f"{done}; {many(looks, 'look')}, all whole", data=data)
+    text = f"{done}; {many(looks, 'look')}, all whole"
+    if least and min(s.looks for s in seen) < least:
+        advice = "ask again when the place is less busy"
+        return Finding(name, _THEME, Verdict.UNKNOWN, f"{text}: too few to tell", "", advice, data)
+    return Finding(name, _THEME, Verdict.OK, text, data=data)
 
 
 def judge_fsync(worlds: Sequence[World], caps: Sequence[Capabilities]) -> tuple[Finding, ...]:
@@ -208,7 +221,9 @@ def judge_multipart(worlds: Sequence[World], seen: Sequence[Multipart]) -> tuple
          "files of more than one part cannot be saved"),
         ("multipart-abort", "an upload was thrown away", [s.aborted for s in seen],
          "uploads that were cut short stay, invisible and paid for"),
-        ("multipart-list", "unfinished uploads are listed", [s.listed for s in seen],
+        ("multipart-list",
+         "the store drops unfinished uploads by itself" if all(s.forgets for s in seen)
+         else "an upload under way is listed", [s.listed for s in seen],
          "`ckptfs gc` cannot find what killed jobs left behind; a lifecycle rule can"),
     ):  # fmt: skip
         refused = {rank: r for rank, r in enumerate(failed) if r is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ckptfs.topology.world import World
+from ckptfs.control.world import World
 
 __all__ = ["hosts", "many", "on_ranks", "seconds", "size"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptfs.storage.clients.bucket_rules import Rule, Versioning
-from ckptfs.tools.doctor.seen import Refusal, Rules
+from ckptfs.tools.doctor.seen import Refusal, Rules, Why
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
 
 __all__ = ["judge_rules"]
@@ -24,7 +24,11 @@ def judge_rules(seen: Rules | None, how_to_look: str) -> tuple[Finding, ...]:
 
 
 def _unknown(name: str, refusal: Refusal) -> Finding:
-    told = f"not permitted to look: {refusal.text}"
+    why = {
+        Why.ACCESS: "not permitted to look",
+        Why.UNSUPPORTED: "the server does not tell",
+    }.get(refusal.why, "could not look")
+    told = f"{why}: {refusal.text}"
     return Finding(name, _THEME, Verdict.UNKNOWN, told, "", refusal.hint)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptfs.commit.lease import LeaseTimes
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.control.world import World
 from ckptfs.tools.doctor.judge.ranks import hosts, many, on_ranks, seconds
 from ckptfs.tools.doctor.seen import Arrivals, Clocks, Refusal
 from ckptfs.tools.doctor.settings import Expect
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.domain import Domain
-from ckptfs.topology.world import World
+from ckptfs.topology.storage_domains import Domain
 
 __all__ = ["judge_clocks", "judge_directory", "judge_domains", "judge_visibility"]
 

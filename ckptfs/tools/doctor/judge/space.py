@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ckptfs.control.world import World
 from ckptfs.tools.doctor.judge.ranks import on_ranks, size
 from ckptfs.tools.doctor.seen import Mounted, Names, Room
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.world import World
 
 __all__ = ["judge_mount", "judge_names", "judge_room"]
 

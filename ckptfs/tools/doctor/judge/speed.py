@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
+from ckptfs.control.world import World
 from ckptfs.tools.doctor.judge.ranks import many, on_ranks, seconds, size
 from ckptfs.tools.doctor.seen import Latency, Refusal, Transfer
 from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
-from ckptfs.topology.world import World
 
 __all__ = ["judge_bandwidth", "judge_latency"]
 
@@ -21,7 +21,7 @@ def judge_latency(worlds: Sequence[World], seen: Sequence[Latency]) -> tuple[Fin
     """Small operations of all ranks at once."""
     name = "latency"
     if failed := _refused(seen):
-        return (_failed(worlds, name, failed),)
+        return (_failed(worlds, name, failed, reads=all(seen[r].by_reader for r in failed)),)
     told, data, worst_s = [], {}, 0.0
     for what in seen[0].taken_s:
         times = [t for s in seen for t in s.taken_s[what]]
@@ -42,7 +42,10 @@ def judge_bandwidth(
 ) -> tuple[Finding, ...]:
     """A file of each rank, all at once: written durably, read back by another where there is one."""
     if failed := _refused(seen):
-        return (_failed(worlds, "write-bandwidth", failed),)
+        # What was written and cannot be read back: saves go through.
+        reads = all(seen[rank].write_s is not None for rank in failed)
+        name = "read-bandwidth" if reads else "write-bandwidth"
+        return (_failed(worlds, name, failed, reads=reads),)
     total = sum(s.size_bytes for s in seen)
     each = f"{many(len(seen), 'rank')} x {size(seen[0].size_bytes)}"
     write_s = max(s.write_s or 0.0 for s in seen)
@@ -80,8 +83,10 @@ def _refused(seen: Sequence[Latency] | Sequence[Transfer]) -> dict[int, Refusal]
     return {rank: refusal for rank, refusal in enumerate(told) if refusal is not None}
 
 
-def _failed(worlds: Sequence[World], name: str, failed: dict[int, Refusal]) -> Finding:
+def _failed(
+    worlds: Sequence[World], name: str, failed: dict[int, Refusal], *, reads: bool
+) -> Finding:
     first = next(iter(failed.values()))
     text = f"{on_ranks(worlds, failed)}{first.text}"
-    meaning = "a save would fail here the same way"
+    meaning = f"a {'load' if reads else 'save'} would fail here the same way"
     return Finding(name, Theme.SPEED, Verdict.FAIL, text, meaning, first.hint)

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 from ckptfs.errors import AlreadyExistsError, CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Storage
-from ckptfs.tools.doctor.seen import Race, Refusal, Replaced
-from ckptfs.tools.doctor.settings import Clock
+from ckptfs.tools.doctor.seen import FEW_LOOKS, Race, Refusal, Replaced
+from ckptfs.tools.doctor.settings import Clock, Settings
 
 __all__ = ["Racer", "look_at_links", "look_at_rename", "look_at_replace"]
 
 _THREADS = 4
 _SEEN_S = 5.0
-_FILE = b"%09d" * 500
+_DIGITS, _REPEATS = 9, 500
+_FILE = b"%09d" * _REPEATS
 _FILES = 8
+_MOST = 50_000  # replaces, by whatever clock
 
 
 class Racer:
@@ -88,7 +90,7 @@ class _Looks:
     torn: int = 0
 
 
-def _watched(look: Callable[[_Looks], None], act: Callable[[], int]) -> Replaced:
+def _watched(look: Callable[[_Looks], None], act: Callable[[_Looks], int]) -> Replaced:
     """Run ``act`` while ``look`` is repeated on another thread; how often, and what was wrong."""
     seen, failed = _Looks(), []
 
@@ -99,42 +101,52 @@ def _watched(look: Callable[[_Looks], None], act: Callable[[], int]) -> Replaced
                 seen.looks += 1
         except CkptfsError as error:
             failed.append(error)
+            seen.done.set()
 
     thread = threading.Thread(target=watch)
     thread.start()
     times, refusal = 0, None
     try:
-        times = act()
+        times = act(seen)
     except StorageError as error:
         refusal = Refusal.of(error)
     finally:
         seen.done.set()
         thread.join()
     if failed and refusal is None:
-        refusal = Refusal.of(failed[0])
+        return Replaced(
+            times, seen.looks, seen.missing, seen.torn, Refusal.of(failed[0]), by_reader=True
+        )
     return Replaced(times, seen.looks, seen.missing, seen.torn, refusal)
 
 
-def look_at_replace(storage: Storage, rank: int, times: int) -> Replaced:
-    """Replace one file again and again while a thread reads it."""
-    key = f"replace/rank-{rank}"
-    whole = {_FILE % ((number,) * 500) for number in range(times)}
+def look_at_replace(storage: Storage, rank: int, settings: Settings) -> Replaced:
+    """Replace one file for a while, while a thread reads it: a gap of microseconds is met now and then."""
+    key, clock = f"replace/rank-{rank}", settings.clock
 
     def look(seen: _Looks) -> None:
         try:
-            if storage.read(key) not in whole:
-                seen.torn += 1
+            data = storage.read(key)
         except NotFoundError:
             seen.missing += 1
+            return
+        if data != data[:_DIGITS] * _REPEATS:
+            seen.torn += 1
 
-    def act() -> int:
-        for number in range(1, times):
-            storage.replace(key, _FILE % ((number,) * 500))
-        return times
+    def act(reader: _Looks) -> int:
+        begun_s, times = clock.now_s(), 1
+        while True:
+            taken_s = clock.now_s() - begun_s
+            long_enough = taken_s >= settings.replace_s and reader.looks >= FEW_LOOKS
+            ended = reader.done.is_set() or taken_s >= settings.patience_s or times >= _MOST
+            if times >= settings.replaces and (long_enough or ended):
+                return times
+            storage.replace(key, _FILE % ((times,) * _REPEATS))
+            times += 1
 
     try:
         storage.make_dir("replace")
-        storage.replace(key, _FILE % ((0,) * 500))
+        storage.replace(key, _FILE % ((0,) * _REPEATS))
     except StorageError as error:
         return Replaced(0, 0, 0, 0, Refusal.of(error))
     return _watched(look, act)
@@ -152,7 +164,7 @@ def look_at_rename(storage: Storage, rank: int) -> Replaced:
         if len(names) != _FILES:
             seen.torn += 1
 
-    def act() -> int:
+    def act(_: _Looks) -> int:
         storage.rename(before, after)
         try:
             storage.stat(before)

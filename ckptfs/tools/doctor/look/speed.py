@@ -37,7 +37,7 @@ def look_at_latency(storage: Storage, rank: int) -> Latency:
             timed("stat", partial(storage.stat, key))
             timed("read", partial(storage.read, key))
     except StorageError as error:
-        return Latency({}, Refusal.of(error))
+        return Latency({}, Refusal.of(error), by_reader=len(taken["write"]) > len(taken["read"]))
     return Latency({what: tuple(times) for what, times in taken.items()})
 
 

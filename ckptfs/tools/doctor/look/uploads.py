@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from ckptfs.errors import CkptfsError, StorageError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.clients.base import Limits, ObjectClient
-from ckptfs.tools.doctor.seen import Multipart, Refusal
+from ckptfs.tools.doctor.seen import Multipart, Refusal, Why
 
 __all__ = ["client_of", "look_at_multipart"]
 
@@ -23,7 +23,7 @@ def client_of(storage: Storage) -> ObjectClient | None:
 
 
 def look_at_multipart(storage: Storage, client: ObjectClient, rank: int) -> Multipart:
-    """Begin, put two parts, complete; begin, put, abort; list what nobody completed."""
+    """Begin, put two parts, complete; begin, put a part, look whether the list has it, abort."""
     part = _part_bytes(client.limits)
 
     def at(name: str) -> str:
@@ -41,17 +41,24 @@ def look_at_multipart(storage: Storage, client: ObjectClient, rank: int) -> Mult
             raise StorageError(f"{size_bytes} bytes stand there after {part + len(_TAIL)} were put")
         client.delete([key])
 
+    forgets = type(client).list_uploads is ObjectClient.list_uploads
+    listed = None if forgets else Refusal(Why.OTHER, "not tried: no upload could be begun")
+
+    def look() -> None:
+        if at("aborted") not in [upload.key for upload in client.list_uploads(at(""))]:
+            raise StorageError("an upload that is under way is not in the list of unfinished ones")
+
     def abort() -> None:
+        nonlocal listed
         upload = client.begin_upload(at("aborted"), part_bytes=part)
         with _abort_on_error(upload.abort):
-            upload.put_part(0, _TAIL)
+            upload.put_part(0, bytes(part))  # a whole one: a smaller part may wait for the end
+            if not forgets:
+                listed = _tried(look)
         upload.abort()
 
-    def listed() -> None:
-        for _ in client.list_uploads(at("")):
-            return
-
-    return Multipart(_tried(complete), _tried(abort), _tried(listed))
+    completed, aborted = _tried(complete), _tried(abort)
+    return Multipart(completed, aborted, listed, forgets=forgets)
 
 
 def _part_bytes(limits: Limits) -> int:

@@ -1,0 +1,568 @@
+"""The catalog of a run: which checkpoints exist. Read-only.
+
+It appends, probes and repairs nothing, and needs only read permission. There are three sources, in this
+order:
+
+    1. the run log of the domains that can be reached   (a save is live when they say so)
+    2. a manifest next to `.metadata`                   (copied here by `cp -r`: valid by itself)
+    3. `.metadata` alone                                (plain torch.distributed.checkpoint)
+
+This module lists the first; ``unlogged`` lists the other two.
+
+One process reads a run without talking to any other rank:
+
+    with looking_at(run_uri, options) as look:
+        look.root  look.storage  look.views      {} if there never was a run
+
+If nothing was found, these say whether the URI of a run is a checkpoint or a file, and whether the URI of a
+checkpoint is a run:
+
+    refuse_no_run(root, shape)     StateError where the root is a checkpoint or a file
+    check_run_uri(control, root)   the same from all ranks, before a run is made there
+    is_run(name)                   whether a run of ckptfs has this name
+    checkpoint_error, run_error    what to say, and the call that was meant
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ckptfs.commit.delete.shared_data import file_key
+from ckptfs.commit.log.advisory_log import with_log
+from ckptfs.commit.log.append import Gap, catch_up, check_whole
+from ckptfs.commit.log.entries import Generation, Kind, PartRef, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
+from ckptfs.commit.operations import (
+    AtOnce,
+    Program,
+    Read,
+    ReadAhead,
+    Refresh,
+    StatOf,
+    drive,
+    side_by_side,
+)
+from ckptfs.commit.paths import CONTROL, DOMAIN, LOG, MANIFEST, METADATA, AttemptKeys
+from ckptfs.commit.state import (
+    Standing,
+    Views,
+    catalog,
+    living,
+    piece,
+    seal_of,
+    split_name,
+    standing,
+)
+from ckptfs.control.control import Control
+from ckptfs.errors import (
+    AccessError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StateError,
+    StorageError,
+)
+from ckptfs.storage.base import Shape, Stat, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri, options_of
+
+__all__ = [
+    "Checkpoint",
+    "Found",
+    "Look",
+    "Origin",
+    "check_gap",
+    "check_run_uri",
+    "checkpoint_error",
+    "find",
+    "gap_of",
+    "is_of_log",
+    "is_run",
+    "list_live",
+    "live_of",
+    "logged",
+    "looking_at",
+    "missing_files",
+    "part_of",
+    "read_domain",
+    "read_view",
+    "refuse_gap",
+    "refuse_no_run",
+    "refuse_parts",
+    "run_error",
+    "unlogged",
+    "unprojected",
+]
+
+
+class Origin(StrEnum):
+    """Why a checkpoint is believed.
+
+    Attributes:
+        LOG: The run's log says that it is committed.
+        MANIFEST: A manifest is next to `.metadata`, as after ``cp -r``.
+        STOCK: There is `.metadata` alone, as plain torch.distributed.checkpoint writes it.
+    """
+
+    LOG = "log"
+    MANIFEST = "manifest"
+    STOCK = "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One committed checkpoint of a run, as ``latest`` and ``list_checkpoints`` return it.
+
+    Attributes:
+        uri: Where it is; load it from there.
+        step: Completed optimizer steps; None where no source names them.
+        save_id: The id of the save; None for a plain DCP checkpoint.
+        kind: A checkpoint, weights or a directory.
+        origin: Why it is believed: the log, a manifest, or stock torch's `.metadata`.
+        generation: The run's owner that saved it; None without a log.
+        domains: Ids of the domains that hold it.
+        pinned: Retention leaves it alone.
+        parts: Of one that several groups wrote; each is loaded from ``uri / part``.
+    """
+
+    uri: Uri
+    step: int | None
+    save_id: str | None
+    kind: Kind
+    origin: Origin
+    generation: Generation | None = None
+    domains: tuple[str, ...] = ()
+    pinned: bool = False
+    parts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the files of a checkpoint are now: file paths of the manifest are relative to ``home``.
+
+    home: key of the step directory or of the attempt that has not been projected yet.
+    manifest: None for a plain DCP checkpoint. metadata: key of the `.metadata` to read. metadata_bytes: its
+    content, if it was read together with the manifest; not yet compared with its digest.
+    """
+
+    home: str
+    metadata: str
+    manifest: Manifest | None
+    seal: Seal | None
+    metadata_bytes: bytes | None = None
+
+
+def read_domain() -> Program[str | None]:
+    """Return the id of the domain that this process sees, or None if there never was a run here."""
+    yield Refresh(CONTROL)
+    try:
+        data: bytes = yield Read(DOMAIN)
+    except NotFoundError:
+        return None
+    return data.decode(errors="replace").strip() or None
+
+
+def read_view() -> Program[tuple[str, LogState] | None]:
+    """This place's domain id and folded log, or None where there is no run."""
+    domain, state = yield from side_by_side(read_domain(), catch_up())
+    return None if domain is None else (domain, state)
+
+
+def list_live(views: Views) -> list[Seal]:
+    """Seals of the live saves, oldest first."""
+    return [live.seal for live in catalog(views)]
+
+
+def live_of(name: str, views: Views, where: Uri) -> Seal | None:
+    """The live save of a name; None if the logs know no live one.
+
+    IncompleteCheckpointError: it is in doubt because a domain is out of reach, and says which.
+    """
+    for seal in list_live(views):
+        if seal.name == name:
+            return seal
+    ids = [s for s in living(views) if _named(seal_of(s, views), name)]
+    for save_id in ids:
+        doubtful = seal_of(save_id, views)
+        if doubtful is not None and standing(save_id, views) is Standing.IN_DOUBT:
+            lost = sorted(set(doubtful.domains) - set(views))
+            raise IncompleteCheckpointError(
+                f"{name} is in doubt: its domains {', '.join(lost)} are out of reach",
+                uri=where,
+                hint="start on the nodes that hold them, or load an older checkpoint by name",
+            )
+    for promised in (save.part for view in views.values() for save in view.saves.living.values()):
+        if promised is None or promised.name != name:
+            continue
+        if standing(promised.save_id, views) is Standing.IN_DOUBT:
+            raise IncompleteCheckpointError(
+                f"{name} is in doubt: whether it was committed is known in its home, domain "
+                f"{promised.home} on {promised.home_host}, which is out of reach",
+                uri=where,
+                hint="call decision.publish() on these nodes, start where the home is reached, or "
+                "load an older checkpoint by name",
+            )
+    return None
+
+
+def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
+    """The save to look for: a part of it, or the whole that has none; and who holds the part.
+
+    StateError: a whole of parts is nothing to load. NotFoundError: it has no such part.
+    """
+    names = ", ".join(ref.name for ref in whole.parts)
+    if part is None:
+        refuse_parts(whole.parts, whole.name, where)
+        return whole, ""
+    ref = next((ref for ref in whole.parts if ref.name == part), None)
+    if ref is None:
+        raise NotFoundError(
+            f"{whole.name} has no part {part}",
+            uri=where,
+            hint=f"its parts are {names}" if names else "it was saved whole",
+        )
+    pairs = zip(ref.domains, ref.hosts, strict=False)
+    held = "; ".join(f"domain {domain} on {host}" for domain, host in pairs)
+    return piece(whole, ref), f"part {part} of {whole.name} lies in {held}" if held else ""
+
+
+def refuse_parts(parts: Sequence[PartRef], name: str, where: Uri) -> None:
+    """StateError where what was asked for is a whole of parts."""
+    if parts:
+        raise StateError(
+            f"{name} consists of parts: {', '.join(ref.name for ref in parts)}",
+            uri=where,
+            hint=f"load one of them: {name}/{parts[0].name}",
+        )
+
+
+def _named(seal: Seal | None, name: str) -> bool:
+    return seal is not None and seal.name == split_name(name)[0]
+
+
+def find(seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False) -> Program[Found]:
+    """Find the files of a sealed save, before or after its projection.
+
+    Accepts only the manifest with the sealed digest. with_metadata: the caller reads the ``.metadata`` next;
+    on an object store a small one is read at the same time as the manifest. NotFoundError: it is in neither
+    place; the caller folds again (it was superseded or deleted in between, otherwise it is damaged).
+    """
+    keys = AttemptKeys(shape, seal.name, seal.save_id)
+    for data in keys.homes():
+        # The direction of movement: the attempt first, then where it moves to.
+        yield from _afresh(data.rsplit("/", 1)[0] if shape is Shape.FILESYSTEM else "")
+        ahead = with_metadata and shape is Shape.OBJECT and seal.artifact is Kind.CHECKPOINT
+        try:
+            raw, metadata = yield from _manifest_and_metadata(data, ahead=ahead)
+        except (NotFoundError, StaleError):
+            continue
+        if digest_of(raw) != seal.digest:
+            raise IntegrityError(
+                f"the manifest of {seal.name} is not the one that was sealed",
+                uri=f"{where}/{seal.save_id}/{MANIFEST}",
+                hint="the file was changed after the commit; restore it or load another checkpoint",
+            )
+        manifest = decode_manifest(raw, f"{where}/{seal.save_id}/{MANIFEST}")
+        return Found(data.rsplit("/", 1)[0], f"{data}/{METADATA}", manifest, seal, metadata)
+    raise NotFoundError(
+        f"save {seal.save_id} of {seal.name} is neither on its way nor projected: it was removed by "
+        f"hand, which ckptfs rm {where} records, or this node does not see it",
+        uri=where,
+        hint="once that is recorded, latest is the one before",
+    )
+
+
+def _manifest_and_metadata(data: str, *, ahead: bool) -> Program[tuple[bytes, bytes | None]]:
+    """Read the manifest and, with ``ahead``, the ``.metadata``; None if that is large or cannot be read."""
+    if not ahead:
+        raw: bytes = yield Read(f"{data}/{MANIFEST}")
+        return raw, None
+    manifest, metadata = yield AtOnce(
+        (Read(f"{data}/{MANIFEST}"), ReadAhead((f"{data}/{METADATA}",)))
+    )
+    if isinstance(manifest, StorageError):
+        raise manifest
+    found = () if isinstance(metadata, StorageError) else metadata
+    return manifest, found[0] if found else None
+
+
+def _afresh(directory: str) -> Program[None]:
+    """Drop what a network client cached of a directory, and of its name.
+
+    A client that knew an attempt still finds its files under the old name after the projection, until
+    that vanishes in the middle of a load; one that knew a deleted step finds that one under its name.
+    """
+    if directory:
+        yield Refresh(directory.rpartition("/")[0])
+    yield Refresh(directory)
+
+
+def unlogged(name: str, views: Views, where: Uri) -> Program[Found]:
+    """A checkpoint that no log knows: copied here, or written by stock torch.
+
+    A save that the log knows as deleted, overwritten or aborted is not one of them, even if files of it are
+    left; a copy of it under another name is one.
+    """
+    yield from _afresh(name)
+    try:
+        raw: bytes = yield Read(f"{name}/{MANIFEST}")
+    except NotFoundError:
+        if any(view.saves.knows_name(name) for view in views.values()):
+            raise _gone(name, where) from None
+        yield from _stock(name, where)
+        return Found(name, f"{name}/{METADATA}", None, None)
+    manifest = decode_manifest(raw, f"{where}/{MANIFEST}")
+    if is_of_log(name, manifest, views):
+        raise _gone(name, where)
+    # The directory may have been renamed by whoever copied it: its own name does not matter.
+    return Found(name, f"{name}/{manifest.save_id}/{METADATA}", manifest, None)
+
+
+def is_of_log(name: str, manifest: Manifest, views: Views) -> bool:
+    """Whether the files under ``name`` are a save of the log, and not a copy of one."""
+    known = any(manifest.save_id in view.saves for view in views.values())
+    return known and manifest.name == name
+
+
+def missing_files(manifest: Manifest, home: str) -> Program[tuple[str, ...]]:
+    """Listed files that are not below ``home`` with their size: a copy may have been interrupted.
+
+    Asked only where no log vouches for the checkpoint.
+    """
+    listed: dict[str, list[FileRecord]] = {}
+    for record in manifest.files:
+        # Domains have a `.metadata` each under one path; gathered together any of them is right.
+        listed.setdefault(record.path, []).append(record)
+    missing: tuple[str, ...] = ()
+    for folder in {file_key(records[0], home).rpartition("/")[0] for records in listed.values()}:
+        yield Refresh(folder)  # a copy that went on since this node looked before
+    for path, records in listed.items():
+        try:
+            found: Stat = yield StatOf(file_key(records[0], home))
+        except NotFoundError:
+            missing += (path,)
+            continue
+        if found.size_bytes not in {record.size_bytes for record in records}:
+            missing += (path,)
+    return missing
+
+
+def _gone(name: str, where: Uri) -> NotFoundError:
+    return NotFoundError(
+        f"{name} was deleted, overwritten or aborted",
+        uri=where,
+        hint="see list_checkpoints() of its parent for what is there",
+    )
+
+
+def _stock(name: str, where: Uri) -> Program[None]:
+    try:
+        yield StatOf(f"{name}/{METADATA}")
+    except NotFoundError as error:
+        raise NotFoundError(
+            "no committed checkpoint there",
+            uri=where,
+            hint="see list_checkpoints() of its parent; an interrupted save leaves none",
+        ) from error
+
+
+def logged(views: Views, root: Uri) -> list[Checkpoint]:
+    """The live saves of the reached logs, oldest commit first."""
+    return [
+        Checkpoint(
+            root / seal.name,
+            seal.step,
+            seal.save_id,
+            seal.artifact,
+            Origin.LOG,
+            seal.base,
+            seal.everywhere,
+            any(v.save(seal.save_id).pinned for v in views.values()),
+            tuple(ref.name for ref in seal.parts),
+        )
+        for seal in list_live(views)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one process sees. views: the log of the domain that it reaches."""
+
+    root: Uri
+    storage: Storage
+    views: Mapping[str, LogState]
+
+
+@contextlib.contextmanager
+def looking_at(run_uri: Any, storage_options: Mapping[str, Any] | None) -> Iterator[Look]:
+    """The run as it is now; its storage is closed on leaving. Errors are the storage's."""
+    root = Uri.parse(run_uri)
+    plain = open_storage(root, {**options_of(run_uri), **(storage_options or {})})
+    try:
+        storage: Storage = plain
+        try:
+            view = drive(read_view(), plain)
+            if view is None or not view[1].next:
+                # No entry of an ordinary log: it is empty, or of the kind for stores that exclude nobody.
+                storage = with_log(plain, plain.capabilities, write=False)
+                view = view if storage is plain else drive(read_view(), storage)
+        except ManifestError as error:
+            error.uri = str(storage.uri(error.uri or ""))  # an entry is read by its key
+            raise
+        yield Look(root, storage, {} if view is None else dict([view]))
+    finally:
+        plain.close()
+
+
+def gap_of(look: Look) -> Gap | None:
+    """Return an entry that is missing in the log although later ones exist; takes one listing. No reader goes
+    beyond it, so what was found may be old.
+    """
+    return drive(_gap_in(look.views), look.storage)
+
+
+def _gap_in(views: Views) -> Program[Gap | None]:
+    for state in views.values():
+        gap = (yield from check_whole(state)).gap
+        if gap is not None:
+            return gap
+    return None
+
+
+def refuse_gap(look: Look) -> None:
+    """Check that the log has no gap. Read-only.
+
+    Args:
+        look: What this process sees of the run.
+
+    Raises:
+        ManifestError: An entry is missing and later ones are there.
+    """
+    drive(check_gap(look.views, look.root), look.storage)
+
+
+def check_gap(views: Views, root: Uri) -> Program[None]:
+    """As ``refuse_gap``, of what one process sees of the run at ``root``."""
+    gap = yield from _gap_in(views)
+    if gap is not None:
+        raise ManifestError(
+            f"the run log has a gap: entry {gap.missing} is missing, {gap.there} is there",
+            uri=root / LOG,
+            hint="entries are never removed: restore it; until then nobody sees what was said after it",
+        )
+
+
+def unprojected(
+    checkpoint: Uri, path: str, storage_options: Mapping[str, Any] | None
+) -> Uri | None:
+    """Local. Find a file of a committed checkpoint if the committer died before the projection.
+
+    path: as in the step directory: ``.metadata``, ``ckptfs.json`` or a data path of the manifest. None:
+    the log knows no such checkpoint.
+    """
+    with looking_at(checkpoint.parent, storage_options) as look:
+        seal = live_of(checkpoint.name, look.views, checkpoint)
+        if seal is None or seal.parts:
+            return None
+        try:
+            found = drive(find(seal, look.storage.capabilities.shape, checkpoint), look.storage)
+        except NotFoundError:
+            return None
+    home = look.root / found.home
+    return home / (f"{seal.save_id}/{path}" if path in (METADATA, MANIFEST) else path)
+
+
+def refuse_no_run(root: Uri, shape: Shape) -> Program[None]:
+    """StateError where the root of the storage is a checkpoint, or a file: it only looks like an empty run,
+    and training would begin at step 0.
+    """
+    yield Refresh("")
+    for inside in (MANIFEST, METADATA):
+        if (yield from _stat(inside)) is not None:
+            raise checkpoint_error(root)
+    found = yield from _stat("")
+    # An object of no bytes is what some tools make for a directory.
+    if found is not None and not found.is_dir and (found.size_bytes or shape is Shape.FILESYSTEM):
+        raise StateError(
+            "a file, not a run",
+            uri=root,
+            hint="a run is a directory, or a prefix of a bucket: give that one, or a new one",
+        )
+
+
+def check_run_uri(
+    control: Control,
+    root: Uri,
+    storage_options: Mapping[str, Any] | None = None,
+    storage: Storage | None = None,
+) -> None:
+    """Collective, before anything is written there. StateError: a run would be made in a checkpoint.
+
+    storage: at the root, where the caller has one.
+    """
+
+    def local() -> StateError | None:
+        if control.rank != 0:
+            return None
+        here = storage or open_storage(root, storage_options)
+        try:
+            drive(_refuse_checkpoint(root), here)
+        except StateError as error:
+            return error  # a value, so that it is raised as its type
+        finally:
+            if here is not storage:
+                here.close()
+        return None
+
+    def decide(answers: Sequence[StateError | None]) -> None:
+        if answers[0] is not None:
+            raise answers[0]
+
+    control.step("a run or a checkpoint", local, decide)
+
+
+def _refuse_checkpoint(root: Uri) -> Program[None]:
+    if (yield from read_domain()) is None:
+        for inside in (MANIFEST, METADATA):
+            if (yield from _stat(inside)) is not None:
+                raise checkpoint_error(root)
+
+
+def is_run(name: str) -> Program[bool]:
+    """Whether ckptfs made a run with this name, empty or not."""
+    return (yield from _stat(f"{name}/{DOMAIN}")) is not None
+
+
+def checkpoint_error(root: Uri) -> StateError:
+    """For a call that takes a run and was given a checkpoint."""
+    return StateError(
+        "a checkpoint, not a run",
+        uri=root,
+        hint=f"its run is {root.parent}; ckptfs.load(state, uri) loads this checkpoint",
+    )
+
+
+def run_error(uri: Uri, hint: str = "") -> StateError:
+    """For a call that takes a checkpoint and was given a run."""
+    return StateError(
+        "a run, not a checkpoint",
+        uri=uri,
+        hint=hint
+        or "ckptfs.latest(uri).uri is its newest checkpoint; CheckpointManager(uri).restore(state) "
+        "loads that one",
+    )
+
+
+def _stat(key: str) -> Program[Stat | None]:
+    try:
+        stat: Stat = yield StatOf(key)
+    except (NotFoundError, AccessError):
+        return None  # what lies beside the run's own keys need not be permitted
+    return stat

@@ -1,0 +1,367 @@
+"""Finding a checkpoint from all ranks: one answer, decided once, the same on every rank.
+
+    look    one process per node folds its domain's log        -> coordinator: which save is it
+    find    every rank finds its files where they are now       -> found, or all look again
+
+Whatever one rank meets while it looks is known to all of them at the end of the step.
+
+A save may be superseded, deleted or projected during the search. Then some rank finds nothing, and all ranks
+start again together: two ranks must never load two different saves. If a save is projected after the search, a
+rank that misses a file searches again (``following``).
+
+A part of a checkpoint is one level deeper, ``run/step_100/actor``: its run is found from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptfs.commit.catalog.catalog import (
+    Found,
+    find,
+    is_run,
+    list_live,
+    live_of,
+    missing_files,
+    part_of,
+    read_view,
+    refuse_parts,
+    run_error,
+    unlogged,
+)
+from ckptfs.commit.catalog.unlogged import is_overwritten, unlogged_error
+from ckptfs.commit.delete.shared_data import file_key
+from ckptfs.commit.log.advisory_log import with_log
+from ckptfs.commit.log.entries import Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import Manifest
+from ckptfs.commit.operations import drive
+from ckptfs.commit.session import Place, Seat, View, open_seat, step_with_views
+from ckptfs.commit.state import part_name, piece, split_name
+from ckptfs.control.control import Control
+from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.control.world import World
+from ckptfs.errors import (
+    CollectiveError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+    UriError,
+)
+from ckptfs.storage.base import Shape
+from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
+
+__all__ = ["following", "locate", "locate_directory", "reading_seat"]
+
+logger = logging.getLogger("ckptfs.commit")
+
+TRIES = 5  # a save that moves is found at the second look; only a damaged one is missed by all
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The save that all ranks look for; seal is None where nothing lives under the name: ``views`` tell
+    whether something did. where: of a part, the nodes that hold it.
+    """
+
+    seal: Seal | None
+    views: dict[str, LogState]
+    where: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one process of a node reports about its log. is_whole: ``view`` has all saves, not only the living ones.
+    is_saved_over: another program's checkpoint has replaced the save.
+    """
+
+    view: View
+    is_whole: bool
+    is_saved_over: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Miss:
+    """This rank found nothing."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """What this rank found is not what was saved."""
+
+    error: IntegrityError | ManifestError
+
+
+@contextlib.contextmanager
+def reading_seat(target: Uri, control: Control, place: Place) -> Iterator[tuple[Seat, str]]:
+    """Collective, read-only. A seat at the run of a checkpoint, or of a part of one, and its name
+    there: ``step_100``, or ``step_100/actor``.
+    """
+    with contextlib.ExitStack() as stack:
+        seat = stack.enter_context(open_seat(target.parent, control, place, write=False))
+        name = target.name
+        if not any(domain.id for domain in seat.placement.domains):
+            step, run = target.parent.name, target.parent.parent
+            is_lead = seat.placement.is_node_lead
+
+            def look() -> bool:
+                return is_lead and bool(step) and _has_part(run, place, step, name)
+
+            if control.step("run of a part", look, any):
+                seat = stack.enter_context(open_seat(run, control, place, write=False))
+                name = part_name(step, name)
+        yield seat, name
+
+
+def _has_part(run: Uri, place: Place, step: str, part: str) -> bool:
+    """Whether ``run`` is a run, and its log knows that part, or the step as one with other parts."""
+    try:
+        plain = open_storage(run, place.storage_options)
+    except (StorageError, UriError):
+        return False
+    try:
+        view = drive(read_view(), with_log(plain, plain.capabilities, write=False))
+    except (StorageError, ManifestError):
+        return False  # what lies above a copied checkpoint need not be permitted to be read
+    finally:
+        plain.close()
+    return view is not None and any(
+        (save.part is not None and (save.part.name, save.part.part) == (step, part))
+        or (save.seal is not None and save.seal.name == step and bool(save.seal.parts))
+        for save in (*view[1].saves.living.values(), *view[1].saves.of_name(step))
+    )
+
+
+def locate(seat: Seat, name: str) -> Found:
+    """Collective, read-only. Find the files of checkpoint ``name`` for this rank.
+
+    NotFoundError: there is none. IncompleteCheckpointError: it is live but its files are missing,
+    or a domain of it is out of reach. IntegrityError, ManifestError: it was changed, for all ranks;
+    what single ranks meet is a CollectiveError on all. AmbiguousCheckpointError: another program
+    saved over it. StateError: it is a run.
+    """
+    where = seat.storage.uri(name)
+
+    def look(ids: Collection[str] | None) -> _Seen | None:
+        view = drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+        if view is None:
+            return None
+        domain, state = view
+        is_over = _is_saved_over(seat, name, view)
+        if ids is None or not state.saves.settled.size:
+            return _Seen(view, is_whole=True, is_saved_over=is_over)
+        return _Seen((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_over)
+
+    def choose(answers: Sequence[_Seen | None]) -> _Choice:
+        seen = [a for a in answers if a is not None]
+        views = dict(one.view for one in seen)
+        step, part = split_name(name)
+        whole = live_of(step, views, where)
+        if whole is None:
+            return _Choice(None, views)
+        if any(one.is_saved_over for one in seen):
+            raise unlogged_error((name,), whole, seat.storage.root)
+        seal, holders = part_of(whole, part, where)
+        # What is sent to every rank: only this save, the log may be long.
+        return _Choice(seal, {}, holders)
+
+    def choose_first(answers: Sequence[_Seen | None]) -> _Choice | None:
+        choice = choose(answers)
+        is_whole = all(one is None or one.is_whole for one in answers)
+        return choice if choice.seal is not None or is_whole else None
+
+    def look_for(choice: _Choice) -> Found | _Miss | _Changed:
+        try:
+            if choice.seal is None:
+                return drive(unlogged(name, choice.views, where), seat.storage)
+            sought = find(choice.seal, seat.caps.shape, where, with_metadata=True)
+            return drive(sought, seat.storage)
+        except (NotFoundError, StaleError) as error:
+            return _Miss(error.message)
+        except (IntegrityError, ManifestError) as error:
+            return _Changed(error)
+
+    misses: list[tuple[int, str]] = []
+    for _ in range(TRIES):
+        chosen = step_with_views(
+            seat.control,
+            "look",
+            look,
+            lambda seen: None if seen is None else seen.view,
+            choose_first,
+        )
+        # Whether a name that nothing lives under was ever known is asked of all that ever was.
+        choice = chosen or seat.control.step("look", lambda: look(None), choose)
+        held: list[Found] = []
+
+        def here(choice: _Choice = choice, held: list[Found] = held) -> _Miss | _Changed | None:
+            found = look_for(choice)
+            if not isinstance(found, Found):
+                return found
+            held.append(found)
+            return None
+
+        misses = seat.control.step("find", here, lambda told: _misses(told, seat.control.worlds))
+        found = held[0] if held else None
+        if not misses and found is not None:
+            if choice.seal is None and found.manifest is not None:
+                refuse_parts(found.manifest.parts, name, where)
+                _check_copy(seat, found, found.manifest)
+            return found
+        if choice.seal is None and len(misses) == seat.control.size:
+            if seat.control.step("is it a run", lambda: _is_run(seat, name), any):
+                raise run_error(where)
+            raise NotFoundError(
+                misses[0][1], uri=where, hint="see list_checkpoints() of its parent"
+            )
+    ranks = ", ".join(str(rank) for rank, _ in misses)
+    holders = f"{choice.where}: start there again" if choice.where else ""
+    raise IncompleteCheckpointError(
+        f"{name} is not to be found from rank {ranks}: {misses[0][1]}",
+        uri=where,
+        hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
+    )
+
+
+def _is_run(seat: Seat, name: str) -> bool:
+    if not seat.placement.is_node_lead:
+        return False
+    try:
+        return drive(is_run(name), seat.storage)
+    except StorageError:
+        return False  # it is no checkpoint, whatever else it is
+
+
+def _is_saved_over(seat: Seat, name: str, view: View) -> bool:
+    """Whether another program's ``.metadata`` is in the place of this save's. One process of each domain checks
+    this: loading our save would ignore the later one.
+    """
+    if not seat.placement.is_owner:
+        return False
+    views, (step, part) = dict([view]), split_name(name)
+    mine = [seal for seal in list_live(views) if seal.name == step]
+    if part is not None:
+        mine = [piece(seal, ref) for seal in mine for ref in seal.parts if ref.name == part]
+    return any(drive(is_overwritten(seal, views, seat.caps.shape), seat.storage) for seal in mine)
+
+
+def _misses(
+    told: Sequence[_Miss | _Changed | None], worlds: Sequence[World]
+) -> list[tuple[int, str]]:
+    """Which ranks found nothing. If all ranks found the save changed, that error is raised; if only some did,
+    their error names them.
+    """
+    changed = {rank: one.error for rank, one in enumerate(told) if isinstance(one, _Changed)}
+    if len(changed) == len(told):
+        raise changed[0]
+    if changed:
+        failures = {rank: failure_of(error, worlds[rank]) for rank, error in changed.items()}
+        raise collective_error("find", failures, worlds)
+    return [(rank, one.message) for rank, one in enumerate(told) if isinstance(one, _Miss)]
+
+
+def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
+    """Collective, read-only. What ``load`` makes of what ``locate`` finds.
+
+    Once more where a file was missing because the save was projected between the look and the read.
+    Errors are those of both.
+    """
+    found = locate(seat, name)
+    try:
+        return load(found)
+    except CollectiveError as error:
+        missing = (IncompleteCheckpointError, NotFoundError, StaleError)
+        if not (any(error.all_are(kind) for kind in missing) and _has_moved(seat, found)):
+            raise
+        logger.info("%s was projected while it was read: reading it again", seat.storage.uri(name))
+    return load(locate(seat, name))
+
+
+def _has_moved(seat: Seat, found: Found) -> bool:
+    """Collective. Whether some rank finds the same save elsewhere by now."""
+
+    def look() -> bool:
+        if found.seal is None:
+            return False
+        where = seat.storage.uri(found.seal.name)
+        try:
+            return drive(find(found.seal, seat.caps.shape, where), seat.storage).home != found.home
+        except (NotFoundError, StaleError):
+            return False
+
+    return seat.control.step("has it moved", look, any)
+
+
+def locate_directory(seat: Seat, name: str) -> Found:
+    """Collective, read-only. As ``locate``; also finds a directory of files that another tool wrote, without a
+    manifest. IncompleteCheckpointError: on an object store, in a run, it may also be what an interrupted save of
+    ours left, because plain names exist there before the commit.
+    """
+    try:
+        return locate(seat, name)
+    except NotFoundError as error:
+        why = error  # the same on every rank
+
+    def look() -> str | None:
+        """Return why it cannot be read, "" if it can; None on ranks that do not check."""
+        if not seat.placement.is_node_lead:
+            return None
+        view = drive(read_view(), seat.storage)
+        known = {name, split_name(name)[0]}  # of a part, the step that it is of
+        if view is not None and any(view[1].saves.knows_name(one) for one in known):
+            return why.message
+        try:
+            if not seat.storage.list(name):
+                return why.message
+        except NotFoundError:
+            return why.message
+        if view is not None and seat.caps.shape is Shape.OBJECT:
+            return "its files were never committed, or not by ckptfs"
+        return ""
+
+    def judge(answers: Sequence[str | None]) -> None:
+        refused = next((text for text in answers if text), None)
+        if refused is None:
+            return
+        kind = NotFoundError if refused == why.message else IncompleteCheckpointError
+        raise kind(refused, uri=seat.storage.uri(name), hint=why.hint)
+
+    seat.control.step("look at the directory", look, judge)
+    logger.info("%s has no manifest: its files are read as they are", seat.storage.uri(name))
+    return Found(name, "", None, None)
+
+
+def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
+    """Collective. A checkpoint without a log is valid if every listed file is there, on some node."""
+
+    def look() -> frozenset[str] | None:
+        if not seat.placement.is_node_lead:
+            return None
+        return frozenset(drive(missing_files(manifest, found.home), seat.storage))
+
+    def judge(answers: Sequence[frozenset[str] | None]) -> None:
+        nowhere = frozenset.intersection(*(a for a in answers if a is not None))
+        if nowhere:
+            first = min(nowhere)
+            record = next(file for file in manifest.files if file.path == first)
+            raise IncompleteCheckpointError(
+                f"{len(nowhere)} files are missing or have another size, {first} is the first",
+                uri=seat.storage.uri(file_key(record, found.home)),
+                hint="it shares files with other saves: copy what it lists of _data/ too"
+                if record.is_shared
+                else "the copy was interrupted: copy it again",
+            )
+
+    seat.control.step("look at the copy", look, judge)

@@ -1,0 +1,540 @@
+"""Checkpoints that no log lists: copied here by ``cp -r``, or written by stock torch. Read-only.
+
+    names_beside     directories of a run with a name that no live save of the log has
+    look_beside      one of them: a checkpoint, or what is wrong with it, or None if it is no checkpoint
+    list_unlogged    all that can be loaded, the newest last
+    newest           the latest checkpoint: of the log, otherwise of the unlogged ones
+    newest_there     the same, or an error if that one was removed by hand
+    oldest_first     the order of checkpoints that no log orders
+    newer_unlogged   those after the run's newest commit: resuming from the commit would silently ignore them
+    check_unlogged   the same as an error that says what to do
+
+A manifest is accepted by itself if every listed file exists with its size; ``.metadata`` alone is a plain DCP
+checkpoint. A save that the log knows, in whatever state, is not unlogged; a copy of it under another name is.
+
+A checkpoint is newer than the newest commit if it is complete (a ``.metadata``, and all of its files exist), has
+no manifest of ours, and was written later than that commit by the storage's clock. The same holds for a
+``.metadata`` in the place of the newest commit's that this log did not write. The run was resumed from an older
+one. If a storage reports no times, nothing is known to be later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pickletools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from ckptfs.commit.catalog.catalog import (
+    Checkpoint,
+    Origin,
+    is_of_log,
+    list_live,
+    logged,
+    missing_files,
+    read_view,
+)
+from ckptfs.commit.delete.deletion_steps import lies_nowhere
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.manifest import Manifest, decode_manifest
+from ckptfs.commit.operations import List, Program, Read, Refresh, StatOf, side_by_side
+from ckptfs.commit.paths import (
+    CONTROL,
+    MANIFEST,
+    METADATA,
+    SHARED,
+    AttemptKeys,
+    number_order,
+    step_in,
+)
+from ckptfs.commit.save.foreign_metadata import is_known, names_save, was_to_replace
+from ckptfs.commit.state import Views, catalog, latest, piece, split_name
+from ckptfs.errors import (
+    AmbiguousCheckpointError,
+    ArgumentChoice,
+    IncompleteCheckpointError,
+    ManifestError,
+    NotFoundError,
+)
+from ckptfs.storage.base import Entry, Shape, Stat
+from ckptfs.uri import Uri
+
+__all__ = [
+    "Beside",
+    "Unlogged",
+    "check_unlogged",
+    "data_paths",
+    "is_overwritten",
+    "list_unlogged",
+    "look_beside",
+    "missing_data",
+    "names_beside",
+    "newer_unlogged",
+    "newest",
+    "newest_there",
+    "oldest_first",
+    "unlogged_at",
+    "unlogged_error",
+    "views_if_gone",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A directory that is a checkpoint, or was going to be one.
+
+    checkpoint is None if it cannot be loaded; ``why`` then says the reason. manifest is None for a plain DCP
+    checkpoint, and if it is damaged. modified_s: of ``.metadata`` by the storage (Unix time), if nothing else has a
+    time.
+    """
+
+    name: str
+    checkpoint: Checkpoint | None
+    manifest: Manifest | None = None
+    why: str = ""
+    modified_s: float | None = None
+
+    @property
+    def step(self) -> int | None:
+        """As its manifest says; where there is none, the number that ends its name."""
+        return step_in(self.name) if self.manifest is None else self.manifest.step
+
+    @property
+    def written_s(self) -> float:
+        """When it was written, Unix time; before everything else if no time is known."""
+        if self.manifest is None:
+            return float("-inf") if self.modified_s is None else self.modified_s
+        try:
+            then = datetime.fromisoformat(self.manifest.created_at)
+        except ValueError:
+            return float("-inf")
+        return then.replace(tzinfo=then.tzinfo or UTC).timestamp()
+
+
+def oldest_first(found: Iterable[Beside]) -> list[Beside]:
+    """Checkpoints that no log orders, the newest last. Pure.
+
+    By their steps, where all have one and the names without a manifest differ in nothing but the number;
+    else by the time at which they were written. A copying tool need not keep times, and a number in
+    names of two patterns need not count the same thing.
+    """
+    ordered = sorted(found, key=lambda one: number_order(one.name))
+    steps = {one.name: one.step for one in ordered}
+    patterns = {one.name.rstrip("0123456789") for one in ordered if one.manifest is None}
+    if None in steps.values() or len(patterns) > 1:
+        return sorted(ordered, key=lambda one: one.written_s)
+    return sorted(ordered, key=lambda one: steps[one.name] or 0)
+
+
+def list_unlogged(views: Views, root: Uri, kind: Kind | None = None) -> Program[list[Checkpoint]]:
+    """List the unlogged checkpoints: directories with a manifest, or `.metadata`, that none of ``views`` knows in any
+    state; only those of ``kind``, if given. Names that a live save of the log has are not examined, because each
+    examination is a request on an object store.
+    """
+    try:
+        entries: list[Entry] = yield List("")
+    except NotFoundError:
+        return []
+    found = []
+    for name in names_beside(entries, views):
+        beside = yield from look_beside(name, views, root)
+        if beside is not None:
+            found.append(beside)
+    # Listing names what can be loaded; load() says what is wrong with the rest.
+    whole = {one.name: one.checkpoint for one in found if one.checkpoint is not None}
+    wanted = (b for b in found if b.name in whole and kind in (None, whole[b.name].kind))
+    return [whole[beside.name] for beside in oldest_first(wanted)]
+
+
+def newest(views: Views, root: Uri, kind: Kind) -> Program[Checkpoint | None]:
+    """Return the last commit of a kind in the log, except those of failing runs; if there is none, the last
+    unlogged checkpoint in the order of ``oldest_first``.
+    """
+    live = latest(views, kind)
+    if live is not None:
+        return next(c for c in logged(views, root) if c.save_id == live.seal.save_id)
+    loose = yield from list_unlogged(views, root, kind)
+    return loose[-1] if loose else None
+
+
+def newest_there(views: Views, root: Uri, kind: Kind, shape: Shape) -> Program[Checkpoint | None]:
+    """As ``newest``. IncompleteCheckpointError: every domain of it is among ``views`` and has nothing of it,
+    and its log does not say that it was deleted: to take an older one would pass over it without a word.
+    """
+    found = yield from newest(views, root, kind)
+    while (last := latest(views, kind)) is not None:
+        now = yield from views_if_gone(last.seal, views, root, shape)
+        if now is None:
+            break
+        views = now
+        found = yield from newest(views, root, kind)
+    return found
+
+
+def views_if_gone(seal: Seal, views: Views, root: Uri, shape: Shape) -> Program[Views | None]:
+    """Check that some files of a live save exist.
+
+    Reads only. A save with a domain that is not among ``views`` is not checked.
+
+    Returns:
+        None if some exist, or if this is unknown. The logs as they are now, if the save was deleted or something
+        was committed in between.
+
+    Raises:
+        IncompleteCheckpointError: Every domain of it has nothing of it, and the log does not say that it
+            was deleted: it was removed by hand.
+    """
+    if not set(seal.everywhere) <= set(views):
+        return None
+    for domain in seal.everywhere:
+        if not (yield from lies_nowhere(seal, domain, shape)):
+            return None
+    again = yield from read_view()
+    now: Views = {} if again is None else dict([again])
+    is_live = any(live.save_id == seal.save_id for live in list_live(now))
+    if not is_live or _newest_id(now, seal.artifact) != _newest_id(views, seal.artifact):
+        return now
+    where = root / seal.name
+    raise IncompleteCheckpointError(
+        f"{seal.name} was removed by hand: it is the last commit (save {seal.save_id}), and "
+        "nothing of it is there",
+        uri=where,
+        hint=f"ckptfs rm {where} records that, and the one before is the latest",
+    )
+
+
+def _newest_id(views: Views, kind: Kind) -> str | None:
+    last = latest(views, kind)
+    return None if last is None else last.seal.save_id
+
+
+def names_beside(entries: Iterable[Entry], views: Views) -> list[str]:
+    """Return the directories directly in a run that may be checkpoints that no log knows; step_9 before
+    step_10.
+    """
+    known = {CONTROL, SHARED, *(seal.name for seal in list_live(views))}
+    return sorted((e.name for e in entries if e.is_dir and e.name not in known), key=number_order)
+
+
+def look_beside(name: str, views: Views, root: Uri) -> Program[Beside | None]:
+    """What a directory is that no live save has the name of; None: no checkpoint, or the log's."""
+    yield Refresh(name)  # what was missing in it when this node looked before may be there by now
+    try:
+        raw: bytes = yield Read(f"{name}/{MANIFEST}")
+    except NotFoundError:
+        # Between the two renames of a projection `.metadata` is there and the manifest is not.
+        if any(view.saves.knows_name(name) for view in views.values()):
+            return None
+        return (yield from _stock(name, root))
+    try:
+        manifest = decode_manifest(raw, root / name)
+    except ManifestError as error:
+        return Beside(name, None, why=error.message)
+    if manifest.save_id == name or is_of_log(name, manifest, views):
+        return None  # the data directory of a step that is listed as a run; or the log tells
+    missing = yield from missing_files(manifest, name)
+    if not _enough(manifest, missing):
+        why = f"{len(missing)} of {len(manifest.files)} files are missing or have another size"
+        return Beside(name, None, manifest, f"{why}: an interrupted copy")
+    checkpoint = Checkpoint(
+        root / name,
+        manifest.step,
+        manifest.save_id,
+        manifest.artifact,
+        Origin.MANIFEST,
+        manifest.base,
+        tuple(d.id for d in manifest.domains),
+        parts=tuple(ref.name for ref in manifest.parts),
+    )
+    return Beside(name, checkpoint, manifest)
+
+
+def _stock(name: str, root: Uri) -> Program[Beside | None]:
+    try:
+        stat: Stat = yield StatOf(f"{name}/{METADATA}")
+    except NotFoundError:
+        return None
+    checkpoint = Checkpoint(root / name, step_in(name), None, Kind.CHECKPOINT, Origin.STOCK)
+    return Beside(name, checkpoint, modified_s=stat.modified_s)
+
+
+def _enough(manifest: Manifest, missing: tuple[str, ...]) -> bool:
+    """Whether nothing is missing, or only files on other nodes' disks: the files of one domain, and all that belong
+    to every domain, are here.
+    """
+    lacking = {f.domain for f in manifest.files if f.path in missing}
+    whole = [d.id for d in manifest.domains if d.id not in lacking]
+    return not lacking or (None not in lacking and bool(whole))
+
+
+_READ_BYTES = 1 << 20  # up to this a file is read: that costs as much as any other request
+
+
+class Unlogged(ArgumentChoice, parameter="unlogged"):
+    """What to do about them."""
+
+    ERROR = "error"
+    IGNORE = "ignore"
+
+
+def check_unlogged(views: Views, root: Uri, shape: Shape) -> Program[None]:
+    """AmbiguousCheckpointError where another program's checkpoints came after the newest commit."""
+    names = yield from newer_unlogged(views, shape)
+    if names:
+        raise unlogged_error(names, _newest(views), root)
+
+
+def unlogged_error(
+    names: tuple[str, ...], newest: Seal | None, root: Uri
+) -> AmbiguousCheckpointError:
+    """What to say, and what can be done. newest: the commit that would be taken else, None where the log
+    has none for the step that was asked for.
+    """
+    over = [name for name in names if newest is not None and split_name(name)[0] == newest.name]
+    if over:
+        return AmbiguousCheckpointError(
+            f"{over[0]} was saved over, and not by ckptfs",
+            names=names,
+            uri=root / over[0],
+            hint="its .metadata is another program's: stock torch loads that one; move it away to load "
+            'ours, or pass unlogged="ignore" where the newest is taken',
+        )
+    if newest is None:
+        return AmbiguousCheckpointError(
+            f"{names[0]} is another program's, and the log knows no checkpoint of that step",
+            names=names,
+            uri=root / names[0],
+            hint="load it by its name: ckptfs.load takes what stock torch saved",
+        )
+    those = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    came, last = "was" if len(names) == 1 else "were", newest.name
+    return AmbiguousCheckpointError(
+        f"{those} {came} saved after {last}, and not by ckptfs",
+        names=names,
+        uri=root / names[-1],
+        hint='load what you mean by its name, pass unlogged="ignore" to go on with '
+        f"{last}, or move the others away",
+    )
+
+
+def newer_unlogged(views: Views, shape: Shape) -> Program[tuple[str, ...]]:
+    """Return the names of such checkpoints. A save may be sealed during the search, so it searches twice."""
+    names = yield from _look(views, shape)
+    if not names:
+        return ()
+    again = yield from read_view()
+    if again is None:
+        return names
+    return (yield from _look({**views, again[0]: again[1]}, shape))
+
+
+def _newest(views: Views) -> Seal | None:
+    lives = catalog(views)
+    return lives[-1].seal if lives else None
+
+
+def _look(views: Views, shape: Shape) -> Program[tuple[str, ...]]:
+    newest = _newest(views)
+    if newest is None:
+        return ()
+    keys = AttemptKeys(shape, newest.name, newest.save_id)
+    homes = [f"{data}/{_last_piece(newest)}" for data in keys.homes()]
+    shows = _first([f"{newest.name}/{METADATA}"])
+    mine, shown, entries = yield from side_by_side(_first(homes), shows, _entries_of_run())
+    if mine is None or mine.modified_s is None:
+        return ()
+    found: tuple[str, ...] = ()
+    for name in names_beside(entries, views):
+        if (yield from _came_later(name, views, mine.modified_s)):
+            found += (name,)
+    if (yield from is_overwritten(newest, views, shape, (mine, shown))):
+        found += (newest.name,)
+    return found
+
+
+def _entries_of_run() -> Program[list[Entry]]:
+    yield Refresh("")
+    entries: list[Entry] = yield List("")
+    return entries
+
+
+def _has_metadata(seal: Seal) -> bool:
+    return seal.artifact is Kind.CHECKPOINT and not seal.parts
+
+
+def _last_piece(seal: Seal) -> str:
+    """A small file that was written just before the commit, so that its time is that of the commit."""
+    return METADATA if _has_metadata(seal) else MANIFEST
+
+
+def _came_later(name: str, views: Views, after_s: float) -> Program[bool]:
+    yield Refresh(name)
+    stat = yield from _first([f"{name}/{METADATA}"])
+    if stat is None or stat.modified_s is None or stat.modified_s <= after_s:
+        return False
+    try:
+        if names_save((yield Read(f"{name}/{MANIFEST}"))) is not None:
+            return False  # a copy, which its manifest vouches for, or a save whose removal is under way
+    except NotFoundError:
+        pass
+    try:
+        data: bytes = yield Read(f"{name}/{METADATA}")
+    except NotFoundError:
+        return False
+    if any(is_known(name, data, view) for view in views.values()):
+        return False
+    # Not whole: whoever writes it is not done, or died.
+    return not (yield from missing_data(name, data))
+
+
+def missing_data(name: str, metadata: bytes) -> Program[tuple[str, ...]]:
+    """Return the data files that a ``.metadata`` names and that do not exist; takes one listing for each directory.
+    The ``.metadata`` itself is missing if it is not a complete pickle, because it cannot be loaded.
+    """
+    folders: dict[str, list[str]] = {}
+    missing = []
+    try:
+        paths = sorted(set(_named_paths(metadata)))
+    except (ValueError, EOFError):
+        return (METADATA,)
+    for path in paths:
+        if path.startswith("/") or ".." in path.split("/"):
+            missing.append(path)
+        else:
+            folder, _, file = path.rpartition("/")
+            folders.setdefault(folder, []).append(file)
+    for folder, files in folders.items():
+        key = f"{name}/{folder}" if folder else name
+        try:
+            entries: list[Entry] = yield List(key)
+        except NotFoundError:
+            entries = []
+        there = {entry.name for entry in entries if not entry.is_dir}
+        missing += [f"{folder}/{file}" if folder else file for file in files if file not in there]
+    return tuple(missing)
+
+
+def is_overwritten(
+    seal: Seal,
+    views: Views,
+    shape: Shape,
+    known: tuple[Stat | None, Stat | None] | None = None,
+) -> Program[bool]:
+    """Whether another ``.metadata`` has replaced the one that the projection put there, of this save or of one of its
+    parts.
+
+    known: the stats of the ``.metadata`` next to the data and of the projected one, for a save without parts, if
+    the caller has them.
+    """
+    if seal.artifact is not Kind.CHECKPOINT:
+        return False
+    for one in [piece(seal, ref) for ref in seal.parts] or [seal]:
+        keys = AttemptKeys(shape, one.name, one.save_id)
+        if known is not None and not seal.parts:
+            mine, shown = known
+        else:
+            homes = [f"{data}/{METADATA}" for data in keys.homes()]
+            shows = _first([f"{keys.name}/{METADATA}"])
+            mine, shown = yield from side_by_side(_first(homes), shows)
+        if mine is not None and (yield from _is_overwritten(keys, mine, shown, views)):
+            return True
+    return False
+
+
+def unlogged_at(
+    views: Views, seals: Sequence[Seal], is_meant: Callable[[str], bool], shape: Shape
+) -> Program[tuple[str, ...]]:
+    """Of one step: the names of its saves that another program saved over; where the log has none, of the
+    whole checkpoints of another program that ``is_meant`` takes for it.
+    """
+    found: tuple[str, ...] = ()
+    for seal in seals:
+        if (yield from is_overwritten(seal, views, shape)):
+            found += (seal.name,)
+    if seals:
+        return found
+    yield Refresh("")
+    try:
+        entries: list[Entry] = yield List("")
+    except NotFoundError:
+        return ()
+    for name in names_beside(entries, views):
+        if is_meant(name) and (yield from _came_later(name, views, -math.inf)):
+            found += (name,)
+    return found
+
+
+def _is_overwritten(
+    keys: AttemptKeys, mine: Stat, shown: Stat | None, views: Views
+) -> Program[bool]:
+    """mine: the stat of the ``.metadata`` next to the data. What was projected from it has the same size."""
+    if shown is None or (
+        shown.size_bytes == mine.size_bytes and (yield from _is_ours(keys, shown, mine))
+    ):
+        return False
+    try:
+        data: bytes = yield Read(f"{keys.name}/{METADATA}")
+    except NotFoundError:
+        return False
+    # Of a part other domains' logs may not know the id.
+    if keys.save_id.encode() in data or any(is_known(keys.name, data, v) for v in views.values()):
+        return False
+    # It was told to replace that one, and its writer died before it did: the next owner does.
+    return not (yield from was_to_replace(keys.name, keys.save_id, data))
+
+
+def _is_ours(keys: AttemptKeys, shown: Stat, mine: Stat) -> Program[bool]:
+    """Without a read: the store says that the bytes are the same; or it is large, and was written before
+    the manifest, which a projection puts there after it, where another program would have come later.
+    """
+    if shown.etag is not None and shown.etag == mine.etag:
+        return True
+    if shown.size_bytes <= _READ_BYTES:
+        return False
+    manifest = yield from _first([f"{keys.name}/{MANIFEST}"])
+    if manifest is None or manifest.modified_s is None or shown.modified_s is None:
+        return False
+    if keys.shape is Shape.FILESYSTEM:
+        return shown.modified_s <= manifest.modified_s
+    return shown.modified_s < manifest.modified_s  # in seconds: one may hold both programs' writes
+
+
+def _first(keys: list[str]) -> Program[Stat | None]:
+    for key in keys:
+        try:
+            stat: Stat = yield StatOf(key)
+        except NotFoundError:
+            continue
+        return stat
+    return None
+
+
+def data_paths(metadata: bytes) -> Iterator[str]:
+    """The data files that a ``.metadata`` names. Nothing is unpickled: its texts are looked at in order,
+    and the one after ``relative_path`` is a path. What is no pickle names none.
+    """
+    with contextlib.suppress(ValueError, EOFError):
+        yield from _named_paths(metadata)
+
+
+def _named_paths(metadata: bytes) -> Iterator[str]:
+    """As ``data_paths``. ValueError: it is no pickle, or not all of one."""
+    memo: dict[int, object] = {}
+    last: object = None
+    before: object = None
+    for opcode, argument, _ in pickletools.genops(metadata):
+        match opcode.name:
+            case "MEMOIZE":
+                memo[len(memo)] = last
+                continue
+            case "PUT" | "BINPUT" | "LONG_BINPUT":
+                memo[int(argument or 0)] = last
+                continue
+            case "GET" | "BINGET" | "LONG_BINGET":
+                before, last = last, memo.get(int(argument or 0))
+            case _:
+                before, last = last, argument if isinstance(argument, str) else None
+        if before == "relative_path" and isinstance(last, str):
+            yield last

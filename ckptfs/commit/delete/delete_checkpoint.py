@@ -1,0 +1,163 @@
+"""Deletes one committed checkpoint by its name, for callers that have a path but no run.
+
+    free run     the entry is appended under the current generation, with a trash of our own
+    held run     the run is claimed for the call, as replacing does: RunBusyError while the owner is alive
+
+A fence would abort every save in progress, and a program that removes its older checkpoints while it writes the
+next one (torchtitan's purge) would lose that one. Without a fence the log still decides: an entry under a
+generation that is older than the newest fence is refused, and that fence removes the trash, so a stalled deleter
+can move nothing any more. No other process makes that directory again, because its name belongs to one deleter.
+See docs/design/0010-arriving.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckptfs.commit.catalog.catalog import looking_at
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, retire
+from ckptfs.commit.delete.trash import drop_trash, own_trash
+from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.entries import GENESIS, Generation, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import MakeDir, Program, drive
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.run import Caller
+from ckptfs.commit.session import Place, Seat, sit_down
+from ckptfs.commit.state import Standing, standing
+from ckptfs.control.control import SoloControl
+from ckptfs.errors import FencedError, StateError, StorageError
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.uri import Uri
+
+__all__ = ["delete_checkpoint", "holds", "remove_save", "remove_unheld"]
+
+Removed = tuple[Refusal | Erasure, LogState]
+Remover = Callable[[Seal, Means, Generation, LogState], Program[Removed]]
+
+
+def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | None = None) -> bool:
+    """Local, read-only. Whether the log of the run has this checkpoint and its bytes are here; with ``save_id``,
+    that very save of it. Files that an older save left in its directory are not the checkpoint.
+    """
+    with looking_at(checkpoint.parent, storage_options) as look:
+        found = [seal for view in look.views.values() for seal in _savers(checkpoint.name, view)]
+    return any(save_id in (None, seal.save_id) for seal in found)
+
+
+def _savers(name: str, state: LogState) -> list[Seal]:
+    """Saves of a name that have bytes here according to the log, committed or half deleted; oldest first."""
+    return [
+        save.seal
+        for save in state.saves.living.values()
+        if save.seal is not None
+        and save.seal.name == name
+        and not (save.aborted or save.gone)
+        and standing(save.save_id, {"": state})
+        in (Standing.COMMITTED, Standing.DELETED, Standing.IN_DOUBT)
+    ]
+
+
+def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover.AUTO) -> bool:
+    """Local. Delete the checkpoint ``name`` of the run that ``storage`` is rooted at; its bytes are
+    gone when it returns. False: the log knows none, nothing was done.
+
+    Files of others in its directory stay. takeover: from whom a held run may be claimed. StateError: it
+    is pinned, or others refer to its files. StorageError: it is deleted, its bytes are still there.
+    RunBusyError: a living owner holds the run. After a crash it is deleted or not; the next call or
+    owner removes the rest of its bytes.
+    """
+    seat = sit_down(SoloControl(), storage, Place(), write=True)
+    state = drive(catch_up(), seat.storage)
+    if not _savers(name, state):
+        return False
+    with contextlib.ExitStack() as stack:
+        holder = state.generation
+        remove: Remover = remove_unheld
+        # One that somebody else has entered is theirs to move, name by name: two that do so under one
+        # generation would take a successor's plain names. A fence takes the other's trash away.
+        half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
+        if half or not (holder == GENESIS or state.released):
+            run = stack.enter_context(
+                claim(seat, takeover=takeover, caller=Caller("rm", for_call=True))
+            )
+            seat, holder = run.seat, run.generation
+            state = drive(catch_up(), seat.storage)
+            remove = remove_save
+        for seal in _savers(name, state):
+            state = _delete(seal, seat, holder, state, remove)
+    return True
+
+
+def remove_unheld(
+    seal: Seal, means: Means, holder: Generation, state: LogState
+) -> Program[Removed]:
+    """``remove_save`` in a run without an owner; holder is the current generation.
+
+    Its trash is made before the entry: a fence that comes after that takes the directory away, and
+    one that comes before refuses the entry.
+    """
+    if state.save(seal.save_id).deleted:
+        return Erasure.LATER, state  # by another one, whose bytes they are to move
+    if means.caps.shape is Shape.OBJECT:
+        return (yield from remove_save(seal, means, holder, state))
+    trash = own_trash(holder, next(means.ids))
+    yield MakeDir(trash)
+    done = yield from remove_save(seal, means, holder, state, trash)
+    yield from drop_trash(trash)
+    return done
+
+
+def remove_save(
+    seal: Seal, means: Means, holder: Generation, state: LogState, trash: str | None = None
+) -> Program[Removed]:
+    """Enter the delete of a save unless that was done, and remove its bytes. A Refusal: FENCED, or
+    NOTHING where it may not go; nothing was done then.
+
+    trash: of a remover that holds nothing; else the holder's.
+    """
+    known = state if means.caps.exclusive_create else None
+    if not state.save(seal.save_id).deleted:
+        done = yield from retire(
+            seal, means, holder, known, reason="removed", going=(seal.save_id,)
+        )
+        state = done.state
+        if isinstance(done, Refused):
+            if not state.save(seal.save_id).deleted:
+                return done.reason, state
+            return Erasure.LATER, state  # another was first: its bytes are that one's to move
+        known = state if means.caps.exclusive_create else None
+    again = trash is None  # what an earlier try left lies in the holder's trash; ours is new
+    return (yield from erase_retired(seal.save_id, means, holder, known, again=again, trash=trash))
+
+
+def _delete(
+    seal: Seal, seat: Seat, holder: Generation, state: LogState, remove: Remover
+) -> LogState:
+    where, means = seat.storage.uri(seal.name), seat.means()
+    what, state = drive(remove(seal, means, holder, state), seat.storage)
+    seat.touch_log_later()
+    match what:
+        case Refusal.FENCED | Erasure.FENCED:
+            raise FencedError(
+                f"the run has a new owner, {seal.name} is theirs to remove",
+                uri=where,
+                hint="look whether it is still there",
+            )
+        case Refusal():
+            raise StateError(
+                f"{seal.name} may not be deleted: it is pinned, or other checkpoints use its files",
+                uri=where,
+                hint="unpin it, or delete those first",
+            )
+        case Erasure.LATER:
+            raise StorageError(
+                f"{seal.name} is deleted, but its bytes could not be removed",
+                uri=where,
+                hint="what is a link or another disk by now is left alone: take that away by hand, "
+                "then remove it again or prepare_run() the run",
+            )
+    return state

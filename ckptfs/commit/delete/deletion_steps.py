@@ -1,0 +1,610 @@
+"""Everything that deletes: first the entry, then the bytes; always by rename, never by name.
+
+A recursive delete of ``attempts/<id>`` through a stale NFS client emptied the committed step, 20 times of 20;
+renaming it first gave "not found". So a save is deleted in four steps:
+
+    1. an entry says so (delete, abort), appended under the holder's fence
+    2. rename, piece by piece, to fresh unique names in ``trash/<generation>/``; "not found" means
+       that this piece is done
+    3. unlink below those names only
+    4. an entry says that the bytes are gone: from here a plain save may take the name
+
+``erase`` has steps 2 and 3, ``trash`` the directory for them. Files that are not ours, or that are in the place of
+ours, stay: the save stays "deleted", and the person who put them there has to remove them. Between 1 and 4 no other
+process projects to the name, so a check is still true at the rename.
+
+Retention does the same in two programs, and its owner decides when:
+
+    pin             append pin(save_id)                    retention leaves the save alone
+    retire          append delete(save_id)                 from here it is deleted, in every domain
+    erase_retired   rename to trash, unlink, append gone   any time later, any number of tries
+
+Between ``retire`` and ``erase_retired`` the save is complete where it was, so a reader that found it before the entry
+can continue. If the process dies in between, the next owner of the run does the rest.
+
+For a save that somebody removed by hand, the logs only record that it is gone:
+
+    lies_nowhere     whether nothing of a save is left in this domain           (read-only)
+    record_removal   the entries that say so                                    (the run's holder)
+    find_removed     the saves of a name that were removed in all their domains (collective, read-only)
+    record_removed   the same two entries in every log that lists them          (collective, the run's holder)
+
+A save keeps its name if anything of it is left, or if a domain that cannot be reached may still have it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ckptfs.commit.decisions import Refusal, may_delete, may_forget
+from ckptfs.commit.delete.erase import LEFT, erase, wipe_objects
+from ckptfs.commit.delete.trash import move_to_trash, trash_of
+from ckptfs.commit.log.append import (
+    Appended,
+    Means,
+    Refused,
+    append,
+    catch_up_again,
+    write_snapshot,
+)
+from ckptfs.commit.log.entries import Delete, Generation, Kind, Outcome, Pin, Seal, Stamp
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import (
+    List,
+    Program,
+    Refresh,
+    Remove,
+    RemoveDir,
+    RemoveTree,
+    StatOf,
+    drive,
+)
+from ckptfs.commit.paths import (
+    ATTEMPTS,
+    MANIFEST,
+    METADATA,
+    PARTIAL_PREFIX,
+    AttemptKeys,
+    shared_key,
+)
+from ckptfs.commit.save.projection import discard_source
+from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.state import committed, name_taken, pieces
+from ckptfs.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    StorageError,
+    SymlinkError,
+    UnsupportedError,
+)
+from ckptfs.storage.base import Capabilities, Entry, Shape
+
+__all__ = [
+    "REMOVED_BY_HAND",
+    "Erasure",
+    "Removal",
+    "delete_save",
+    "discard_attempt",
+    "discard_own_attempt",
+    "enter_delete",
+    "erase_retired",
+    "find_removed",
+    "finish_delete",
+    "lies_nowhere",
+    "may_pin",
+    "may_retire",
+    "pin",
+    "record_removal",
+    "record_removed",
+    "remove_empty_attempt",
+    "retire",
+    "waiting",
+    "wipe_leftovers",
+]
+
+logger = logging.getLogger("ckptfs.commit")
+
+
+def delete_save(
+    seal: Seal,
+    views: Mapping[str, LogState],
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+    *,
+    reason: str,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    still: Callable[[LogState], bool] = lambda _: True,
+) -> Program[Appended | Refused[Refusal]]:
+    """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
+
+    views: what is known of all domains. still: as for ``enter_delete``.
+    """
+    outcome = yield from enter_delete(
+        seal, views[domain], holder, reason=reason, ids=ids, stamp=stamp, still=still
+    )
+    if isinstance(outcome, Refused) and (
+        outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
+    ):
+        return outcome
+    now = {**views, domain: outcome.state}
+    return (yield from finish_delete(seal, now, domain, holder, caps, ids=ids, stamp=stamp))
+
+
+def enter_delete(
+    seal: Seal,
+    state: LogState | None,
+    holder: Generation,
+    *,
+    reason: str,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    still: Callable[[LogState], bool] = lambda _: True,
+) -> Program[Appended | Refused[Refusal]]:
+    """The entry alone: from here the save is deleted, and its bytes may go at any time.
+
+    still: asked of this domain's log at every try of the append; what was to be deleted may be
+    pinned, or the newest again, by then.
+    """
+
+    def decide(seen: LogState) -> Delete | Refused[Refusal]:
+        if not still(seen):
+            return Refused(Refusal.NOTHING, seen)
+        return may_delete(seen, seal.save_id, holder, reason)
+
+    return (yield from append(decide, write_id=next(ids), stamp=stamp, state=state))
+
+
+def finish_delete(
+    seal: Seal,
+    views: Mapping[str, LogState],
+    domain: str,
+    holder: Generation,
+    caps: Capabilities,
+    *,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+    trash: str | None = None,
+) -> Program[Appended | Refused[Refusal]]:
+    """Remove the bytes of a save with a delete in this domain's log, and record this there.
+
+    trash: of a remover that holds nothing; otherwise the holder's.
+    """
+    erased = yield from erase(seal, views, domain, trash or trash_of(holder), caps)
+    if not erased:
+        return Refused(Refusal.NOTHING, views[domain])
+    return (
+        yield from append(
+            lambda seen: may_forget(seen, seal.save_id, holder),
+            write_id=next(ids),
+            stamp=stamp,
+            state=views[domain],
+        )
+    )
+
+
+def discard_attempt(
+    save_id: str, name: str, holder: Generation, caps: Capabilities
+) -> Program[None]:
+    """Remove the bytes of an attempt that has an effective abort.
+
+    It was never committed, hence never projected. name is "" where its record was lost.
+    """
+    keys = AttemptKeys(caps.shape, name, save_id)
+    trash = trash_of(holder)
+    if caps.shape is Shape.OBJECT:
+        yield from _wipe_attempt(keys)
+        return
+    yield from move_to_trash(keys.attempt, f"{trash}/{save_id}.attempt")
+    if name:
+        try:
+            yield from move_to_trash(keys.projected_data, f"{trash}/{save_id}.data")
+        except (UnsupportedError, SymlinkError) as error:
+            # Another disk or a link stands there; what was never committed was never moved to it.
+            logger.warning(LEFT, name, error)
+
+
+def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[None]:
+    """Remove an attempt that this process began, knows unsealed, and has appended an abort for."""
+    keys = AttemptKeys(caps.shape, name, save_id)
+    if caps.shape is Shape.OBJECT:
+        yield from _wipe_attempt(keys)
+        return
+    yield from discard_source(keys)
+
+
+def _wipe_attempt(keys: AttemptKeys) -> Program[None]:
+    """Object stores: remove everything of a save that was never committed, so no other save shares it."""
+    yield RemoveTree(shared_key(keys.save_id))
+    yield from wipe_objects(keys, projected=False)
+
+
+def wipe_leftovers(
+    left_of: Callable[[str], list[Seal]], domain: str, caps: Capabilities
+) -> Program[None]:
+    """Object stores: remove what a delayed PUT wrote after its save was deleted and gone.
+
+    left_of: the saves of a name without bytes. It is called for the names that are in the run, not for all that
+    ever were.
+    """
+    if caps.shape is not Shape.OBJECT:
+        return
+    entries: list[Entry] = yield List("")
+    for name in dict.fromkeys(entry.name for entry in entries):
+        for seal in left_of(name):
+            for piece in pieces(seal, domain):
+                keys = AttemptKeys(caps.shape, piece.name, piece.save_id)
+                yield from wipe_objects(keys, projected=True)
+
+
+def remove_empty_attempt(save_id: str) -> Program[None]:
+    """Remove the directories of an attempt that died before its record was whole.
+
+    One that has a file may be another's and alive, who is writing data. A living one without: it sees
+    that its directory is gone, and makes it again (``saving.begin``).
+    """
+    data = f"{ATTEMPTS}/{save_id}/{save_id}"
+    try:
+        entries: list[Entry] = yield List(data)
+    except NotFoundError:
+        entries = []  # it died between the two directories
+    if not all(entry.name.startswith(PARTIAL_PREFIX) for entry in entries):
+        return
+    for entry in entries:
+        # Half of a record. The name is unique to its writer: nobody else's file can be meant.
+        yield Remove(f"{data}/{entry.name}")
+    for key in (data, f"{ATTEMPTS}/{save_id}"):
+        try:
+            yield RemoveDir(key)
+        except AlreadyExistsError:
+            return
+
+
+class Erasure(Enum):
+    """What became of a deleted save's bytes."""
+
+    GONE = "gone"
+    LATER = "later"  # a successor of its name is in doubt, or our trash was taken away
+    FENCED = "fenced"  # a newer owner's business now
+
+
+def waiting(state: LogState) -> list[Seal]:
+    """Saves that are deleted in this log and still have bytes here."""
+    return [
+        save.seal
+        for save in state.saves.living.values()
+        if save.seal is not None and save.deleted and not save.gone
+    ]
+
+
+def may_retire(state: LogState, save_id: str, going: Collection[str]) -> bool:
+    """Whether what was decided over older folds of all domains still holds for this log.
+
+    going: the save_ids that go together. Not while it is pinned, or while anything that stays, or
+    is not settled yet, refers to it.
+    """
+    if state.save(save_id).pinned:
+        return False
+    return not any(
+        save_id in save.seal.references
+        for save in state.saves.living.values()
+        if save.seal is not None
+        and save.save_id not in going
+        and not save.deleted
+        and save.decided is not Outcome.ABORTED
+    )
+
+
+def retire(
+    seal: Seal,
+    means: Means,
+    holder: Generation,
+    state: LogState | None,
+    *,
+    reason: str,
+    going: Collection[str],
+) -> Program[Appended | Refused[Refusal]]:
+    """Append the delete of a save that retention does not keep; its bytes stay.
+
+    Refused: FENCED by a newer owner; NOTHING: it is deleted already, or may not be deleted any more. If another
+    domain deleted it, it is deleted, and nothing keeps it here.
+    """
+    done = yield from enter_delete(
+        seal,
+        state,
+        holder,
+        reason=reason,
+        ids=means.ids,
+        stamp=means.stamp,
+        still=lambda seen: not going or may_retire(seen, seal.save_id, going),
+    )
+    if isinstance(done, Refused):
+        return done
+    summed = yield from write_snapshot(done.state, write_id=next(means.ids), stamp=means.stamp)
+    return replace(done, state=summed)
+
+
+def erase_retired(
+    save_id: str,
+    means: Means,
+    holder: Generation,
+    state: LogState | None,
+    *,
+    again: bool = False,
+    trash: str | None = None,
+) -> Program[tuple[Erasure, LogState]]:
+    """Remove the bytes of a deleted save and say so in the log; harmless when repeated.
+
+    again: an earlier try of this generation failed, so that some may be in its trash already. trash: of
+    a remover that holds nothing; else the holder's.
+    """
+    seen = yield from catch_up_again(state)
+    save = seen.save(save_id)
+    if seen.generation > holder:
+        return Erasure.FENCED, seen
+    if save.seal is None or not save.deleted or save.gone:
+        return Erasure.GONE, seen
+    if again and means.caps.shape is Shape.FILESYSTEM:
+        # What was renamed is not found at its place any more: the next rename would take it for gone.
+        yield from _empty_trash(save_id, trash_of(holder))
+    done = yield from finish_delete(
+        save.seal,
+        {means.domain: seen},
+        means.domain,
+        holder,
+        means.caps,
+        ids=means.ids,
+        stamp=means.stamp,
+        trash=trash,
+    )
+    if done.state.save(save_id).gone:
+        write_id = next(means.ids)
+        return Erasure.GONE, (
+            yield from write_snapshot(done.state, write_id=write_id, stamp=means.stamp)
+        )
+    fenced = done.state.generation > holder
+    return (Erasure.FENCED if fenced else Erasure.LATER), done.state
+
+
+def _empty_trash(save_id: str, trash: str) -> Program[None]:
+    try:
+        entries: list[Entry] = yield List(trash)
+    except NotFoundError:
+        return
+    for entry in entries:
+        if entry.name.startswith(f"{save_id}."):
+            yield RemoveTree(f"{trash}/{entry.name}")
+
+
+def may_pin(
+    state: LogState, save_id: str, by: Generation, *, pinned: bool
+) -> Pin | Refused[Refusal]:
+    """Pin or unpin a sealed, undeleted save, as the newest owner."""
+    if state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    save = state.save(save_id)
+    if save.seal is None or save.deleted or save.pinned is pinned:
+        return Refused(Refusal.NOTHING, state)
+    return Pin(save_id, pinned)
+
+
+def pin(
+    save_id: str, means: Means, holder: Generation, state: LogState | None, *, pinned: bool
+) -> Program[Appended | Refused[Refusal]]:
+    """Append the pin in this domain, or say why not."""
+    return (
+        yield from append(
+            lambda seen: may_pin(seen, save_id, holder, pinned=pinned),
+            write_id=next(means.ids),
+            stamp=means.stamp,
+            state=state,
+        )
+    )
+
+
+REMOVED_BY_HAND = "removed by hand"  # the reason in the entry
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """A committed save that somebody removed by hand, and whether it is pinned."""
+
+    seal: Seal
+    pinned: bool
+
+
+# -- in one domain --------------------------------------------------------------------------------
+
+
+def lies_nowhere(whole: Seal, domain: str, shape: Shape) -> Program[bool]:
+    """Whether nothing of a committed save is left in this domain, because somebody removed it by hand.
+
+    Reads only. If this is unknown, something is left: a link in the place of its directory, files under the plain
+    names of a directory artifact, data that it shares with other saves.
+    """
+    for piece in pieces(whole, domain):
+        # In the direction of movement, each directory opened anew: a client may have cached its absence.
+        for home in AttemptKeys(shape, piece.name, piece.save_id).homes():
+            parent = home.rpartition("/")[0]
+            for directory in (parent.rpartition("/")[0], parent):
+                yield Refresh(directory)
+            if (yield from _exists(f"{home}/{MANIFEST}")):
+                return False
+    here = {entry.name: entry for entry in (yield from _entries(""))}
+    step = here.get(whole.name)
+    if step is not None and (step.is_link or not step.is_dir):
+        return False
+    for piece in pieces(whole, domain):
+        keys = AttemptKeys(shape, piece.name, piece.save_id)
+        if shape is Shape.FILESYSTEM and (yield from _entries(keys.attempt)):
+            return False
+        if (yield from _entries(shared_key(piece.save_id))):
+            return False
+        if step is None:
+            continue
+        inside = {entry.name for entry in (yield from _entries(piece.name))}
+        if inside and (
+            piece.artifact is Kind.DIRECTORY
+            or not inside.isdisjoint({piece.save_id, METADATA, MANIFEST})
+        ):
+            return False
+    return True
+
+
+def _exists(key: str) -> Program[bool]:
+    try:
+        yield StatOf(key)
+    except NotFoundError:
+        return False
+    return True
+
+
+def _entries(key: str) -> Program[list[Entry]]:
+    try:
+        entries: list[Entry] = yield List(key)
+    except NotFoundError:
+        return []
+    return entries
+
+
+def record_removal(
+    seal: Seal,
+    state: LogState,
+    domain: str,
+    holder: Generation,
+    shape: Shape,
+    *,
+    ids: Iterator[str],
+    stamp: Stamp = Stamp(),
+) -> Program[LogState | Refused[Refusal]]:
+    """Record that a save was removed by hand and that its bytes are gone here. Only for the holder.
+
+    If something of it is here after all, nothing is recorded. Removes nothing.
+    """
+    if not (yield from lies_nowhere(seal, domain, shape)):
+        return Refused(Refusal.NOTHING, state)
+    entered = yield from enter_delete(
+        seal, state, holder, reason=REMOVED_BY_HAND, ids=ids, stamp=stamp
+    )
+    if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
+        return entered
+    done = yield from append(
+        lambda seen: may_forget(seen, seal.save_id, holder),
+        write_id=next(ids),
+        stamp=stamp,
+        state=entered.state,
+    )
+    if isinstance(done, Refused) and not done.state.save(seal.save_id).gone:
+        return done
+    return done.state
+
+
+# -- over all domains -----------------------------------------------------------------------------
+
+
+def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
+    """Collective, read-only. Find the committed saves of a name that have nothing left in any of their domains, all of
+    them reached. None while another save keeps the name from a save of this kind.
+    """
+
+    def look(ids: Collection[str]) -> tuple[View, frozenset[str]] | None:
+        if not seat.placement.is_owner:
+            return None
+        here = seat.placement.mine.id
+        state = drive(catch_up_again(_known(seat)), seat.storage)
+        seals = [
+            save.seal
+            for save in state.saves.living.values()
+            if save.seal is not None and save.seal.name == name and not save.deleted
+        ]
+        try:
+            gone = [
+                seal.save_id
+                for seal in seals
+                if drive(lies_nowhere(seal, here, seat.caps.shape), seat.storage)
+            ]
+        except StorageError as error:
+            logger.debug("whether %s lies here is not known: %s", name, error)
+            gone = []
+        return (here, state.to_send(ids)), frozenset(gone)
+
+    def decide(
+        answers: Sequence[tuple[View, frozenset[str]] | None],
+    ) -> tuple[Removal, ...]:
+        told = [a for a in answers if a is not None]
+        views = dict(view for view, _ in told)
+        gone = {view[0]: ids for view, ids in told}
+        mine = [live.seal for live in committed(views) if live.seal.name == name]
+        removed = tuple(
+            Removal(seal, any(v.save(seal.save_id).pinned for v in views.values()))
+            for seal in mine
+            if all(seal.save_id in gone.get(domain, ()) for domain in seal.everywhere)
+        )
+        ids = {one.seal.save_id for one in removed}
+        taken = name_taken(name, views)
+        keeps = {seal.save_id for seal in mine} - ids
+        if artifact is not Kind.DIRECTORY:
+            # Older saves of the name may keep their data: nothing of the next one meets theirs.
+            keeps &= {taken.save_id} if taken is not None else set()
+        return () if taken is None or taken.save_id not in ids or keeps else removed
+
+    return step_with_views(
+        seat.control,
+        "removed by hand?",
+        look,
+        lambda told: None if told is None else told[0],
+        decide,
+    )
+
+
+def record_removed(seat: Seat, name: str, artifact: Kind, holder: Generation) -> bool:
+    """Collective, by the run's holder. Enter in every log what ``find_removed`` finds, and warn of it;
+    whether the name is free when this returns.
+
+    After a crash in it each removal is recorded in all logs, in some, which the next owner completes, or in
+    none.
+    """
+    removed = find_removed(seat, name, artifact)
+    done = seat.control.step("record removals", lambda: _record_here(seat, removed, holder), all)
+    if not (removed and done):
+        return False
+    if seat.control.rank == 0:
+        for one in removed:
+            pinned = ", which is pinned" if one.pinned else ""
+            logger.warning(
+                "%s was removed by hand (save %s%s): the log records it as deleted, and the name is "
+                "saved again",
+                seat.storage.uri(one.seal.name),
+                one.seal.save_id,
+                pinned,
+            )
+    return True
+
+
+def _record_here(seat: Seat, removed: Sequence[Removal], holder: Generation) -> bool:
+    if not seat.placement.is_owner:
+        return True
+    here, ids, stamp = seat.placement.mine.id, fresh_ids(), seat.stamp()
+    for one in removed:
+        if here not in one.seal.everywhere:
+            continue
+        state = drive(catch_up_again(_known(seat)), seat.storage)
+        program = record_removal(
+            one.seal, state, here, holder, seat.caps.shape, ids=ids, stamp=stamp
+        )
+        done = drive(program, seat.storage)
+        if isinstance(done, Refused):
+            return False
+        seat.known.learn(done)
+        seat.touch_log_later()
+    return True
+
+
+def _known(seat: Seat) -> LogState | None:
+    # Without exclusive creates entries may slip in below what was folded.
+    return seat.known.state if seat.caps.exclusive_create else None

@@ -1,0 +1,514 @@
+"""A committed directory as a local path, for tools that know nothing but ``open``.
+
+    mounted, no into    the step directory itself
+    elsewhere           one directory per node: its ranks download their shares, every file compared
+                        with its digest as it passes by; removed when the last of them has left
+    into=               the same, into a directory of the caller's that appears whole, and stays
+
+What a killed process left in the scratch directory, the next fetch of the node removes.
+
+    <parent>/<prefix>xxxx/      the directory on the local disk that all ranks of a node share
+      files/    what it is for
+      users/    one name per rank, with the pid and start time of its process
+      place     whose pids these are
+
+The last rank to leave removes it. What killed processes left, the next one that is made there removes:
+no process of its users lives. No rank waits for another to leave. In memory: of each file, as many
+windows as its reader wants under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.delete.shared_data import file_key
+from ckptfs.commit.digests import BlockCheck, Check, WholeCheck, decode_digests
+from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.ownership.lease import start_ticks, who_am_i
+from ckptfs.commit.session import Seat
+from ckptfs.control.control import Control
+from ckptfs.errors import (
+    AlreadyExistsError,
+    IntegrityError,
+    StorageError,
+    SymlinkError,
+    UnsupportedError,
+)
+from ckptfs.storage.base import DataReader, Listing, Storage
+from ckptfs.storage.inflight import WatchedFile, in_flight
+from ckptfs.storage.io import Reach, buffer_pool
+from ckptfs.storage.threads import Threads
+
+__all__ = [
+    "Item",
+    "NodeScratch",
+    "ReadAhead",
+    "Wanted",
+    "fetched",
+    "items_of",
+    "share_items",
+    "sweep",
+    "windows",
+]
+
+
+_ALIGNED_FROM_BYTES = 1 << 20
+
+
+class ReadAhead:
+    """Threads and memory for reads ahead, until ``stack`` is left."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._threads: Threads | None = None
+        self._buffers: list[memoryview] = []
+        stack.callback(self._end)
+
+    def buffers(self, count: int, size_bytes: int, reach: Reach) -> list[memoryview]:
+        """Memory for so many windows, each of at least ``size_bytes``.
+
+        Large windows of a local file get aligned memory, which is read and written past the page cache without
+        a copy.
+        """
+        if reach is Reach.REMOTE or size_bytes < _ALIGNED_FROM_BYTES:
+            return [memoryview(bytearray(size_bytes)) for _ in range(count)]
+        made = [buffer_pool().acquire(size_bytes) for _ in range(count)]
+        self._buffers += made
+        return made
+
+    def submit(self, count: int, read: Callable[[], memoryview]) -> Future[memoryview]:
+        """Read on a thread, one of ``count``."""
+        if self._threads is None:
+            self._threads = Threads(count, "ckptfs-copy")
+        return self._threads.submit(read)
+
+    def _end(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        # Not after Ctrl-C in the wait: a read that has not returned would fill what is somebody else's by then.
+        for buffer in self._buffers:
+            buffer_pool().release(buffer)
+
+
+def windows(
+    reader: DataReader,
+    pool: ReadAhead,
+    reading: Callable[[], AbstractContextManager[None]],
+    first: int = 0,
+    *,
+    sharers: int = 1,
+    lasting: int = 0,
+) -> Iterator[memoryview]:
+    """The file's bytes in order, from ``first`` on.
+
+    Each view keeps its bytes until the next is asked for, or until ``lasting`` more have been.
+
+    sharers: so many files are read at once, and share what is worth having under way.
+    """
+    window = max(1, reader.window_bytes)
+    # All but the first begin at multiples of the window: direct I/O needs whole pages.
+    later = range((first // window + 1) * window, reader.size_bytes, window)
+    starts = [first, *later] if first < reader.size_bytes else []
+    ahead = max(1, min(reader.concurrency // sharers, len(starts)))
+    count = min(ahead + lasting, len(starts))
+    spare = pool.buffers(count, min(window, reader.size_bytes), reader.reach)
+
+    def read(start: int, buffer: memoryview) -> memoryview:
+        view = buffer[: min(window - start % window, reader.size_bytes - start)]
+        with reading():
+            reader.read_into(start, view)
+        return view
+
+    if ahead == 1:
+        for number, start in enumerate(starts):
+            yield read(start, spare[number % count])
+        return
+    under_way: deque[tuple[Future[memoryview], memoryview]] = deque()
+    used: deque[memoryview] = deque()
+    left = iter(starts)
+
+    def begin() -> None:
+        start = next(left, None)
+        if start is not None:
+            buffer = spare.pop()
+            under_way.append((pool.submit(ahead, lambda: read(start, buffer)), buffer))
+
+    try:
+        for _ in range(ahead):
+            begin()
+        while under_way:
+            future, buffer = under_way.popleft()
+            yield future.result()
+            used.append(buffer)
+            if len(used) > lasting:
+                spare.append(used.popleft())
+            begin()
+    finally:
+        for future, _ in under_way:
+            future.cancel()
+
+
+_FILES, _USERS, _PLACE = "files", "users", "place"
+
+
+class NodeScratch:
+    """Seen from one rank. ``make`` is the lead's; it tells the others, who set ``target``.
+
+    prefix: of its name. parent: where, by default the temporary directory. mates: the node's ranks.
+    """
+
+    def __init__(self, control: Control, prefix: str, parent: str | None = None) -> None:
+        self._control = control
+        self._prefix = prefix
+        self._parent = parent or tempfile.gettempdir()
+        self.node = control.world.node
+        self.mates = [r for r, world in enumerate(control.worlds) if world.node == self.node]
+        self.target = ""
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether this rank is the lowest of its node."""
+        return self.mates[0] == self._control.rank
+
+    @property
+    def path(self) -> str:
+        """The directory for files."""
+        return self.target
+
+    def make(self) -> str:
+        """On the lead. Returns the path, to be told to the node's other ranks."""
+        os.makedirs(self._parent, exist_ok=True)
+        place = who_am_i(self._control.world).node
+        sweep(self._parent, self._prefix, place)
+        top = tempfile.mkdtemp(prefix=self._prefix, dir=self._parent)
+        os.mkdir(os.path.join(top, _USERS))
+        for rank in self.mates:
+            pid = self._control.worlds[rank].pid
+            _write(os.path.join(top, _USERS, f"{rank}.{pid}.{start_ticks(pid)}"), "")
+        _write(os.path.join(top, _PLACE), place)
+        self.target = os.path.join(top, _FILES)
+        os.mkdir(self.target)
+        return self.target
+
+    def leave(self) -> None:
+        """This rank needs it no more; the last one of the node removes it."""
+        top = os.path.dirname(self.target)
+        users = os.path.join(top, _USERS)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(users):
+                if name.startswith(f"{self._control.rank}."):
+                    os.unlink(os.path.join(users, name))
+            os.rmdir(users)  # succeeds for the last one only
+            shutil.rmtree(top, ignore_errors=True)
+
+    def discard(self) -> None:
+        """After a failure of all ranks: nothing of it stays. Every rank may call."""
+        if self.target:
+            shutil.rmtree(os.path.dirname(self.target), ignore_errors=True)
+
+
+def sweep(parent: str, prefix: str, place: str) -> None:
+    """Local. Remove directories whose users, all of this pid namespace, are gone. place: this
+    process's; another container's pids mean nothing here.
+    """
+    for name in os.listdir(parent):
+        top = os.path.join(parent, name)
+        if not name.startswith(prefix) or _read(os.path.join(top, _PLACE)) != place:
+            continue
+        with contextlib.suppress(OSError):
+            there = os.path.join(top, _USERS)
+            # Gone: the last one was killed while it removed the rest.
+            users = [u.split(".") for u in os.listdir(there)] if os.path.isdir(there) else []
+            if not any(start_ticks(int(pid)) == ticks for _, pid, ticks in users):
+                shutil.rmtree(top, ignore_errors=True)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _read(path: str) -> str | None:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
+_PREFIX = "ckptfs-read-"
+Wanted = Callable[[str, Sequence[int]], bool]  # a path, and the ranks of the node
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One file to download. size_bytes, record: as committed; None for what lies beside it, such as
+    a driver's ``save_object``. digests: key of the sidecar.
+    """
+
+    path: str
+    key: str
+    size_bytes: int | None = None
+    record: FileRecord | None = None
+    digests: str | None = None
+
+
+def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, ...]:
+    """Local. What a directory consists of here: listed files of this domain, and what lies beside.
+
+    UnsupportedError: it shares files with other checkpoints.
+    """
+    items: dict[str, Item] = {}
+    manifest = found.manifest
+    for record in () if manifest is None else manifest.files:
+        if record.is_shared:
+            raise UnsupportedError(
+                "the checkpoint shares files with others and is no directory of its own",
+                uri=storage.uri(found.home),
+                hint="load it with ckptfs.load, or save with unchanged='write'",
+            )
+        if record.domain in (None, domain) or domain is None:
+            sidecar = None if record.digests is None else f"{found.home}/{record.digests}"
+            key = file_key(record, found.home)
+            # Domains have a `.metadata` each under one path: which one is here cannot be told.
+            known = None if record.path in items else record.size_bytes
+            checked = None if record.path in items else record
+            items[record.path] = Item(record.path, key, known, checked, sidecar)
+    for path in _below(storage, found.home, "", set()):
+        items.setdefault(path, Item(path, f"{found.home}/{path}"))
+    return tuple(items[path] for path in sorted(items))
+
+
+def _below(
+    storage: Storage, home: str, folder: str, visited: set[tuple[int, int]]
+) -> Iterator[str]:
+    """Files below a folder; through links to directories where ``storage`` follows them.
+
+    visited: the directories that links led to. SymlinkError: a link leads to one of them again. A maze
+    of links would otherwise be as many paths as there are ways through it. StorageError: a name cannot be
+    asked for, and what was fetched would lack it.
+    """
+    entries = storage.list(f"{home}/{folder}".rstrip("/"))
+    if isinstance(entries, Listing) and entries.passed_by:
+        raise StorageError(
+            f"the checkpoint cannot be fetched whole: no key can have the name {entries.passed_by[0]!a}",
+            errno=errno.EILSEQ,
+            uri=storage.uri(f"{home}/{folder}".rstrip("/")),
+            hint="rename that file or directory, or remove it",
+        )
+    for entry in entries:
+        path = f"{folder}/{entry.name}".lstrip("/")
+        if not entry.is_dir:
+            yield path
+            continue
+        where = storage.local_path(f"{home}/{path}") if entry.is_link else None
+        if where is not None:
+            found = os.stat(where)
+            if (found.st_dev, found.st_ino) in visited:
+                raise SymlinkError(
+                    f"{where} leads to a directory that another link leads to as well",
+                    uri=storage.uri(f"{home}/{path}"),
+                    hint="leave one link to it",
+                )
+            visited.add((found.st_dev, found.st_ino))
+        yield from _below(storage, home, path, visited)
+
+
+def share_items(items: Sequence[Item], sharers: int) -> tuple[tuple[Item, ...], ...]:
+    """What each of a node's ranks downloads: the largest first, each to the least loaded. Pure."""
+    shares: list[list[Item]] = [[] for _ in range(sharers)]
+    load = [0] * sharers
+    for item in sorted(items, key=lambda i: (-(i.size_bytes or 0), i.path)):
+        least = min(range(sharers), key=lambda n: (load[n], n))
+        load[least] += (item.size_bytes or 0) + 1
+        shares[least].append(item)
+    return tuple(tuple(share) for share in shares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """What a node's lead prepared: where to, and what."""
+
+    node: str
+    target: str
+    items: tuple[Item, ...]
+
+
+@contextlib.contextmanager
+def fetched(
+    seat: Seat,
+    found: Found,
+    *,
+    into: str | None = None,
+    scratch: str | None = None,
+    only: Wanted | None = None,
+    follow_links: bool = False,
+) -> Iterator[str]:
+    """Collective to enter, local to leave, read-only. A path with the files of ``found``.
+
+    into: a directory that does not exist yet, or is empty; one process per node fills it. scratch:
+    where else to download to, by default the temporary directory. only: what this node needs of it;
+    asked on one of its ranks. follow_links: download what links lead to that lead out of it; a SymlinkError
+    otherwise.
+    AlreadyExistsError: into has files.
+    IntegrityError and the storage's errors come as CollectiveError; then nothing is left behind.
+    """
+    storage, control = seat.storage, seat.control
+    mounted = None if into is not None else storage.local_path(found.home)
+    if mounted is not None:
+        yield mounted
+        return
+    if not follow_links:
+        storage = storage.refusing_links(found.home)
+    place = NodeScratch(control, _PREFIX, scratch) if into is None else _Into(control, into)
+
+    def begin() -> _Begun | None:
+        if not place.is_lead:
+            return None
+        items = items_of(storage, found, _domain_of(seat))
+        wanted = [i for i in items if only is None or only(i.path, place.mates)]
+        return _Begun(place.node, place.make(), tuple(wanted))
+
+    try:
+        told = control.step("begin to fetch", begin)
+        mine = next(begun for begun in told if begun is not None and begun.node == place.node)
+        place.target = mine.target
+        share = share_items(mine.items, len(place.mates))[place.mates.index(control.rank)]
+        control.step("fetch", lambda: _download(storage, share, mine.target))
+        if isinstance(place, _Into):
+            publish = partial(place.publish, mine.items)
+            control.step("publish", lambda: publish() if place.is_lead else None)
+    except BaseException:
+        place.discard()
+        raise
+    try:
+        yield place.path
+    finally:
+        place.leave()
+
+
+def _domain_of(seat: Seat) -> str | None:
+    return seat.placement.mine.id or None
+
+
+# -- into a directory of the caller's ---------------------------------------------------------------
+
+
+class _Into(NodeScratch):
+    """The caller's directory: it appears whole, under its name, and stays."""
+
+    def __init__(self, control: Control, into: str) -> None:
+        self._into = os.path.abspath(into)
+        parent, name = os.path.split(self._into)
+        super().__init__(control, f".{name}.partial-", parent)
+
+    @property
+    def path(self) -> str:
+        """What the caller sees."""
+        return self._into
+
+    def make(self) -> str:
+        """As in NodeScratch. AlreadyExistsError: there are files already."""
+        with in_flight("listing", self._into):
+            taken = os.path.isdir(self._into) and bool(os.listdir(self._into))
+        if taken:
+            raise AlreadyExistsError(
+                "the directory to fetch into has files", uri=self._into, hint="choose another"
+            )
+        return super().make()
+
+    def publish(self, items: Sequence[Item]) -> None:
+        """On the lead: the whole directory appears under its name."""
+        try:
+            with in_flight("rename", self._into):
+                os.rename(self.target, self._into)
+        except OSError as error:
+            # Another node, which shares this disk, was first: with the same files, if it was.
+            if not all(os.path.isfile(os.path.join(self._into, item.path)) for item in items):
+                raise AlreadyExistsError(
+                    f"the fetched directory cannot get its name: {error}", uri=self._into
+                ) from error
+        self.discard()
+
+    def leave(self) -> None:
+        """It stays."""
+
+
+# -- over the wire ---------------------------------------------------------------------------------
+
+
+def _download(storage: Storage, share: Sequence[Item], target: str) -> None:
+    """Local. This rank's files; several small ones at once, a large one by itself."""
+    for folder in {os.path.dirname(os.path.join(target, item.path)) for item in share}:
+        with in_flight("mkdir", folder):
+            os.makedirs(folder, exist_ok=True)
+    small = [i for i in share if i.size_bytes is not None and i.size_bytes <= BATCHED_BYTES]
+    large = [i for i in share if i not in small]
+    with Threads(_AT_ONCE, "ckptfs-fetch") as pool:
+        going = [pool.submit(_one, storage, item, target) for item in small]
+        try:
+            for item in large:
+                _one(storage, item, target)
+            for done in going:
+                done.result()
+        finally:
+            for done in going:
+                done.cancel()
+
+
+def _one(storage: Storage, item: Item, target: str) -> None:
+    check = _check_of(storage, item)
+    with (
+        contextlib.ExitStack() as stack,
+        storage.open_read(item.key) as reader,
+        WatchedFile(os.path.join(target, item.path), "wb") as file,
+    ):
+        if item.size_bytes is not None and reader.size_bytes != item.size_bytes:
+            raise _damaged_at(storage, item)(
+                f"it has {reader.size_bytes} bytes, {item.size_bytes} were committed"
+            )
+        for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
+            check.update(data)
+            _write_all(file, data)
+        check.finish()
+
+
+def _write_all(file: WatchedFile, data: memoryview) -> None:
+    at = 0
+    while at < len(data):
+        at += file.write(data[at:])
+
+
+def _check_of(storage: Storage, item: Item) -> Check:
+    if item.record is None:
+        return Check()
+    damaged = _damaged_at(storage, item)
+    if item.digests is not None:
+        raw = read_limited(storage, item.digests)
+        return BlockCheck(decode_digests(raw, storage.uri(item.digests)), damaged)
+    digest = item.record.digest
+    return Check() if digest is None else WholeCheck(digest, damaged)
+
+
+def _damaged_at(storage: Storage, item: Item) -> Callable[[str], IntegrityError]:
+    def damaged(why: str) -> IntegrityError:
+        return IntegrityError(
+            f"{item.path} is not what was committed: {why}",
+            uri=storage.uri(item.key),
+            hint="the file was changed after the commit; restore it or read another checkpoint",
+        )
+
+    return damaged

@@ -1,0 +1,613 @@
+"""Directories of files with plain names as checkpoints: how ``checkpoint_dir`` makes them a commit.
+
+    mounted filesystem   the attempt's directory itself is handed out; on leaving, the ranks of a
+                         domain sync and digest its files between them
+    anything else        every rank gets a directory of its own and uploads it on leaving, each name
+                         guarded (``plain_names``): it is final before the commit
+
+Nobody counted these bytes when they were written, so here, and only here, they are read once more.
+
+A local directory that somebody else wrote is committed as one:
+
+    every node     lists what it sees of the directory
+    coordinator    shares the files out: each is sent once per domain, by the ranks that see it
+    every rank     sends its share under plain names, and digests what two nodes hold differently
+
+On one shared disk all nodes see the same files; on node-local disks each sees its own, and what
+several hold under one name (a config, a tokenizer) has to be the same bytes everywhere.
+
+    Sender(attempt, "/scratch/ckpt").send(names)     read, digest, write: each byte once
+
+On object stores whoever lost a name stops before the next byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import xxhash
+
+from ckptfs.commit.log.entries import Generation
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import CONTROL, MANIFEST, AttemptKeys
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.plain_names import Mine, put_plain, still_free
+from ckptfs.commit.save.spec import Committed, SaveSpec, WrittenPart
+from ckptfs.commit.session import Known, Seat
+from ckptfs.control.control import Control
+from ckptfs.errors import (
+    CkptfsError,
+    CollectiveError,
+    IncompleteCheckpointError,
+    NotFoundError,
+    StateError,
+)
+from ckptfs.events import Counters
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.inflight import WatchedFile, in_flight, walk
+from ckptfs.storage.threads import Threads
+
+__all__ = [
+    "BATCHED_BYTES",
+    "Collector",
+    "Listed",
+    "PlainNames",
+    "Publication",
+    "Sender",
+    "Share",
+    "collected_files",
+    "files_below",
+    "leaving_together",
+    "list_files",
+    "refuse_own",
+    "remove_source",
+    "share_files",
+    "writing_directory",
+]
+
+_CHUNK_BYTES = 4 << 20
+BATCHED_BYTES = 16 << 20  # files up to this are sent or fetched many at a time
+
+
+def files_below(top: str, skip: str | None = None) -> Iterator[str]:
+    """Relative paths of the files below ``top``, sorted; links to directories are not followed."""
+    for folder, folders, names in walk(top):
+        folders[:] = sorted(f for f in folders if os.path.join(folder, f) != skip)
+        for name in sorted(names):
+            yield os.path.relpath(os.path.join(folder, name), top)
+
+
+class Target(Protocol):
+    """Where files go: an ``Attempt``, after its begin()."""
+
+    @property
+    def seat(self) -> Seat:
+        """Whose capabilities count."""
+
+    @property
+    def storage(self) -> Storage:
+        """Rooted at the run."""
+
+    @property
+    def keys(self) -> AttemptKeys:
+        """Of the save."""
+
+    @property
+    def base(self) -> Generation:
+        """The generation that the save carries."""
+
+    @property
+    def directory(self) -> str:
+        """The key that the files' paths are relative to."""
+
+
+class PlainNames:
+    """Puts plain names while they are this attempt's to put. Thread-safe."""
+
+    def __init__(self, attempt: Target) -> None:
+        self._attempt = attempt
+        self._mine = Mine(attempt.keys, attempt.base, attempt.seat.caps)
+        self._seen = Known()
+
+    def check(self) -> None:
+        """FencedError, CommitConflictError: another's by now."""
+        self._seen.learn(drive(still_free(self._mine, self._known()), self._attempt.storage))
+
+    def put(self, key: str, data: bytes) -> None:
+        """One small file, conditionally where the store can."""
+        program = put_plain(self._mine, self._known(), key, data)
+        self._seen.learn(drive(program, self._attempt.storage))
+
+    def _known(self) -> LogState | None:
+        return self._seen.state if self._mine.caps.exclusive_create else None
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error: another file has that
+    """Another file of this rank could not be sent."""
+
+
+class Sender:
+    """Sends files of ``path``, one rank's. domain: the id of the domain that holds them, None: all."""
+
+    def __init__(self, attempt: Target, path: str, domain: str | None = None) -> None:
+        self._attempt = attempt
+        self._path = path
+        self._domain = domain
+        self._stopped = threading.Event()
+        is_final = attempt.keys.shape is Shape.OBJECT
+        self._guard = PlainNames(attempt) if is_final else None
+
+    def send(self, names: Sequence[str]) -> WrittenPart:
+        """Local. Send these files; durable on return, names too.
+
+        Small ones eight at a time, larger ones two at a time: one of these keeps a connection pool
+        busy by itself. In memory: a chunk for each, and what its writer holds (a small file whole).
+        """
+        started = time.perf_counter()
+        sizes = {name: self._size_bytes(name) for name in names}
+        small = [name for name in names if sizes[name] <= BATCHED_BYTES]
+        large = [name for name in names if sizes[name] > BATCHED_BYTES]
+        self._go_on()  # before the files too: a conflict costs no upload
+        found = {**self._send_all(small, sizes, 8), **self._send_all(large, sizes, 2)}
+        for folder in sorted({self._key(name).rpartition("/")[0] for name in names}):
+            self._attempt.storage.sync(folder)
+        records = [found[name] for name in names]
+        size = sum(r.size_bytes for r in records)
+        counters = Counters(
+            size_bytes=size,
+            payload_bytes=size,
+            files=len(records),
+            items=len(records),
+            write_s=time.perf_counter() - started,
+        )
+        return WrittenPart(tuple(records), counters)
+
+    def _send_all(
+        self, names: Sequence[str], sizes: Mapping[str, int], at_once: int
+    ) -> dict[str, FileRecord]:
+        """Some files, so many at a time. The first failure stops the others and is raised."""
+        failures: list[BaseException] = []
+
+        def send(name: str) -> FileRecord:
+            try:
+                return self._send(name, sizes[name])
+            except BaseException as error:
+                if not isinstance(error, _Stopped):
+                    failures.append(error)
+                self._stopped.set()
+                raise
+
+        with Threads(at_once, "ckptfs-upload") as pool:
+            going = {name: pool.submit(send, name) for name in names}
+            try:
+                wait(going.values())
+            except BaseException:
+                # Ctrl-C: nobody may go on writing below a name that is being cleaned up.
+                self._stopped.set()
+                raise
+        if failures:
+            raise failures[0]
+        return {name: done.result() for name, done in going.items()}
+
+    def _send(self, name: str, size_hint_bytes: int) -> FileRecord:
+        storage, key, guard = self._attempt.storage, self._key(name), self._guard
+        if self._stopped.is_set():
+            raise _Stopped
+        storage.make_dir(key.rpartition("/")[0])
+        if size_hint_bytes <= BATCHED_BYTES and guard is not None:
+            with WatchedFile(os.path.join(self._path, name)) as whole:
+                data = whole.read()
+            guard.put(key, data)
+            digest = xxhash.xxh3_128_hexdigest(data)
+            return FileRecord(name, len(data), self._domain, None, digest)
+        state, size = xxhash.xxh3_128(), 0
+        chunk = memoryview(bytearray(min(_CHUNK_BYTES, max(size_hint_bytes, 1))))
+        # Read, not mapped: a file that somebody cuts short while it is mapped kills the process.
+        with (
+            WatchedFile(os.path.join(self._path, name)) as file,
+            storage.open_write(key, size_hint_bytes=size_hint_bytes) as writer,
+        ):
+            while count := file.readinto(chunk):
+                if self._stopped.is_set():
+                    raise _Stopped
+                state.update(chunk[:count])
+                size += count
+                writer.write(chunk[:count])
+            self._go_on()
+        return FileRecord(name, size, self._domain, None, state.hexdigest())
+
+    def _size_bytes(self, name: str) -> int:
+        path = os.path.join(self._path, name)
+        with in_flight("stat", path):
+            return os.path.getsize(path)
+
+    def _key(self, name: str) -> str:
+        return f"{self._attempt.directory}/{name}"
+
+    def _go_on(self) -> None:
+        if self._guard is not None:
+            self._guard.check()
+
+
+logger = logging.getLogger("ckptfs.commit")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One file as a node sees it. path: relative. mtime_ns: equal on two nodes means one file."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank does. compare: files that it only digests, because another node sends another
+    file of the same name and size.
+    """
+
+    send: tuple[Listed, ...] = ()
+    compare: tuple[str, ...] = ()
+
+
+def list_files(top: str) -> tuple[Listed, ...]:
+    """Local. The files below ``top``; links to files count as what they lead to.
+
+    NotFoundError: there is no such directory. StateError: something that cannot be committed: a link
+    to a directory (its files would be left out), a run of ckptfs, a name that is no path elsewhere.
+    """
+    if not os.path.isdir(top):
+        raise NotFoundError("there is no such directory on this node", uri=top)
+    if os.path.isdir(os.path.join(top, CONTROL)):
+        raise StateError("this is a run, not the directory of one step", uri=top)
+    for folder, folders, _ in walk(top):
+        linked = next((f for f in folders if os.path.islink(os.path.join(folder, f))), None)
+        if linked is not None:
+            raise StateError(
+                f"{linked} is a link to a directory: its files would be left out",
+                uri=folder,
+                hint="put a directory there",
+            )
+    found = []
+    for path in files_below(top):
+        if path == MANIFEST:
+            continue  # of the checkpoint that this was a copy of; the commit writes another
+        if "\\" in path or "://" in path or "\0" in path:
+            raise StateError(f"{path!r} is no name on other storage", uri=top, hint="rename it")
+        with in_flight("stat", os.path.join(top, path)):
+            stat = os.stat(os.path.join(top, path))
+        found.append(Listed(path, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def share_files(
+    listings: Sequence[tuple[Listed, ...] | None],
+    nodes: Sequence[str],
+    domains: Sequence[Sequence[int]],
+) -> tuple[Share, ...]:
+    """What each rank sends. Pure.
+
+    listings: by rank, None from ranks that did not look (one of each node does). nodes: by rank.
+    domains: their ranks. StateError: nodes of one domain hold different files under one name.
+    IncompleteCheckpointError: there is no file at all.
+    """
+    if not any(listings):
+        raise IncompleteCheckpointError(
+            "there is no file in the directory", hint="save what the framework wrote, after it did"
+        )
+    send: list[list[Listed]] = [[] for _ in nodes]
+    compare: list[list[str]] = [[] for _ in nodes]
+    load = [0] * len(nodes)
+    for ranks in domains:
+        for holders in _largest_first(_holders(listings, ranks)):
+            first = holders[0][1]
+            same = [rank for rank, file in holders if file == first]
+            for rank, file in holders:
+                if file.size_bytes != first.size_bytes:
+                    raise StateError(
+                        f"ranks {holders[0][0]} and {rank} see different files {first.path!r} "
+                        f"({first.size_bytes} and {file.size_bytes} bytes)",
+                        hint="put the node or the rank into the file's name",
+                    )
+                if file != first:
+                    compare[rank].append(file.path)
+            able = [r for r in ranks if any(nodes[r] == nodes[s] for s in same)]
+            chosen = min(able, key=lambda r: (load[r], r))
+            # A file costs a few requests whatever its size: many small ones are shared out too.
+            load[chosen] += first.size_bytes + 1
+            send[chosen].append(first)
+    return tuple(Share(tuple(s), tuple(c)) for s, c in zip(send, compare, strict=True))
+
+
+def _holders(
+    listings: Sequence[tuple[Listed, ...] | None], ranks: Sequence[int]
+) -> Mapping[str, list[tuple[int, Listed]]]:
+    found: dict[str, list[tuple[int, Listed]]] = {}
+    for rank in ranks:
+        for file in listings[rank] or ():
+            found.setdefault(file.path, []).append((rank, file))
+    return found
+
+
+def _largest_first(
+    holders: Mapping[str, list[tuple[int, Listed]]],
+) -> list[list[tuple[int, Listed]]]:
+    return sorted(holders.values(), key=lambda h: (-h[0][1].size_bytes, h[0][1].path))
+
+
+class Publication:
+    """One rank's part of a directory's commit: ``write`` and ``finish`` for ``Attempt.commit``."""
+
+    def __init__(self, attempt: Attempt, seat: Seat, path: str, share: Share) -> None:
+        is_local = seat.caps.shape is Shape.FILESYSTEM
+        domain = seat.placement.mine.id if is_local else None
+        self._sender = Sender(attempt, path, domain)
+        self._path = path
+        self._share = share
+
+    def write(self) -> WrittenPart:
+        """Send this rank's files; durable on return."""
+        part = self._sender.send([file.path for file in self._share.send])
+        for file, record in zip(self._share.send, part.files, strict=True):
+            if record.size_bytes != file.size_bytes:
+                raise StateError(
+                    f"{file.path} changed while it was saved: {file.size_bytes} bytes, then "
+                    f"{record.size_bytes}",
+                    uri=self._path,
+                    hint="leave the directory as it is until the save is committed",
+                )
+        digests = {path: self._digest(path) for path in self._share.compare}
+        return replace(part, payload=json.dumps(digests).encode())
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """On the coordinator: what several nodes hold under one name is one file."""
+        sent = {(f.domain, f.path): f.digest for part in parts for f in part.files}
+        for rank, part in enumerate(parts):
+            for path, digest in json.loads(part.payload or b"{}").items():
+                if digest not in {d for (_, p), d in sent.items() if p == path}:
+                    raise StateError(
+                        f"rank {rank} sees another file {path!r} than the one that was saved",
+                        hint="put the node or the rank into the file's name",
+                    )
+        return {}
+
+    def _digest(self, path: str) -> str:
+        state = xxhash.xxh3_128()
+        with WatchedFile(os.path.join(self._path, path)) as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                state.update(chunk)
+        return state.hexdigest()
+
+
+def remove_source(path: str) -> None:
+    """Local, after the commit: what was handed over goes. A failure is logged, nothing depends on it."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s is committed elsewhere, and cannot be removed here: %s", path, error)
+
+
+def refuse_own(path: str, run: str, name: str) -> None:
+    """Local. StateError where removing ``path`` would take the run, a checkpoint of it, or what is to be
+    the checkpoint ``name``.
+    """
+    source, root = os.path.realpath(path), os.path.realpath(run)
+    final = os.path.join(root, name)
+    holds_run = os.path.commonpath([source, final]) in (source, final)
+    is_step = os.path.commonpath([source, root]) == root and os.path.isfile(
+        os.path.join(source, MANIFEST)
+    )
+    if holds_run or is_step:
+        raise StateError(
+            "the directory is part of the run, and cannot be consumed",
+            uri=path,
+            hint="write it elsewhere, or consume=False",
+        )
+
+
+class Collector(Protocol):
+    """What a rank's directory becomes: ``path`` to write to, then a part of the save."""
+
+    path: str
+
+    def share_out(self) -> None:
+        """Collective, when every rank has stopped writing: which files there are, and whose."""
+
+    def write(self) -> WrittenPart:
+        """Make this rank's files durable and describe them."""
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """On the coordinator: check the parts against each other."""
+
+
+@contextlib.contextmanager
+def collected_files(attempt: Attempt) -> Iterator[Collector]:
+    """The collector for this attempt's storage; call after ``attempt.begin()``."""
+    attempt.storage.make_dir(attempt.directory)
+    mounted = attempt.storage.local_path(attempt.directory)
+    if mounted is not None:
+        yield _Mounted(attempt, mounted)
+        return
+    scratch = tempfile.mkdtemp(prefix="ckptfs-")
+    try:
+        yield _Uploaded(attempt, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing_directory(seat: Seat, spec: SaveSpec, done: list[Committed]) -> Iterator[str]:
+    """Collective to enter and to leave. Yields a path to write into; committed when all have left.
+
+    done: gets the commit. An exception inside, on any rank, commits nothing and is raised on all.
+    """
+    attempt = Attempt(seat, spec)
+    try:
+        attempt.begin()
+        with contextlib.ExitStack() as stack:
+            # Also what fails while the directory is made: the others wait where they leave.
+            with leaving_together(seat.control):
+                collector = stack.enter_context(collected_files(attempt))
+                yield collector.path
+            # Nobody lists and digests before everybody has stopped writing.
+            collector.share_out()
+            done.append(attempt.commit(collector.write, collector.finish))
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+@contextlib.contextmanager
+def leaving_together(control: Control) -> Iterator[None]:
+    """Collective to leave: nobody goes on before all have left, and what one raises all hear of."""
+    try:
+        yield
+    except BaseException as error:
+        # A collective error is all ranks' already: with one's number it would differ between them.
+        if isinstance(error, CkptfsError) and not isinstance(error, CollectiveError):
+            error.rank = control.rank if error.rank is None else error.rank
+        with contextlib.suppress(Exception):
+            control.step("leave", _raiser(error))
+        raise
+    control.step("leave", lambda: None)
+
+
+def _raiser(error: BaseException) -> Callable[[], None]:
+    def leave() -> None:
+        # The others wait at the end of their blocks: this is how they hear of it.
+        raise StateError(f"left its directory by {type(error).__name__}: {error}") from error
+
+    return leave
+
+
+class _Mounted:
+    def __init__(self, attempt: Attempt, path: str) -> None:
+        self.path = path
+        self._attempt = attempt
+        self._skip = os.path.join(path, attempt.save_id)
+        self._here: tuple[str, ...] = ()
+        self._mine: frozenset[str] = frozenset()
+
+    def share_out(self) -> None:
+        """A node's listing is sure of nothing but what that node has written: over NFS a directory may
+        look as it did a moment ago. So all of them count, and a file goes to a rank that can see it.
+        """
+        seat = self._attempt.seat
+
+        def tell() -> tuple[str, ...] | None:
+            if not seat.placement.is_node_lead:
+                return None
+            self._here = tuple(files_below(self.path, self._skip))
+            return self._here
+
+        def decide(told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+            return _shares(seat, told)
+
+        shares = seat.control.step("files", tell, decide)
+        self._mine = frozenset(shares.get(seat.control.rank, ()))
+
+    def write(self) -> WrittenPart:
+        """Sync everything that this node may hold dirty; digest this rank's share of the files."""
+        started = time.perf_counter()
+        seat = self._attempt.seat
+        records, size = [], 0
+        for name in sorted(self._mine.union(self._here)):
+            mine = name in self._mine
+            with WatchedFile(os.path.join(self.path, name)) as file:
+                file.sync()
+                if mine:
+                    digest, length = _digest(file)
+                    size += length
+                    records.append(FileRecord(name, length, seat.placement.mine.id, None, digest))
+        if seat.placement.is_owner:
+            self._sync_folders()
+        counters = Counters(
+            size_bytes=size,
+            payload_bytes=size,
+            files=len(records),
+            items=len(records),
+            sync_s=time.perf_counter() - started,
+        )
+        return WrittenPart(tuple(records), counters)
+
+    def _sync_folders(self) -> None:
+        storage, top = self._attempt.storage, self._attempt.directory
+        for folder, _, _ in walk(self.path):
+            below = os.path.relpath(folder, self.path)
+            storage.sync(top if below == "." else f"{top}/{below}")
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """Refuse an empty artifact: somebody wrote it elsewhere."""
+        return _checked(parts)
+
+
+def _shares(seat: Seat, told: list[tuple[str, ...] | None]) -> dict[int, list[str]]:
+    """Each file of a domain to one of its ranks, on a node that lists it. Pure."""
+    nodes = [world.node for world in seat.control.worlds]
+    shares: dict[int, list[str]] = {}
+    for domain in seat.placement.domains:
+        seen: dict[str, set[str]] = {}
+        for rank in domain.ranks:
+            for name in told[rank] or ():
+                seen.setdefault(name, set()).add(nodes[rank])
+        for at, name in enumerate(sorted(seen)):
+            able = [rank for rank in domain.ranks if nodes[rank] in seen[name]]
+            shares.setdefault(able[at % len(able)], []).append(name)
+    return shares
+
+
+class _Uploaded:
+    def __init__(self, attempt: Attempt, path: str) -> None:
+        self.path = path
+        self._sender = Sender(attempt, path)
+
+    def share_out(self) -> None:
+        """Every rank has a directory of its own."""
+
+    def write(self) -> WrittenPart:
+        """Send this rank's files under their plain names."""
+        return self._sender.send([file.path for file in list_files(self.path)])
+
+    def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
+        """Two ranks must not have written different files under one name."""
+        seen: dict[str, tuple[int, str | None]] = {}
+        for rank, part in enumerate(parts):
+            for record in part.files:
+                first, digest = seen.setdefault(record.path, (rank, record.digest))
+                if digest != record.digest:
+                    raise StateError(
+                        f"ranks {first} and {rank} wrote different files {record.path!r}",
+                        hint="put the rank into the file's name",
+                    )
+        return _checked(parts)
+
+
+def _digest(file: WatchedFile) -> tuple[str, int]:
+    digest, size = xxhash.xxh3_128(), 0
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+        size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def _checked(parts: list[WrittenPart]) -> Mapping[str, bytes]:
+    if not any(part.files for part in parts):
+        raise IncompleteCheckpointError(
+            "no rank wrote a file into its checkpoint_dir",
+            hint="write below the path that the block was given",
+        )
+    return {}

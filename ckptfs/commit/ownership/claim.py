@@ -1,0 +1,508 @@
+"""Claiming a run: ``prepare_run`` fences every older writer, then recovers what they left.
+
+    survey    every owner folds its log              -> who holds the run? free, mine, or to be watched
+    watch     every owner watches its lease          -> it moved: RunBusyError; it stood still: free;
+                                                        it moves for another call: survey again
+    fence     every owner appends fence(generation)  -> another one came first: undo, survey again
+    report    what is in every domain                -> one plan for all
+    settle    abort, record, project, wipe
+    token     every rank reads the new fence through its own path
+
+From the fence on an older generation cannot append, hence cannot commit or delete. ``overwrite``
+moves nothing: it is a flag in the fence.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from ckptfs.commit.decisions import may_claim, unreleased
+from ckptfs.commit.log.append import Appended, Refused, append, catch_up_again
+from ckptfs.commit.log.entries import GENESIS, Fence, FenceMode, Generation, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import control_is_plain, drive, read_limited
+from ckptfs.commit.ownership.background_owner import Background
+from ckptfs.commit.ownership.lease import (
+    Keeper,
+    LeaseTimes,
+    Pulse,
+    Watch,
+    alive_here,
+    describe,
+    who_am_i,
+)
+from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle
+from ckptfs.commit.ownership.recovery_plan import Plan, with_equal_seals_once
+from ckptfs.commit.ownership.run import Caller, Run, ownership_of, release_fence, wait_until_left
+from ckptfs.commit.paths import LOG, log_key
+from ckptfs.commit.save.owner_steps import survey
+from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.state import catalog
+from ckptfs.control.messages import apart
+from ckptfs.errors import (
+    AccessError,
+    ArgumentChoice,
+    CkptfsError,
+    CollectiveError,
+    CommitConflictError,
+    FencedError,
+    ManifestError,
+    NotFoundError,
+    RunBusyError,
+    StaleError,
+    StorageError,
+    SymlinkError,
+    UnsupportedError,
+)
+from ckptfs.storage.base import Shape, Storage
+
+__all__ = ["Mode", "Takeover", "claim"]
+
+logger = logging.getLogger("ckptfs.commit")
+
+_LOOKS = 20  # 0.05 s apart: an NFSv3 client is fresh after one tick of the server
+ORPHAN_S = 7 * 24 * 3600.0  # 7 days: an upload in parts that began so long ago is nobody's any more
+_Refusal = SymlinkError | ManifestError
+LEFT_S = 60.0  # how long a claim waits for an earlier one of its process that is being released
+GIVE_BACK_S = 5.0  # and a claim that failed tries to release its fence
+# A call that waits for another one watches its lease so long between two looks at the log, and twice as
+# long each time, up to the second number.
+LOOK_S = 0.25
+LONGEST_LOOK_S = 2.0
+TRIES = 16  # newcomers that race for one number: each loss means that somebody else got it
+
+
+class Mode(ArgumentChoice, parameter="mode"):
+    """What to do about the checkpoints that are there."""
+
+    RESUME = "resume"
+    OVERWRITE = "overwrite"  # they leave the catalog now and go after the first commit
+    FAIL = "fail"  # CommitConflictError when there are any
+
+
+class Takeover(ArgumentChoice, parameter="takeover"):
+    """What to do about an owner that did not release the run."""
+
+    AUTO = "auto"  # the same job, a dead process of this node, or a lease that stands still
+    NEVER = "never"
+    FORCE = "force"
+    DEAD = "dead"  # as AUTO, but the same job is no reason: for what is run beside a job
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one owner saw of its lease. is_of_call: it moved, and says that its run is held for one call."""
+
+    pulse: Pulse
+    is_of_call: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    number: int
+    fence: Fence | None  # whom to watch
+    last: Seal | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One try at the fence: None if every domain took it, otherwise the current number."""
+
+    beaten_by: int | None
+
+
+def claim(
+    seat: Seat,
+    mode: Mode = Mode.RESUME,
+    takeover: Takeover = Takeover.AUTO,
+    times: LeaseTimes = LeaseTimes(),
+    *,
+    defer_deletes: bool = False,
+    keep: Collection[str] = (),
+    caller: Caller | None = None,
+) -> Run:
+    """Collective. Take the run; returns on every rank with the same generation.
+
+    RunBusyError: a living owner holds it (who, and its last commit, are in the message); nothing
+    was written but the log's directories. CommitConflictError: mode FAIL, and checkpoints are there.
+    CollectiveError that is a FencedError: a newer owner took the run while this one recovered it.
+    After another error the fence is released again, so that no process has to wait for it. After a crash in
+    it the next claim does the same again.
+
+    defer_deletes: leave the bytes of deleted saves to a ``Retirer``, which gives readers their time;
+    they are in ``seat.spared``. keep: save_ids that this process is about to seal itself; what began
+    before the fence is otherwise aborted. caller: who asks, for the message that names this process as
+    the owner; with its wait_s it waits so long for others that hold the run for one call, and is
+    RunBusyError at once where the owner lives beyond that.
+    """
+    claimant = _Claimant(seat, mode, takeover, times, defer_deletes=defer_deletes, keep=keep)
+    claimant.caller = caller or Caller()
+    return claimant.claim()
+
+
+class _Claimant:
+    def __init__(
+        self,
+        seat: Seat,
+        mode: Mode,
+        takeover: Takeover,
+        times: LeaseTimes,
+        *,
+        defer_deletes: bool,
+        keep: Collection[str],
+    ) -> None:
+        self._keep = frozenset(keep)
+        self._seat, self._mode, self._takeover, self._times = seat, mode, takeover, times
+        self._spared = seat.spared if defer_deletes else None
+        self._owner = seat.placement.is_owner
+        self._domain = seat.placement.mine.id
+        self._ids = fresh_ids()
+        self._stamp = seat.stamp()
+        self._judged = GENESIS  # the fence that stood in this domain when its owner was judged
+        self._surveyed = False
+        self._fenced: Appended | None = None
+        self._until = math.inf  # the coordinator's, of a call that waits
+        self.caller = Caller()
+
+    def claim(self) -> Run:
+        control = self._seat.control
+        self._until = time.monotonic() + self.caller.wait_s
+        # Of many calls that wait for their turn each may lose it to all others.
+        for tries in itertools.count():
+            number = self._until_free()
+            fence = control.step("number", lambda: None, lambda _: self._new_fence(number, tries))  # noqa: B023
+            try:
+                outcome = control.step("fence", lambda: self._fence(fence), _beaten)  # noqa: B023
+                if outcome.beaten_by is not None:
+                    control.step("give back", lambda: self._give_back(fence.generation))  # noqa: B023
+                    continue
+                return self._recover(fence.generation)
+            except CollectiveError:
+                # A FencedError of the recovery as well: there the newer owner may live for long.
+                self._let_go(fence.generation)
+                raise
+            except FencedError:
+                # Only a prepare_run that has not returned may fence again, higher. Whoever came after
+                # it may have returned: that it is of the same job, or force, is no reason to rob it.
+                if self._takeover is not Takeover.NEVER:
+                    self._takeover = Takeover.DEAD
+                continue
+            except Exception:
+                self._let_go(fence.generation)
+                raise
+        raise AssertionError("nobody ends this loop but by an answer")
+
+    @property
+    def _waits(self) -> bool:
+        """Whether it is worth to wait for another call."""
+        return self.caller.wait_s > 0
+
+    def _until_free(self) -> int:
+        """Collective. The number of the current fence, once its owner left or is gone."""
+        control, look_s = self._seat.control, LOOK_S
+        watch = Watch(self._seat.storage, self._times)
+        watched: Fence | None = None
+        while True:
+            found = step_with_views(control, "survey", self._survey, _view_of, self._judge)
+            if found.fence is None:
+                return found.number
+            if found.fence != watched:
+                watched, watch = found.fence, Watch(self._seat.storage, self._times)
+            if not self._watch(found, watch, look_s):
+                return found.number
+            look_s = min(2 * look_s, LONGEST_LOOK_S)
+
+    def _survey(self, ids: Collection[str]) -> View | _Refusal | None:
+        again = self._judged != GENESIS
+        wait_until_left(self._seat.storage.root, LEFT_S, patient=not self._surveyed)
+        self._surveyed = True
+        if not self._owner:
+            return None
+        try:
+            drive(control_is_plain(self._seat.caps.shape), self._seat.storage)
+            look = catch_up_again(self._known) if again else survey()
+            state = drive(look, self._seat.storage)
+        except (SymlinkError, ManifestError) as error:
+            # A value, so that it is raised as its type: somebody has to look, and nothing is fenced.
+            error.uri = error.uri or str(self._seat.storage.root)
+            return error
+        self._seat.known.learn(state)
+        self._judged = state.generation
+        return self._domain, state.to_send(ids)
+
+    @property
+    def _known(self) -> LogState | None:
+        return self._seat.known.state if self._seat.caps.exclusive_create else None
+
+    def _judge(self, answers: Sequence[View | _Refusal | None]) -> _Survey:
+        for answer in answers:
+            if isinstance(answer, _Refusal):
+                raise answer
+        views = dict(a for a in answers if isinstance(a, tuple))
+        lives = catalog(views)
+        last = lives[-1].seal if lives else None
+        if self._mode is Mode.FAIL and last is not None:
+            raise CommitConflictError(
+                f"the run holds {len(lives)} checkpoints, the last is {last.name}",
+                uri=self._seat.storage.root,
+                hint='mode="resume" goes on with them, mode="overwrite" replaces them',
+            )
+        number = max(view.generation.number for view in views.values())
+        me = who_am_i(self._seat.control.world)
+        claims = unreleased(views)
+        if self._takeover is not Takeover.DEAD and me.job is not None:
+            claims = tuple(fence for fence in claims if fence.job != me.job)
+        if not claims or self._takeover is Takeover.FORCE:
+            return _Survey(number, None, last)
+        if self._takeover is Takeover.NEVER:
+            raise self._busy(claims[0], last, waited=False)
+        # A process of this very node whose pid is gone needs no waiting for its lease.
+        perhaps = [fence for fence in claims if fence.node != me.node or alive_here(fence)]
+        if not perhaps:
+            return _Survey(number, None, last)
+        return _Survey(number, perhaps[0], last)
+
+    def _watch(self, found: _Survey, watch: Watch, look_s: float) -> bool:
+        """Whether to look at the log again; False: the leases of all domains stand still. RunBusyError on
+        every rank where one of them moves, unless it does for a call and there is time to wait for that.
+        """
+        waits = self._waits
+
+        def local() -> _Look | None:
+            if not self._owner:
+                return None
+            pulse = watch.look(look_s if waits else math.inf)
+            return _Look(pulse, pulse is Pulse.MOVES and watch.is_of_call)
+
+        def decide(answers: Sequence[_Look | None]) -> bool:
+            looks = [look for look in answers if look is not None]
+            moved = [look for look in looks if look.pulse is Pulse.MOVES]
+            if moved and found.fence is not None:
+                of_calls = waits and all(look.is_of_call for look in moved)
+                if not of_calls or self._until <= time.monotonic():
+                    raise self._busy(found.fence, found.last, waited=of_calls)
+            return any(look.pulse is not Pulse.STILL for look in looks)
+
+        return self._seat.control.step("watch", local, decide)
+
+    def _busy(self, fence: Fence, last: Seal | None, *, waited: bool) -> RunBusyError:
+        told = "nothing committed yet" if last is None else f"last commit {last.name}"
+        root, me = self._seat.storage.root, who_am_i(self._seat.control.world)
+        own = ownership_of(fence.generation)
+        if own is not None and (fence.node, fence.job) == (me.node, me.job):
+            return RunBusyError(
+                f"the run is held by this process (pid {fence.pid}) since {own.since}, "
+                f"by {own.call}, {told}",
+                uri=root,
+                hint="close that one, or drop every reference to it; or go on with it",
+            )
+        if waited:
+            return RunBusyError(
+                f"the run was held by other calls for {self.caller.wait_s:g} s, now by "
+                f"{describe(fence)}, {told}",
+                uri=root,
+                hint="one call replaces in a run at a time: try again, or with a longer timeout_s",
+            )
+        if self._waits:
+            return RunBusyError(
+                f"the run is held by {describe(fence)} beyond one call, {told}",
+                uri=root,
+                hint="save through its holder (a manager, or run=), choose a name that nobody has, or wait "
+                "for it to end",
+            )
+        return RunBusyError(
+            f"the run is held by {describe(fence)}, {told}",
+            uri=root,
+            hint='wait for it to end, give this job another run, or takeover="force"',
+        )
+
+    def _new_fence(self, number: int, tries: int) -> Fence:
+        if tries >= TRIES and time.monotonic() >= self._until:
+            raise RunBusyError(
+                f"{tries} newcomers took the run one after the other",
+                uri=self._seat.storage.root,
+                hint="several jobs start on one run at once: give each its own, or wait",
+            )
+        mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
+        me = who_am_i(self._seat.control.world)
+        generation = Generation(number + 1, secrets.token_hex(4))
+        return Fence(generation, mode, me.host, me.pid, me.job, me.node, me.started)
+
+    def _fence(self, fence: Fence) -> int | None:
+        """Append the fence here; if another one came first, return its number instead."""
+        if not self._owner:
+            return None
+        judged, self._fenced = self._judged, None
+        outcome = drive(
+            append(
+                lambda seen: may_claim(seen, fence, judged),
+                write_id=next(self._ids),
+                stamp=self._stamp,
+                state=self._known,
+            ),
+            self._seat.storage,
+        )
+        self._seat.known.learn(outcome.state)
+        if isinstance(outcome, Refused):
+            return outcome.state.generation.number
+        self._fenced = outcome
+        self._seat.touch_log_later()
+        return None
+
+    def _give_back(self, generation: Generation) -> None:
+        """Release the fence where this domain took it and another one did not: two newcomers that
+        each got a part of the domains would hold each other for owners.
+        """
+        if self._owner and self._fenced is not None:
+            program = release_fence(generation, self._ids, self._known, self._stamp)
+            self._seat.known.learn(drive(program, self._seat.storage).state)
+            self._seat.touch_log_later()
+            self._fenced = None
+
+    def _let_go(self, generation: Generation) -> None:
+        """Local, best effort: release what this claim did not complete."""
+        if self._fenced is None:
+            return
+        program = release_fence(generation, self._ids, self._known, self._stamp)
+        try:
+            drive(program, self._seat.storage, deadline_s=GIVE_BACK_S)
+            self._seat.touch_log_later()
+        except (StorageError, CkptfsError) as error:
+            logger.warning("a fence was not released, the next owner will wait: %s", error)
+
+    def _recover(self, generation: Generation) -> Run:
+        seat = self._seat
+        caps = seat.caps
+
+        mine: list[LogState] = []
+
+        def local(asked: Collection[str]) -> Report | None:
+            if not self._owner:
+                return None
+            found = drive(report(self._domain, generation, caps, self._known), seat.storage)
+            seat.known.learn(found.state)
+            mine[:] = [found.state]
+            # An attempt that lies here and was aborted may have lost its record: the log alone knows it.
+            here = {attempt.save_id for attempt in found.attempts}
+            return replace(found, state=found.state.to_send({*asked, *here}))
+
+        def decide(reports: Sequence[Report | None]) -> tuple[tuple[str, ...], Plan | None]:
+            known = {r.domain: r for r in reports if r is not None}
+            plan = plan_recovery(known, generation, self._keep)
+            if any(view.generation > generation for view in plan.views.values()):
+                raise FencedError("a newer owner came while this one took the run")
+            names = tuple(seal.name for seal in plan.in_doubt)
+            # What lives in every log is in it: for those who carry it out, and with each seal once.
+            plan = replace(plan, views=with_equal_seals_once(plan.views))
+            owners = {domain.owner for domain in seat.placement.domains}
+            return apart(names, [plan if r in owners else None for r in range(seat.control.size)])
+
+        in_doubt, plan = step_with_views(
+            seat.control,
+            "report",
+            local,
+            lambda found: None if found is None else (found.domain, found.state),
+            decide,
+            also=lambda found: {a.save_id for r in found if r is not None for a in r.attempts},
+        )
+
+        def carry_out() -> None:
+            if plan is not None:
+                program = settle(
+                    replace(plan, views={**plan.views, self._domain: mine[0]}),
+                    self._domain,
+                    generation,
+                    caps,
+                    ids=self._ids,
+                    stamp=self._stamp,
+                    spared=self._spared,
+                )
+                try:
+                    seat.known.learn(drive(program, seat.storage))
+                finally:
+                    seat.touch_log_later()  # the fence's own touch may have come before all this
+
+        seat.control.step("settle", carry_out)
+        self._read_token(generation)
+        for name in in_doubt:
+            logger.warning("%s is in doubt: a domain of it is out of reach", name)
+        keeper = None
+        if self._owner:
+            brief = self.caller.for_call
+            keeper = Keeper(seat.storage, generation, self._times, for_call=brief)
+            keeper.start()
+        if self._owner and caps.shape is Shape.OBJECT:
+            _sweep(seat.storage)
+            seat = replace(seat, background=Background())
+        root = seat.storage.root
+        return Run(root, generation, seat, in_doubt, _keeper=keeper, _caller=self.caller)
+
+    def _read_token(self, generation: Generation) -> None:
+        """Every rank reads this fence through its own path: existence alone is not identity."""
+        seat = self._seat
+        mine = (self._domain, self._fenced.number) if self._fenced is not None else None
+        numbers = seat.control.step("numbers", lambda: mine, _by_domain)
+
+        def read() -> None:
+            key = log_key(numbers[self._domain])
+            if seat.placement.is_node_lead:
+                seat.storage.refresh(LOG)
+            data = _read_fresh(seat.storage, key)
+            if generation.nonce.encode() not in data:
+                raise NotFoundError(
+                    "this rank sees another run log than the owner of its domain",
+                    uri=seat.storage.uri(key),
+                    hint="two file servers behind one path? pass scope='node'",
+                )
+
+        seat.control.step("token", read)
+
+
+def _view_of(answer: View | _Refusal | None) -> View | None:
+    return answer if isinstance(answer, tuple) else None
+
+
+def _read_fresh(storage: Storage, key: str) -> bytes:
+    """Read an entry that exists. A process that read the end of the log a moment ago has its absence in this node's
+    NFS cache, and its neighbours read while the node's lead still refreshes.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return read_limited(storage, key)
+        except (NotFoundError, StaleError):
+            storage.refresh(LOG)
+            time.sleep(0.05)
+    return read_limited(storage, key)
+
+
+def _sweep(storage: Storage) -> None:
+    """Abort uploads in parts that a dead process left: only their age on the server's clock counts.
+
+    Before this owner's first own: some servers tell any date for all of them.
+    """
+    try:
+        swept = storage.sweep_uploads(ORPHAN_S)
+    except (AccessError, UnsupportedError) as error:
+        # Most policies leave this right out; a lifecycle rule of the bucket does the same.
+        logger.info("unfinished uploads are not swept: %s", error)
+        return
+    except StorageError as error:
+        logger.warning("unfinished uploads are not swept: %s", error)
+        return
+    if swept:
+        logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)
+
+
+def _by_domain(answers: Sequence[tuple[str, int] | None]) -> dict[str, int]:
+    return dict(pair for pair in answers if pair is not None)
+
+
+def _beaten(answers: Sequence[int | None]) -> _Round:
+    return _Round(max((a for a in answers if a is not None), default=None))

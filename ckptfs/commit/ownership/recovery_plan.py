@@ -1,0 +1,258 @@
+"""What recovery decides, before anything is done: one plan over all reached domains. Pure.
+
+reports   the folded log of each domain, and the attempts that lie there
+plan      abort these, record these, publish and release these; those are in doubt
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptfs.commit.log.entries import Generation, Outcome, Part, Seal
+from ckptfs.commit.log.fold import LogState, SaveState
+from ckptfs.commit.state import (
+    Standing,
+    Views,
+    living,
+    part_in,
+    part_name,
+    promise,
+    seal_of,
+    split_name,
+    standing,
+)
+from ckptfs.schema import Schema
+
+__all__ = [
+    "AttemptFile",
+    "AttemptRecord",
+    "Plan",
+    "Report",
+    "decode_record",
+    "encode_record",
+    "is_released",
+    "lacks_home_abort",
+    "lacks_home_seal",
+    "plan_recovery",
+    "with_equal_seals_once",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """attempt.json: the first file of every attempt, so that it can be judged before any entry.
+
+    base is None where the file is missing: the attempt died before its first byte. of, home: of a
+    part, the save that it belongs to and the domain that decides over it.
+    """
+
+    save_id: str
+    name: str
+    base: Generation | None
+    of: str = ""
+    home: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one domain holds after the new fence."""
+
+    domain: str
+    state: LogState
+    attempts: tuple[AttemptRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What every domain does: abort these, record these; in_doubt saves are kept and named.
+
+    publish: decisions of a home that some domain of a part has not heard of. released: parts that
+    will never be part of anything.
+    """
+
+    abort: tuple[AttemptRecord, ...]
+    decided: tuple[tuple[str, Outcome], ...]
+    in_doubt: tuple[Seal, ...]
+    views: Mapping[str, LogState]
+    publish: tuple[Seal, ...] = ()
+    released: tuple[AttemptRecord, ...] = ()
+
+
+def with_equal_seals_once(views: Mapping[str, LogState]) -> Mapping[str, LogState]:
+    """The same views in which equal seals of several logs are one object, so that they are sent once.
+
+    Every seal lists all domains: of many domains the views would hold the square of them.
+    """
+    if len(views) == 1:
+        return views
+    known: dict[str, Seal] = {}
+
+    def once(save: SaveState) -> SaveState:
+        if save.seal is None or known.setdefault(save.save_id, save.seal) != save.seal:
+            return save
+        return replace(save, seal=known[save.save_id])
+
+    return {domain: replace(view, saves=view.saves.mapped(once)) for domain, view in views.items()}
+
+
+def encode_record(
+    save_id: str,
+    name: str,
+    base: Generation,
+    *,
+    of: str = "",
+    home: str = "",
+    replaces: str | None = None,
+) -> bytes:
+    """The bytes of attempt.json. replaces: the digest of a foreign ``.metadata`` that the save was told to
+    replace: whoever projects it after its writer died must know.
+    """
+    record: dict[str, Any] = {"save_id": save_id, "name": name}
+    if replaces is not None:
+        record["replaces"] = replaces
+    if of:
+        # Under another name: a version that knows no parts judges no attempt without a base, and so
+        # leaves a part alone that may be sealed.
+        record |= {"part_base": list(base), "of": of, "home": home}
+    else:
+        record["base"] = list(base)
+    return json.dumps(record).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFile:
+    """attempt.json as it is written: see ``encode_record``."""
+
+    name: str
+    base: Generation | None = None
+    part_base: Generation | None = None
+    of: str = ""
+    home: str = ""
+    replaces: str | None = None
+
+
+_FILE = Schema(AttemptFile)
+
+
+def decode_record(data: bytes) -> AttemptFile:
+    """What attempt.json says; SchemaError where it was damaged, or somebody made it up."""
+    return _FILE.decode(data)
+
+
+def plan_recovery(
+    reports: Mapping[str, Report], holder: Generation, keep: Collection[str] = ()
+) -> Plan:
+    """What the holder of generation ``holder`` does with everything unsettled. Pure.
+
+    keep: attempts that the holder itself goes on with.
+    """
+    views = {domain: r.state for domain, r in reports.items()}
+    records = _records(reports)
+    ids = [*records, *(save_id for save_id in living(views) if save_id not in records)]
+    abort: dict[str, AttemptRecord] = {}
+    decided: list[tuple[str, Outcome]] = []
+    in_doubt: list[Seal] = []
+    publish: list[Seal] = []
+    released: list[AttemptRecord] = []
+    for save_id in dict.fromkeys(ids):
+        seal, part = seal_of(save_id, views), part_in(save_id, views)
+        known = records.get(save_id)
+        match standing(save_id, views):
+            case Standing.UNKNOWN | Standing.PENDING:
+                if seal is not None:
+                    known = AttemptRecord(save_id, seal.name, seal.base)
+                elif part is not None:
+                    name = part_name(part.name, part.part)
+                    known = AttemptRecord(save_id, name, part.base, part.of, part.home)
+                # Began under our own fence or a newer one: not ours to abort. A missing record
+                # says nothing about its base.
+                if known is None or known.base is None or not known.base < holder:
+                    continue
+                if seal is None and save_id in keep:
+                    continue
+                abort[save_id] = known
+                decided.append((save_id, Outcome.ABORTED))
+                if known.of and known.home in views:
+                    # Only its home releases a part that is sealed. Where that is reached it will
+                    # never commit the whole: our fence stands there.
+                    whole = AttemptRecord(known.of, split_name(known.name)[0], known.base)
+                    abort.setdefault(known.of, whole)
+            case Standing.COMMITTED:
+                if seal is not None and _unrecorded(save_id, seal, views):
+                    decided.append((save_id, Outcome.COMMITTED))
+                if seal is not None and lacks_home_seal(seal, views):
+                    publish.append(seal)
+            case Standing.ABORTED:
+                if seal is not None and _unrecorded(save_id, seal, views):
+                    decided.append((save_id, Outcome.ABORTED))
+                if known is not None and known.of:
+                    released.append(known)
+                elif known is not None:
+                    abort[save_id] = known
+                if part is not None and lacks_home_abort(part, views):
+                    name, base = part.name, part.base
+                    abort.setdefault(part.of, AttemptRecord(part.of, name, base))
+            case Standing.IN_DOUBT:
+                doubtful = promise(part) if seal is None and part is not None else seal
+                if doubtful is not None:
+                    in_doubt.append(doubtful)
+            case Standing.DELETED:
+                if known is not None and known.of:
+                    released.append(known)
+    return Plan(
+        tuple(abort.values()),
+        tuple(decided),
+        tuple(in_doubt),
+        views,
+        tuple(publish),
+        tuple(released),
+    )
+
+
+def _records(reports: Mapping[str, Report]) -> dict[str, AttemptRecord]:
+    """One record per attempt: of domains where it died before its record and after, the latter."""
+    records: dict[str, AttemptRecord] = {}
+    for found in (a for r in reports.values() for a in r.attempts):
+        if found.base is not None or found.save_id not in records:
+            records[found.save_id] = found
+    return records
+
+
+def _unrecorded(save_id: str, seal: Seal, views: Mapping[str, LogState]) -> bool:
+    """Whether some reached domain lacks the record of a decision that several domains made."""
+    return len(seal.domains) > 1 and any(
+        views[d].save(save_id).decided is None for d in seal.domains if d in views
+    )
+
+
+def lacks_home_seal(seal: Seal, views: Views) -> bool:
+    """Whether a reached domain that holds parts of a committed save lacks its seal. Pure."""
+    return any(
+        views[d].save(seal.save_id).seal is None
+        for d in seal.everywhere
+        if d in views and d not in seal.domains
+    )
+
+
+def lacks_home_abort(part: Part, views: Views) -> bool:
+    """Whether a reached domain holds a part of a save that its home gave up, and no abort. Pure."""
+    if standing(part.of, views) is not Standing.ABORTED:
+        return False
+    return any(
+        view.save(part.save_id).part is not None and not view.save(part.of).aborted
+        for view in views.values()
+    )
+
+
+def is_released(save_id: str, of: str, views: Views, domain: str) -> bool:
+    """Whether nobody will ever want the bytes of this attempt. Pure.
+
+    of: of a part, the id of the whole. A published part of a deleted save goes with that.
+    """
+    now = standing(save_id, views)
+    if now is Standing.DELETED and of:
+        return views[domain].save(of).seal is None
+    return now is Standing.ABORTED

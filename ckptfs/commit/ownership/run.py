@@ -1,0 +1,340 @@
+"""A held run: what a claim gives to every rank, and how it is left in peace.
+
+    held = claim(seat)          the fence stands, the lease is kept
+    save(..., run=held)         checks that the target lies in it
+    held.release()              chores end, the lease stops, the owners append "released"
+
+Without the release, after a crash, the next owner waits for the lease to stand still. A Run that
+nobody refers to any more is released by a thread of its process, as soon as Python has collected it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import queue
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.log.append import Appended, Refused, append
+from ckptfs.commit.log.entries import Generation, Release, Stamp
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import Program, drive
+from ckptfs.commit.ownership.lease import Keeper
+from ckptfs.commit.save.spec import fresh_ids, now_text
+from ckptfs.commit.session import Seat
+from ckptfs.errors import (
+    CkptfsError,
+    StateError,
+    StorageError,
+)
+from ckptfs.uri import Uri
+
+__all__ = [
+    "Caller",
+    "Ownership",
+    "Run",
+    "is_for_call",
+    "ownership_of",
+    "release_fence",
+    "wait_until_left",
+]
+
+logger = logging.getLogger("ckptfs.commit")
+
+CHORES_S = 30.0  # how long a release waits for deletes under way
+_NOT_CALLERS = ("ckptfs", "contextlib", "threading", "concurrent", "torch")
+
+
+def _where() -> str:
+    """Where the call was made, for a message: the innermost frame that is neither ours nor Python's."""
+    for frame, line in traceback.walk_stack(None):
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.partition(".")[0] not in _NOT_CALLERS:
+            return f" in {os.path.basename(frame.f_code.co_filename)}, line {line}"
+    return ""
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Which call claims a run. given_up: asked by the next claim of this process; True where the call will
+    not come to its end, and its run is being released. behind: closed after a run that was collected.
+    for_call: the run is released when this very call ends; else its holder lives on, and commits again.
+    wait_s: how long it waits for others that hold the run for a call.
+    """
+
+    call: str = "claim()"
+    given_up: Callable[[], bool] = _never
+    behind: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    for_call: bool = False
+    wait_s: float = 0.0
+
+
+@dataclass
+class Run:
+    """A held run. Pass it to ``save(..., run=run)``; leaving the ``with`` block releases it.
+
+    Every rank holds one; ``release()`` is local and only owners write. One that is not released is released
+    when Python collects it.
+
+    Attributes:
+        uri: The run.
+        generation: Number and nonce of the fence.
+        seat: What the ranks share: storage, control plane, domains. For ckptfs itself.
+        in_doubt: Names of saves with domains that are out of reach.
+        closing: What is closed after the release; put more into it, never another in its place.
+        aside: Where its asynchronous saves run; they end before it is released. For ckptfs itself.
+        plans: What is known of the last save, so that the next one need not say it again. For ckptfs itself.
+    """
+
+    uri: Uri
+    generation: Generation
+    seat: Seat
+    in_doubt: tuple[str, ...] = ()
+    closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
+    aside: Any = field(default=None, repr=False)
+    plans: Any = field(default=None, repr=False)
+    _keeper: Keeper | None = field(default=None, repr=False)
+    _caller: Caller = field(default_factory=Caller, repr=False)
+    _released: bool = field(default=False, repr=False)
+    _pid: int = field(default_factory=os.getpid, repr=False)
+
+    def __post_init__(self) -> None:
+        self._ownership = Ownership(
+            weakref.ref(self),
+            self.generation,
+            self.seat,
+            self.closing,
+            self._keeper,
+            self._caller,
+        )
+        _OWNED.add(self, self._ownership)
+
+    def check(self, target: Uri) -> None:
+        """Check that ``target`` may be saved in this run.
+
+        Raises:
+            StateError: ``target`` is not directly in this run, or the run was released.
+        """
+        if target.parent != self.uri:
+            raise StateError(
+                "the checkpoint is not directly in the run that was passed",
+                uri=target,
+                hint=f"the run is {self.uri}",
+            )
+        self.check_held()
+
+    def check_held(self) -> None:
+        """Check that the run is still held.
+
+        Raises:
+            StateError: It was released: no rank talks through its control plane any more.
+        """
+        if self._released:
+            raise StateError("the run was released", uri=self.uri, hint="prepare it again")
+
+    def release(self) -> None:
+        """Leave in peace, so that the next owner need not wait. Local; harmless twice.
+
+        Without it, after a crash, the next owner waits for the lease to stand still.
+        """
+        if self._released or os.getpid() != self._pid:
+            return  # in the child of a fork: it is the parent's, who goes on
+        if self.aside is not None:
+            self.aside.close()
+        self._released, self.plans = True, None
+        self._ownership.leave()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        if exc_type is not None and self.aside is not None and os.getpid() == self._pid:
+            # A storage that hangs must not keep the exception from its reader.
+            aside, self.aside = self.aside, None
+            aside.leave()
+        self.release()
+
+
+@dataclass(eq=False)
+class Ownership:
+    """What this process needs to leave a run, and which call claimed it. It does not keep the ``Run``
+    alive: one that nobody refers to any more is left through it.
+    """
+
+    run: weakref.ref[Run]
+    generation: Generation
+    seat: Seat
+    closing: contextlib.ExitStack
+    keeper: Keeper | None
+    caller: Caller
+    since: str = field(default_factory=now_text)
+    where: str = field(default_factory=_where)
+    left: threading.Event = field(default_factory=threading.Event)
+    _leaving: bool = False
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is being released, or is about to be: nobody refers to the Run."""
+        return self._leaving or self.run() is None
+
+    def leave(self) -> None:
+        """End chores and lease, append the release, close what was opened for the run."""
+        self._leaving = True
+        try:
+            with self.closing:
+                if self.seat.background is not None:
+                    self.seat.background.close(CHORES_S)
+                if self.keeper is not None:
+                    self.keeper.stop()
+                if self.seat.placement.is_owner:
+                    self._append_release()
+        finally:
+            self.left.set()
+            _OWNED.remove(self)
+
+    def leave_behind(self) -> None:
+        """As ``leave``, and close what the caller would have closed after it."""
+        with self.caller.behind:
+            self.leave()
+
+    @property
+    def call(self) -> str:
+        """What claimed the run, and where in the program that was called."""
+        return f"{self.caller.call}{self.where}"
+
+    def _append_release(self) -> None:
+        try:
+            known = self.seat.known.state if self.seat.caps.exclusive_create else None
+            program = release_fence(self.generation, fresh_ids(), known, self.seat.stamp())
+            drive(program, self.seat.storage, deadline_s=10.0)
+        except (StorageError, CkptfsError) as error:
+            logger.warning("the run was not released, the next owner will wait: %s", error)
+        else:
+            self.seat.touch_log_later(last=True)
+
+
+class _Owned:
+    """The runs that this process holds, and the thread that leaves those whose Run was collected.
+
+    A finalizer may run between any two instructions of any thread, also of one that holds a lock: it
+    only puts into a queue.
+    """
+
+    def __init__(self) -> None:
+        self.begin_anew()
+        os.register_at_fork(after_in_child=self.begin_anew)  # the runs are the parent's
+
+    def begin_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._all: set[Ownership] = set()
+        self._collected: queue.SimpleQueue[Ownership] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def add(self, run: Run, ownership: Ownership) -> None:
+        with self._lock:
+            self._all.add(ownership)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_leave_collected,
+                    args=(self._collected,),
+                    name="ckptfs-collected",
+                    daemon=True,
+                )
+                self._thread.start()
+        weakref.finalize(run, self._collected.put, ownership).atexit = False
+
+    def remove(self, ownership: Ownership) -> None:
+        with self._lock:
+            self._all.discard(ownership)
+
+    def all(self) -> list[Ownership]:
+        with self._lock:
+            return list(self._all)
+
+
+_OWNED = _Owned()
+# How long the collector is waited for before each look at what nobody refers to: a second owner that really
+# lives is refused that much later.
+_COLLECT_AGAIN_S = (0.0, 0.05, 0.3)
+
+
+def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
+    while True:
+        ownership = collected.get()
+        if ownership.left.is_set():
+            continue
+        logger.warning(
+            "%s, claimed by %s, was never released, and nobody refers to it any more: released now",
+            ownership.seat.storage.root,
+            ownership.call,
+        )
+        # A thread each: a storage that hangs must not keep the others.
+        with contextlib.suppress(RuntimeError):  # the interpreter ends: no thread starts
+            threading.Thread(
+                target=ownership.leave_behind, name="ckptfs-release", daemon=True
+            ).start()
+        del ownership
+
+
+def ownership_of(generation: Generation) -> Ownership | None:
+    """This process's own claim with that fence, where it has one."""
+    return next((one for one in _OWNED.all() if one.generation == generation), None)
+
+
+def is_for_call(generation: Generation | None) -> bool:
+    """Whether this process holds the run with that fence for one call: nothing of it is committed later."""
+    own = None if generation is None else ownership_of(generation)
+    return own is not None and own.caller.for_call
+
+
+def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
+    """Local. Wait for what this process is about to release at ``root``: what nobody refers to any more,
+    and what a save claimed that was given up. patient: look at what lives more than once.
+    """
+    mine = [one for one in _OWNED.all() if one.seat.storage.root == root]
+    leaving = {one for one in mine if one.is_leaving or one.caller.given_up()}
+    for pause_s in _COLLECT_AGAIN_S if patient else (0.0,):
+        staying = [one for one in mine if one not in leaving]
+        if not staying:
+            break
+        staying[0].left.wait(pause_s)
+        # A manager is a cycle of objects: dropping its name leaves it to the collector. A thread of its own, which
+        # has just ended a save or a copy, may refer to it for a moment longer: hence more than one look.
+        gc.collect()
+        leaving |= {one for one in mine if one.is_leaving}
+    until = time.monotonic() + timeout_s
+    for one in leaving:
+        if not one.left.wait(max(0.0, until - time.monotonic())):
+            logger.warning("%s is not released after %g s by %s", root, timeout_s, one.call)
+
+
+def release_fence(
+    generation: Generation, ids: Iterator[str], known: LogState | None, stamp: Stamp
+) -> Program[Appended | Refused[Refusal]]:
+    """Append that the owner of ``generation`` left; refused where it is not the newest any more."""
+
+    def decide(state: LogState) -> Release | Refused[Refusal]:
+        if state.generation != generation or state.released:
+            return Refused(Refusal.NOTHING, state)
+        return Release(generation)
+
+    return (yield from append(decide, write_id=next(ids), stamp=stamp, state=known))

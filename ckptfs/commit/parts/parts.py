@@ -1,0 +1,313 @@
+"""Parts of a checkpoint: what a group of processes does that cannot reach the run's home.
+
+    read_home          what a home's log says, for domains that cannot reach it
+    apply_word         make a domain know it: fence, publish, release, project    (owner of the domain)
+    apply_everywhere   the same in every domain that a group reaches              (collective)
+    PartAttempt        save one part: as any save, but its seal is a promise      (collective)
+
+A part is a save of its own, ``step_100/actor``, with its own attempt. Its seal commits nothing: the
+one seal in home does, which lists the parts. Until a domain of a part has learned of that, the part is
+kept there, and is in doubt for processes that cannot reach the home.
+
+The word travels with tickets and decisions. It is as good as the home's log up to where it was read:
+entries are never removed. Nothing older than its fence can be committed in the home any more, so what
+is older and not among the committed was given up or deleted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptfs.commit.decisions import Refusal, may_fence, may_seal_part
+from ckptfs.commit.log.append import Refused, append, catch_up, make_log, write_snapshot
+from ckptfs.commit.log.entries import Body, Fence, Generation, Part, PartRef, Seal, Stamp
+from ckptfs.commit.log.fold import LogState, SaveState
+from ckptfs.commit.log.saves import Saves
+from ckptfs.commit.operations import MakeDir, Program, drive
+from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle_plan, sweep_empty
+from ckptfs.commit.paths import ATTEMPTS
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.owner_steps import begin
+from ckptfs.commit.save.planning import SavePlan
+from ckptfs.commit.save.sealing import seal_everywhere
+from ckptfs.commit.save.spec import SaveSpec, fresh_ids, fresh_save_id
+from ckptfs.commit.session import Seat, View
+from ckptfs.commit.state import committed, part_name, promised_here
+from ckptfs.control.world import World
+from ckptfs.errors import CommitConflictError, FencedError, StateError
+from ckptfs.storage.base import Capabilities
+from ckptfs.uri import Uri
+
+__all__ = [
+    "HomeWord",
+    "PartAttempt",
+    "PartPlan",
+    "agreed_plan",
+    "apply_everywhere",
+    "apply_word",
+    "read_home",
+    "state_from_word",
+]
+
+_LAST_ENDED = 256  # one forgotten here is let go by the next generation's word
+
+
+@dataclass(frozen=True, slots=True)
+class HomeWord:
+    """What a run's home says: who holds the run, and what became of saves with parts elsewhere.
+
+    home, host: the deciding domain and the host that reaches it. live: seals of committed, undeleted
+    saves with parts in other domains. aborted, deleted: ids of saves that were.
+    """
+
+    home: str
+    host: str
+    fence: Fence
+    live: tuple[Seal, ...] = ()
+    aborted: tuple[str, ...] = ()
+    deleted: tuple[str, ...] = ()
+
+    @property
+    def generation(self) -> Generation:
+        """The generation that holds the run."""
+        return self.fence.generation
+
+
+def read_home(home: str, host: str, state: LogState) -> HomeWord:
+    """The word of a home, from its log. Pure."""
+    live = tuple(
+        save.seal for save in committed({home: state}) if set(save.seal.everywhere) != {home}
+    )
+    saves = state.saves
+    lives = [save for save in saves.living.values() if save.part is None]
+    aborted = [*saves.settled.aborted, *(save.save_id for save in lives if save.aborted)]
+    deleted = [*saves.settled.deleted, *(save.save_id for save in lives if save.deleted)]
+    return HomeWord(
+        home,
+        host,
+        state.fence,
+        live,
+        tuple(aborted[-_LAST_ENDED:]),
+        tuple(deleted[-_LAST_ENDED:]),
+    )
+
+
+def state_from_word(word: HomeWord, here: LogState) -> LogState:
+    """A fold that says of the home what its word does, as far as it concerns this log. Pure."""
+    saves = {
+        seal.save_id: SaveState(seal.save_id, seal, number) for number, seal in enumerate(word.live)
+    }
+    saves |= {save_id: SaveState(save_id, aborted=True) for save_id in word.aborted}
+    # Whatever became of the old ones that the word leaves out, they are not there any more. As
+    # deleted, because one of them may have been published here since this log was folded.
+    gone = {*word.deleted, *_older(word, here)} - saves.keys()
+    for save_id in sorted(gone):
+        known = here.save(save_id).seal
+        saves[save_id] = SaveState(save_id, known, deleted=True)
+    return LogState(next=1, fence=word.fence, fence_at=0, saves=Saves.of(saves.values()))
+
+
+def _older(word: HomeWord, here: LogState) -> Iterator[str]:
+    """Saves of this home that this log knows by a part or a seal, and that began before its fence."""
+    for save_id, parts in promised_here(here).items():
+        if any(p.home == word.home and p.base < word.generation for p in parts):
+            yield save_id
+    for seal in (save.seal for save in here.saves.living.values()):
+        told = seal is not None and seal.parts and seal.domains == (word.home,)
+        if seal is not None and told and seal.base < word.generation:
+            yield seal.save_id
+
+
+def apply_word(
+    word: HomeWord, domain: str, caps: Capabilities, *, ids: Iterator[str], stamp: Stamp = Stamp()
+) -> Program[LogState]:
+    """Make this domain know what the home says; the fold after it. Reads only where this is home.
+
+    FencedError: a newer owner is known here, or the home's log is not the one that was claimed.
+    After a crash in it the next one does the same again.
+    """
+    yield from make_log()
+    yield MakeDir(ATTEMPTS)
+    state = yield from catch_up()
+    if domain == word.home:
+        _refuse_other(word, domain, state)
+        return state
+    if state.generation < word.generation:
+        told = yield from append(
+            lambda seen: may_fence(seen, word.fence),
+            write_id=next(ids),
+            stamp=stamp,
+            state=state,
+        )
+        state = told.state
+    _refuse_other(word, domain, state)
+    found = yield from report(domain, word.generation, caps, state)
+    reports = {
+        domain: found,
+        word.home: Report(word.home, state_from_word(word, found.state), ()),
+    }
+    plan = plan_recovery(reports, word.generation)
+    views = yield from settle_plan(plan, domain, word.generation, caps, ids=ids, stamp=stamp)
+    yield from sweep_empty(domain, views, caps)
+    return (yield from write_snapshot(views[domain], write_id=next(ids), stamp=stamp))
+
+
+def apply_everywhere(seat: Seat, word: HomeWord) -> LogState | None:
+    """Collective. Make every domain of the seat know the word; the owner's fold, None elsewhere.
+    Errors as for ``apply_word``.
+    """
+    mine, stamp = seat.placement.mine.id, seat.stamp()
+    after: list[LogState] = []
+
+    def here() -> FencedError | None:
+        if not seat.placement.is_owner:
+            return None
+        program = apply_word(word, mine, seat.caps, ids=fresh_ids(), stamp=stamp)
+        try:
+            after.append(drive(program, seat.storage))
+        except FencedError as error:
+            error.uri = str(seat.storage.root)
+            return error  # a value, so that it is raised as its type on all ranks
+        if mine != word.home:
+            seat.touch_log_later()
+        return None
+
+    seat.control.step("heed", here, _raise_first)
+    return after[0] if after else None
+
+
+def _raise_first(errors: Sequence[FencedError | None]) -> None:
+    fenced = next((error for error in errors if error is not None), None)
+    if fenced is not None:
+        raise fenced
+
+
+def _refuse_other(word: HomeWord, domain: str, state: LogState) -> None:
+    fence, mine = state.fence, word.generation
+    who = f"generation {fence.generation.number} ({fence.host} pid {fence.pid})"
+    if fence.generation > mine and domain == word.home:
+        raise FencedError(
+            f"the run was taken over by {who}",
+            hint="this ticket is void: begin another one under the new owner",
+        )
+    if fence.generation > mine:
+        raise FencedError(
+            f"the ticket's generation {mine.number} is older than what this disk knows, {who}",
+            hint="begin a ticket under the newer owner; where the home of the run is a new one, claim "
+            "the run once from processes on all of its disks",
+        )
+    if fence.generation < mine:
+        raise FencedError(
+            "the run that was claimed is not here any more: its log was removed or replaced",
+            hint="stop, see what is left of the run, and claim it again with prepare_run()",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PartPlan:
+    """The part and its save: ids, names, step, and the word of the home."""
+
+    of: str
+    name: str
+    part: str
+    step: int | None
+    word: HomeWord
+
+
+def agreed_plan(plans: Sequence[PartPlan]) -> PartPlan:
+    """The part that all ranks of a group have a copy of the ticket of. StateError: they differ."""
+    other = next((p for p in plans if (p.of, p.part) != (plans[0].of, plans[0].part)), None)
+    if other is not None:
+        raise StateError(
+            f"ranks were given different tickets: {plans[0].name}/{plans[0].part} and "
+            f"{other.name}/{other.part}",
+            hint="all ranks of a group save the same part with copies of one ticket",
+        )
+    return plans[0]
+
+
+class PartAttempt(Attempt):
+    """One part of a save, seen from one rank of the group that writes it.
+
+    The calls are those of ``Attempt``. After ``commit`` the part is sealed, not committed: nothing is
+    projected, and ``ref`` is what the home's seal says of it.
+    """
+
+    def __init__(self, seat: Seat, plan: PartPlan, spec: SaveSpec) -> None:
+        super().__init__(seat, spec)
+        self._whose = plan
+        self._digest = ""
+
+    @property
+    def ref(self) -> PartRef:
+        """What the home's seal says of this part, after commit()."""
+        placement, worlds = self.seat.placement, self.seat.control.worlds
+        hosts = tuple(_hosts(worlds, domain.ranks) for domain in placement.domains)
+        planned = self._planned
+        return PartRef(self._whose.part, planned.save_id, self._digest, planned.domains, hosts)
+
+    def begin(self) -> None:
+        """Collective. As ``Attempt.begin``, after every domain has applied the ticket's word."""
+        self._state = apply_everywhere(self.seat, self._whose.word)
+        super().begin()
+
+    def _survey(self, ids: Collection[str] = ()) -> View | None:
+        # Whatever became of the whole is asked for by its id.
+        known = None if self._state is None else self._state.to_send((*ids, self._whose.of))
+        return None if known is None else (self._means.domain, known)
+
+    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
+        where = self.storage.uri(part_name(self._whose.name, self._whose.part))
+        for state in (a[1] for a in answers if a is not None):
+            whole = state.save(self._whose.of)
+            if whole.seal is not None or whole.deleted or whole.aborted:
+                raise _too_late(self._whose, where, committed=whole.seal is not None)
+        fresh = fresh_save_id()
+        domains = tuple(d.id for d in self.seat.placement.domains)
+        return SavePlan(fresh, self._whose.word.generation, 0, domains)
+
+    def _begin(self) -> tuple[str, ...]:
+        if self._owner:
+            whole, home = self._whose.of, self._whose.word.home
+            drive(begin(self._named, self._planned.base, of=whole, home=home), self.storage)
+        return ()
+
+    def _append_seal(self, seal: Seal) -> LogState | None:
+        what, word = self._whose, self._whose.word
+        self._digest = seal.digest
+        part = Part(
+            save_id=seal.save_id,
+            of=what.of,
+            part=what.part,
+            base=seal.base,
+            name=what.name,
+            step=what.step,
+            home=word.home,
+            home_host=word.host,
+            domains=seal.domains,
+            digest=seal.digest,
+        )
+
+        def decide(seen: LogState) -> Body | Refused[Refusal]:
+            return may_seal_part(seen, part)
+
+        return seal_everywhere(
+            self.seat, self._named, seal, self._means, self._state, decide=decide
+        )
+
+    def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
+        if self._owner:
+            self.seat.touch_log_later()
+        return (), 0
+
+
+def _too_late(what: PartPlan, where: Uri, *, committed: bool) -> CommitConflictError:
+    became = "committed without this part" if committed else "given up"
+    return CommitConflictError(
+        f"{what.name} was {became}", uri=where, hint="begin a ticket for the next checkpoint"
+    )
+
+
+def _hosts(worlds: Sequence[World], ranks: Sequence[int]) -> str:
+    return ", ".join(dict.fromkeys(worlds[rank].site for rank in ranks))

@@ -1,0 +1,681 @@
+"""One save, over all ranks: the collective that turns written files into a commit.
+
+    rank 0 .. n-1   begin()                       owners          coordinator
+      |               survey  ------------------> fold logs ----> name free? base, seq, save_id
+      |               begin   ------------------> make attempts/<id>/<id>/, attempt.json
+      |               confirm   one process per node reads the record through its own path
+      |             (the caller writes files below .prefix, anything it likes)
+      |             commit(write, finish)
+      |               write   ------------------------------------> planned == written? manifest
+      |               prepare ------------------> manifest, .metadata, every name durable
+      |               seal    ------------------> append the seal  -> committed | failed | in doubt
+      |               finish  ------------------> record, project, reclaim
+
+Every line is one ``control.step``: it ends on every rank with the same value or the same error. Up
+to ``prepare`` a failure leaves the old state and ``abandon`` removes what was written; after a seal
+was tried nothing is removed by anybody but recovery. ``finish`` cannot fail the save any more: what
+it leaves undone, the next writer does.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from ckptfs.commit.catalog.catalog import find
+from ckptfs.commit.decisions import may_seal
+from ckptfs.commit.delete.deletion_steps import find_removed, record_removed
+from ckptfs.commit.log.advisory_log import ADVICE
+from ckptfs.commit.log.append import catch_up_again
+from ckptfs.commit.log.entries import Generation, Kind, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import (
+    Manifest,
+    digest_of,
+    encode_manifest,
+)
+from ckptfs.commit.operations import drive, read_limited, side_by_side, take_turns
+from ckptfs.commit.ownership.claim import Takeover, claim
+from ckptfs.commit.ownership.run import Caller, Run, is_for_call
+from ckptfs.commit.paths import CONTROL, MANIFEST, SHARED, AttemptKeys
+from ckptfs.commit.save.foreign_metadata import foreign_at, metadata_at
+from ckptfs.commit.save.owner_steps import begin, finish, prepare, survey, tidy, to_clear
+from ckptfs.commit.save.plain_names import other_attempts
+from ckptfs.commit.save.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
+from ckptfs.commit.save.projection import InHand
+from ckptfs.commit.save.sealing import (
+    NameTaken,
+    fenced_rather_than_missing,
+    lost_while_sealing,
+    seal_everywhere,
+    undo_here,
+)
+from ckptfs.commit.save.spec import (
+    Committed,
+    IfExists,
+    SaveSpec,
+    SmallFile,
+    WrittenPart,
+)
+from ckptfs.commit.session import Seat, View, naming, step_with_views
+from ckptfs.commit.state import pieces
+from ckptfs.control.messages import apart
+from ckptfs.errors import (
+    CkptfsError,
+    CommitConflictError,
+    CommitInDoubtError,
+    StateError,
+    StorageError,
+    SymlinkError,
+    UriError,
+)
+from ckptfs.events import Counters
+from ckptfs.storage.base import Shape
+from ckptfs.storage.inflight import add_fields, log_fields
+
+__all__ = ["Attempt", "Gathered"]
+
+logger = logging.getLogger("ckptfs.commit")
+
+DRAIN_S = 60.0  # a directory waits so long for deletes under way, and is refused where they last
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What the owners seal; ``files`` travels to each of them apart, and not at all when only the
+    coordinator needs it.
+    """
+
+    digest: str
+    files: Mapping[str, SmallFile]
+    counters: tuple[Counters, ...]
+    origins: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """How the attempt began in one domain. others: of the same name. is_taken: nothing was made, because
+    something lies under the name.
+    """
+
+    others: tuple[str, ...] = ()
+    is_taken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """What became of the projection in one domain, and how many bytes of older saves stay there."""
+
+    note: str = ""
+    replaced_bytes: int = 0
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _logged(
+    method: Callable[Concatenate[Attempt, P], R],
+) -> Callable[Concatenate[Attempt, P], R]:
+    """What is logged meanwhile, on any thread that works for it, names the save."""
+
+    @functools.wraps(method)
+    def run(self: Attempt, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with log_fields(**self.log_fields):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
+class Attempt:
+    """One save, seen from one rank. Every rank makes one and makes the same calls in order."""
+
+    def __init__(self, seat: Seat, spec: SaveSpec, caller: Caller | None = None) -> None:
+        if spec.name in (CONTROL, SHARED):
+            raise UriError(
+                f"{spec.name} is the run's own",
+                uri=seat.storage.uri(spec.name),
+                hint="choose another name",
+            )
+        self.seat = seat
+        self.spec = spec
+        self.storage = seat.storage
+        self._means = seat.means()
+        self._owner = seat.placement.is_owner
+        self._state: LogState | None = None
+        self._plan: SavePlan | None = None
+        self._keys: AttemptKeys | None = None
+        self._foreign: str | None = None
+        self._stood: bytes | None = None  # under the name, where that is looked at with the log
+        self._small: dict[str, bytes] = {}  # an owner's, as it wrote them
+        self._seal_tried = False
+        self._committed: Committed | None = None
+        self._began = False
+        self._claimed: Run | None = None  # for this save alone
+        call = 'save(if_exists="replace")' if spec.if_exists is IfExists.REPLACE else "a save"
+        self._caller = caller or Caller(call, for_call=True, wait_s=spec.wait_s)
+        self._manifest: Manifest | None = None  # the coordinator's
+
+    # -- what the writer of files needs -------------------------------------------------
+
+    @property
+    def save_id(self) -> str:
+        """The unique id of this save, equal on all ranks after begin()."""
+        return self._planned.save_id
+
+    @property
+    def base(self) -> Generation:
+        """The generation that this save carries, equal on all ranks after begin()."""
+        return self._planned.base
+
+    @property
+    def keys(self) -> AttemptKeys:
+        """Where its files lie."""
+        return self._named
+
+    @property
+    def log_fields(self) -> dict[str, Any]:
+        """What records of this save say of it."""
+        run, control = self.seat.storage.root, self.seat.control
+        save_id = self.spec.save_id if self._keys is None else self._keys.save_id
+        return {
+            "run": str(run),
+            "step": self.spec.step,
+            "rank": control.rank,
+            "save_id": save_id,
+        }
+
+    @property
+    def previous(self) -> Seal | None:
+        """The last committed save of this one's kind, where this one holds the run; equal on all
+        ranks after begin().
+        """
+        return self._planned.previous
+
+    @property
+    def prefix(self) -> str:
+        """The key prefix of this save's data files, ending with a slash."""
+        return f"{self._named.data}/"
+
+    @property
+    def directory(self) -> str:
+        """The key of what will be the step directory (kind DIRECTORY: plain names go there)."""
+        return self._named.directory
+
+    @property
+    def _planned(self) -> SavePlan:
+        if self._plan is None:
+            raise RuntimeError("begin() was not called")
+        return self._plan
+
+    @property
+    def _known(self) -> LogState | None:
+        # Without exclusive creates entries may slip in below what was folded.
+        return self.seat.known.state if self._means.caps.exclusive_create else None
+
+    @property
+    def _named(self) -> AttemptKeys:
+        if self._keys is None:
+            raise RuntimeError("begin() was not called")
+        return self._keys
+
+    # -- begin --------------------------------------------------------------------------
+
+    @_logged
+    def begin(self) -> None:
+        """Collective. Decide the save's id and base, make its directories, confirm them.
+
+        CommitConflictError: the name is committed. FencedError: the run has a newer owner. After an
+        error nothing is visible; a record of the attempt may lie in ``.ckptfs/attempts``.
+
+        Where what is committed was removed by hand, the log records that first, and the save goes on;
+        without ``spec.run`` it claims the run for that, until it ends. RunBusyError: an owner lives.
+        """
+        try:
+            self._begin_save()
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _begin_save(self) -> None:
+        control = self.seat.control
+        try:
+            self._plan = self._planned_together()
+        except CommitConflictError:
+            if not self._free_name():
+                raise
+            self._plan = self._planned_together()
+        if self._plan.replaces and self._claims_when_taken:
+            if not self._free_name() and self._claimed is None:
+                self._claim()
+            self._plan = self._planned_together()
+        self._set_keys()
+        with naming(self.storage.uri(self.spec.name)):
+            if control.step("begin", self._begin_plainly, self._refuse_others):
+                self._claim()
+                self._plan = self._planned_together()
+                self._set_keys()
+                control.step("begin", self._begin_plainly, self._refuse_others)
+            if self.seat.spans_nodes:
+                with fenced_rather_than_missing(self.seat, self._plan.base, self.spec.name):
+                    control.step("confirm", self._confirm)
+
+    def _set_keys(self) -> None:
+        shape, save_id = self._means.caps.shape, self._planned.save_id
+        self._keys = AttemptKeys(shape, self.spec.name, save_id)
+        add_fields(save_id=save_id)
+        self._began = True
+
+    def _planned_together(self) -> SavePlan:
+        return step_with_views(
+            self.seat.control,
+            "survey",
+            lambda ids: (self._asked, self._survey(ids)),
+            lambda told: told[1],
+            self._agree,
+        )
+
+    def _free_name(self) -> bool:
+        """Collective, where the name is taken: whether nothing lies there any more of what has it. Then the
+        log says so when this returns.
+        """
+        name, artifact = self.spec.name, self.spec.artifact
+        if not find_removed(self.seat, name, artifact):
+            return False
+        if self.spec.run is None:
+            keep = () if self.spec.save_id is None else (self.spec.save_id,)
+            self._claim(keep)
+        assert self.spec.run is not None  # noqa: S101 - claimed above
+        # Looks again, now that nobody else moves anything: what was on its way then may have come.
+        return record_removed(self.seat, name, artifact, self.spec.run)
+
+    def _claim(self, keep: tuple[str, ...] = ()) -> None:
+        """Collective. Claim the run for this save, until it ends. RunBusyError: an owner lives."""
+        # What runs in a job beside its manager takes nothing from that.
+        self._claimed = claim(self.seat, takeover=Takeover.DEAD, keep=keep, caller=self._caller)
+        self.seat = self._claimed.seat
+        self.spec = replace(self.spec, run=self._claimed.generation)
+
+    @property
+    def _claims_when_taken(self) -> bool:
+        """Whether it may replace, and holds no run yet: a name that nobody knows is saved without one."""
+        return self.spec.if_exists is IfExists.REPLACE and self.spec.run is None
+
+    def _let_go(self) -> None:
+        """Release what was claimed for this save alone; harmless twice."""
+        run, self._claimed = self._claimed, None
+        if run is not None:
+            run.release()
+
+    def _survey(self, ids: Collection[str] = ()) -> View | None:
+        if not self._owner:
+            return None
+        background = self.seat.background
+        if background is not None and self.spec.artifact is Kind.DIRECTORY:
+            # Plain names never overwrite: what the last commit doomed has to be gone first.
+            background.drain(DRAIN_S)
+        # Whoever holds the run made the log's directories when it claimed it.
+        look = survey() if self.spec.run is None else catch_up_again(self._known)
+        if self._looks_at_once:
+            stands = metadata_at(self.spec.name)
+            self._state, self._stood = drive(side_by_side(look, stands), self.storage)
+        else:
+            self._state = drive(look, self.storage)
+        return self._means.domain, self._state.to_send(ids)
+
+    @property
+    def _asked(self) -> tuple[str, int | None, str]:
+        return self.spec.name, self.spec.step, self.spec.artifact.value
+
+    def _agree(self, told: Sequence[tuple[tuple[str, int | None, str], View | None]]) -> SavePlan:
+        """The plan, if all ranks mean one save: half of step 10 and half of step 11 are neither."""
+        odd = next((rank for rank, (what, _) in enumerate(told) if what != told[0][0]), None)
+        if odd is not None:
+            raise StateError(
+                f"ranks save different checkpoints: {told[0][0][0]} (step {told[0][0][1]}) on rank 0, "
+                f"{told[odd][0][0]} (step {told[odd][0][1]}) on rank {odd}",
+                uri=self.storage.root,
+                hint="every rank makes the same calls in the same order",
+            )
+        # A metric is each rank's own number: the seal, the same everywhere, has the coordinator's.
+        return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
+
+    def _decide(self, answers: Sequence[View | None]) -> SavePlan:
+        return plan_save(self.spec, dict(a for a in answers if a is not None), self.seat)
+
+    @property
+    def _looks_at_once(self) -> bool:
+        """Whether what stands under the name is looked at together with the log: requests take long."""
+        is_object = self._means.caps.shape is Shape.OBJECT
+        return is_object and self.spec.artifact is not Kind.DIRECTORY
+
+    def _begin_plainly(self) -> _Begun | SymlinkError | CommitConflictError:
+        try:
+            if self._look_for_foreign() and self._claims_when_taken:
+                self._began = False  # nothing is made before the run is claimed
+                return _Begun(is_taken=True)
+            return _Begun(self._begin())
+        except (SymlinkError, CommitConflictError) as error:
+            self._began = False  # nothing was made: nothing is to be aborted
+            return error  # a value, so that it is raised as its type
+
+    def _look_for_foreign(self) -> bool:
+        """Another program's checkpoint of that name: replaced when that was asked for, else refused. Whether
+        one is there, or a copy of one of ours.
+
+        Only the one that stands there now: what comes while this save is written is left alone.
+        """
+        if not self._owner or self._state is None or self.spec.artifact is Kind.DIRECTORY:
+            return False
+        name = self.spec.name
+        stood = self._stood if self._looks_at_once else drive(metadata_at(name), self.storage)
+        found = drive(foreign_at(name, stood, self._state), self.storage)
+        self._foreign = None if found is None else found.digest
+        # A copy of a checkpoint of ours, whole or interrupted, is no other program's.
+        if found is None or found.is_copy:
+            return found is not None
+        if self.spec.if_exists is IfExists.ERROR or self.spec.spares_foreign:
+            ways = 'move it away, or save over it with ckptfs.save(..., if_exists="replace")'
+            raise CommitConflictError(
+                f"{self.spec.name} holds a checkpoint that ckptfs did not write",
+                uri=self.storage.uri(self.spec.name),
+                hint=f"choose another name, {ways}",
+            )
+        return True
+
+    def _begin(self) -> tuple[str, ...]:
+        if not self._owner:
+            return ()
+        drive(begin(self._named, self._planned.base, replaces=self._foreign), self.storage)
+        if self.spec.artifact is Kind.DIRECTORY and self._named.shape is Shape.OBJECT:
+            # After our own record: of two that begin at once at least one sees the other.
+            state = self._state or LogState()
+            return drive(other_attempts(self._named, state), self.storage)
+        return ()
+
+    def _refuse_others(
+        self, answers: Sequence[_Begun | SymlinkError | CommitConflictError]
+    ) -> bool:
+        """Whether something lies under the name that the log does not know, and the run is to be claimed."""
+        for answer in answers:
+            if isinstance(answer, SymlinkError | CommitConflictError):
+                raise answer
+        begun = [answer for answer in answers if isinstance(answer, _Begun)]
+        others = [save_id for one in begun for save_id in one.others]
+        if others:
+            raise CommitConflictError(
+                f"another save of {self.spec.name} is on its way, or died: {others[0]}",
+                uri=self.storage.uri(self.spec.name),
+                hint="files with plain names never overwrite; prepare_run() settles what died",
+            )
+        return any(one.is_taken for one in begun)
+
+    def _confirm(self) -> None:
+        """One process per node reads the record by its path: a client may have cached that the
+        directory does not exist, and an existing directory may be somebody else's.
+        """
+        if self.seat.placement.is_node_lead and not self._owner:
+            record = self._named.record
+            self.storage.refresh(record.rsplit("/", 2)[0])
+            self.storage.refresh(record.rsplit("/", 1)[0])
+            read_limited(self.storage, record)
+
+    def given_up(self, error: CkptfsError) -> Committed:
+        """Local, from any thread. What this save came to, for whoever waits while this rank's part of it
+        hangs: ``error`` is what its step ended with on all others.
+
+        Before the seal it raises that. CommitInDoubtError: it hangs in the seal. What is committed stays
+        so; that its projection is not complete is among the warnings, as on the others.
+        """
+        if self._committed is not None:
+            return replace(self._committed, warnings=(str(error),))
+        if self._seal_tried:
+            where = self.storage.uri(self.spec.name)
+            raise lost_while_sealing(self.spec.name, where, error) from error
+        with naming(self.storage.uri(self.spec.name)):
+            raise error
+
+    # -- commit -------------------------------------------------------------------------
+
+    @_logged
+    def commit(
+        self,
+        write: Callable[[], WrittenPart],
+        finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
+    ) -> Committed:
+        """Collective. Write, then seal what all ranks wrote; committed when this returns.
+
+        write: makes this rank's files, each durable when it returns; its error reaches all ranks.
+        finish: runs on the coordinator with every rank's part, checks that what was planned was
+        written, and returns the further small files (such as ``.metadata``) that go beside the
+        manifest. Errors before the seal: the old state stays, call abandon(). CommitInDoubtError:
+        the next begin or prepare_run settles it.
+        """
+        control = self.seat.control
+        kept: dict[str, SmallFile] = {}
+        here = self.storage.uri(self.spec.name)
+        fenced = fenced_rather_than_missing(self.seat, self._planned.base, self.spec.name)
+        with naming(here), fenced:
+            gathered, theirs = control.step(
+                "write", write, lambda parts: self._apart(self._gather(parts, finish, kept))
+            )
+            started = time.perf_counter()
+            files = kept or theirs or {}
+            control.step("prepare", lambda: self._prepare(files))
+        seal = seal_of_plan(self._planned, self.spec, gathered.digest, gathered.origins)
+        self._seal_tried = True
+        try:
+            self._state = self._append_seal(seal)
+        except NameTaken:
+            # Surely not sealed. The bytes stay as they are, and only what names the generation is new.
+            self._seal_tried = False
+            seal = self._described_anew(gathered.origins)
+            self._seal_tried = True
+            self._state = self._append_seal(seal)
+        commit_s = time.perf_counter() - started
+        self._committed = Committed(seal.save_id, gathered.counters, commit_s)
+        warnings, replaced_bytes = self._finish(seal)
+        if not self._means.caps.exclusive_create:
+            warnings = (ADVICE, *warnings)
+            if self.seat.control.rank == 0:
+                logger.warning("%s is committed; %s", seal.name, ADVICE)
+        self._let_go()
+        commit_s = time.perf_counter() - started
+        return Committed(seal.save_id, gathered.counters, commit_s, warnings, replaced_bytes)
+
+    def _described_anew(self, origins: tuple[str, ...]) -> Seal:
+        """Collective. Claim the run, and give what was written a manifest of its generation."""
+        self.spec = replace(self.spec, save_id=self.save_id)
+        self._claim((self.save_id,))
+        self._plan = self._planned_together()
+        base = self._planned.base
+
+        def describe(_: Sequence[None]) -> bytes:
+            assert self._manifest is not None  # noqa: S101 - the coordinator made it
+            return encode_manifest(replace(self._manifest, base=base))
+
+        control = self.seat.control
+        with fenced_rather_than_missing(self.seat, base, self.spec.name):
+            encoded = control.step("describe", lambda: None, describe)
+            control.step("prepare", lambda: self._prepare({MANIFEST: encoded}))
+        return seal_of_plan(self._planned, self.spec, digest_of(encoded), origins)
+
+    def _append_seal(self, seal: Seal) -> LogState | None:
+        # Without the run it replaces nothing: the name may have been taken while it was written.
+        replaces = self.spec.if_exists is IfExists.REPLACE and self.spec.run is not None
+        return seal_everywhere(
+            self.seat,
+            self._named,
+            seal,
+            self._means,
+            self._state,
+            decide=lambda seen: may_seal(seen, seal, replace=replaces),
+            may_try_again=self._claims_when_taken,
+        )
+
+    def _gather(
+        self,
+        parts: list[WrittenPart],
+        finish: Callable[[list[WrittenPart]], Mapping[str, SmallFile]],
+        kept: dict[str, SmallFile],
+    ) -> Gathered:
+        files = dict(finish(parts))
+        manifest = manifest_of(
+            self._planned, self.spec, self.seat, [f for part in parts for f in part.files], files
+        )
+        self._manifest = manifest
+        encoded = encode_manifest(manifest)
+        files[MANIFEST] = encoded
+        counters = tuple(part.counters for part in parts)
+        digest, origins = digest_of(encoded), origins_of(manifest)
+        if len(self._planned.domains) == 1 and self._owner:
+            kept.update(files)  # the coordinator is the only owner: nothing large on the wire
+            return Gathered(digest, {}, counters, origins)
+        return Gathered(digest, files, counters, origins)
+
+    def _apart(self, gathered: Gathered) -> tuple[Gathered, Mapping[str, SmallFile] | None]:
+        """Each owner's files for it alone: they are as large as the checkpoint has items."""
+        if not gathered.files:
+            return apart(gathered)
+        here = {domain.owner: domain.id for domain in self.seat.placement.domains}
+        pieces: list[Mapping[str, SmallFile] | None] = [
+            {n: f if isinstance(f, bytes) else f[here[rank]] for n, f in gathered.files.items()}
+            if rank in here
+            else None
+            for rank in range(self.seat.control.size)
+        ]
+        return apart(replace(gathered, files={}), pieces)
+
+    def _prepare(self, files: Mapping[str, SmallFile]) -> None:
+        if self._owner:
+            here = self._means.domain
+            mine = {n: f if isinstance(f, bytes) else f[here] for n, f in files.items()}
+            drive(prepare(self._named, mine), self.storage)
+            self._small |= mine
+
+    # -- after the commit ---------------------------------------------------------------
+
+    def _finish(self, seal: Seal) -> tuple[tuple[str, ...], int]:
+        """Record and project. The save is committed: a failure here is a warning, not an error. Beside the
+        warnings, how many bytes of older saves of the name stay.
+        """
+
+        def together(ends: Sequence[_Finished]) -> tuple[tuple[str, ...], int]:
+            # Not a list of what each rank found: every rank would read one entry for each of them.
+            warnings = tuple(dict.fromkeys(end.note for end in ends if end.note))
+            return warnings, sum(end.replaced_bytes for end in ends)
+
+        try:
+            found = self.seat.control.step("finish", lambda: self._finish_here(seal), together)
+        except CkptfsError as error:
+            found = (str(error),), 0
+        for note in found[0]:
+            logger.warning("%s is committed; its projection is not complete: %s", seal.name, note)
+        return found
+
+    def _finish_here(self, seal: Seal) -> _Finished:
+        if not self._owner or self._state is None:
+            return _Finished()
+        holder, background = self.spec.run, self.seat.background
+        at_once = is_for_call(holder)
+        try:
+            # Of other saves this domain knows only what its own log records: an earlier one that
+            # is sealed here but not elsewhere must not be projected.
+            aside = background is not None and not self._clears_plain_names()
+            now = None if aside else holder
+            behind = holder is not None and aside
+            in_hand = InHand(
+                self._small, self._looks_at_once and self._stood is None, leaves_record=behind
+            )
+            program = finish(
+                seal,
+                self._means,
+                self._state,
+                holder=now,
+                spare=self.seat.spared,
+                replaces=self._foreign,
+                in_hand=in_hand if self._small else None,
+                at_once=at_once,
+            )
+            self._state = drive(take_turns(program, self.seat.turn), self.storage)
+            self.seat.known.learn(self._state)
+        except (StorageError, CommitInDoubtError) as error:
+            return _Finished(str(error), self._replaced_bytes(seal, at_once=at_once))
+        finally:
+            self.seat.touch_log_later()  # the seal stands, whatever became of its projection
+        if holder is not None and background is not None and aside:
+            # Deleting takes requests there, and what the caller waits for is done.
+            own = frozenset({seal.save_id} if at_once else ())
+            tidying = tidy(
+                self._named,
+                self._means,
+                self._known,
+                holder,
+                spare=self.seat.spared,
+                at_once=own,
+            )
+            turns = take_turns(tidying, self.seat.turn)
+            chore = partial(self.seat.drive_aside, turns, background)
+            background.submit(f"clearing what {seal.name} replaced", chore)
+        return _Finished(replaced_bytes=self._replaced_bytes(seal, at_once=at_once))
+
+    def _replaced_bytes(self, seal: Seal, *, at_once: bool) -> int:
+        """What older saves of the name have here that is not about to go, as their manifests say."""
+        if not self._planned.replaces or self._state is None:
+            return 0
+        here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
+        going = {other.save_id for other, _ in to_clear({here: self._state}, here, at_once=own)}
+        total = 0
+        for save in self._state.saves.living.values():
+            other = save.seal
+            if other is None or other.name != seal.name or other.save_id in {seal.save_id, *going}:
+                continue
+            if save.gone or save.aborted or here not in other.everywhere:
+                continue
+            total += sum(self._bytes_here(piece) for piece in pieces(other, here))
+        return total
+
+    def _bytes_here(self, piece: Seal) -> int:
+        try:
+            found = drive(find(piece, self._means.caps.shape, self.storage.root), self.storage)
+        except (StorageError, CkptfsError) as error:
+            logger.debug("how much of save %s stays is not known: %s", piece.save_id, error)
+            return 0
+        files = () if found.manifest is None else found.manifest.files
+        here = self._means.domain
+        return sum(file.size_bytes for file in files if file.domain in (None, here))
+
+    def _clears_plain_names(self) -> bool:
+        """Whether a directory artifact is to go: plain names may be a later owner's by the time that a
+        chore comes to them, so they go before this save returns.
+        """
+        here = self._means.domain
+        spared = self.seat.spared
+        doomed = () if self._state is None else to_clear({here: self._state}, here, spared)
+        return any(seal.artifact is Kind.DIRECTORY for seal, _ in doomed)
+
+    @_logged
+    def abandon(self) -> None:
+        """Local, best effort, after a failed begin, write or commit: abort and remove our bytes.
+
+        Nothing is removed once a seal was tried: recovery judges that.
+        """
+        try:
+            self._abandon()
+        finally:
+            self._let_go()
+
+    def _abandon(self) -> None:
+        if not (self._began and self._owner) or self._seal_tried:
+            return
+        try:
+            undo_here(self.seat, self._named, self._planned.base, self._means)
+        except (CkptfsError, OSError) as error:
+            logger.warning(
+                "the abandoned attempt %s stays until the next prepare_run: %s", self.save_id, error
+            )

@@ -1,0 +1,108 @@
+"""Plain names on object stores: written before the commit, so guarded one by one.
+
+A directory artifact has the names that its reader expects, not ones of its own. On a filesystem they
+lie in the attempt until the commit; here they are final, and whoever writes them late would change
+what another committed. Two things keep writers apart:
+
+    begin     the attempt's record is written, then the records are listed: of two that begin at once
+              at least one sees the other, and stops
+    each put  read the etag, fold the log (not fenced, nobody sealed the name), put if it still has
+              that etag: a writer that stalls anywhere between finds it changed
+
+A file in several parts cannot be put by etag everywhere; its fold comes right before it is completed,
+and a writer that stalls between the two may still complete it. That window is documented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptfs.commit.log.append import catch_up
+from ckptfs.commit.log.entries import Generation
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import List, Pause, Program, Read, Replace, StatOf
+from ckptfs.commit.ownership.recovery_plan import decode_record
+from ckptfs.commit.paths import ATTEMPTS, AttemptKeys
+from ckptfs.errors import (
+    AlreadyExistsError,
+    AnswerLostError,
+    CommitConflictError,
+    FencedError,
+    NotFoundError,
+)
+from ckptfs.storage.base import Capabilities, Entry
+
+__all__ = ["Mine", "other_attempts", "put_plain", "still_free"]
+
+
+def other_attempts(keys: AttemptKeys, state: LogState) -> Program[tuple[str, ...]]:
+    """Other attempts of this name that are neither sealed nor aborted: at work, or dead."""
+    found: tuple[str, ...] = ()
+    try:
+        entries: list[Entry] = yield List(ATTEMPTS)
+    except NotFoundError:
+        return ()
+    for entry in entries:
+        known = state.save(entry.name)
+        if entry.name == keys.save_id or known.seal is not None or known.aborted:
+            continue
+        try:
+            raw: bytes = yield Read(AttemptKeys(keys.shape, "", entry.name).record)
+            name = decode_record(raw).name
+        except (NotFoundError, ValueError):
+            continue
+        if name == keys.name:
+            found += (entry.name,)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """Whose names they are: an attempt, the generation it carries, what the place can do."""
+
+    keys: AttemptKeys
+    base: Generation
+    caps: Capabilities
+
+
+def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
+    """The newest fold, by which this attempt may still write its plain names.
+
+    FencedError: a newer owner came, or aborted it. CommitConflictError: somebody sealed the name.
+    """
+    keys, base = mine.keys, mine.base
+    seen = yield from catch_up(state)
+    if seen.generation > base or seen.save(keys.save_id).aborted:
+        raise FencedError(
+            f"the run was taken over by generation {seen.generation.number}",
+            hint="this process must stop; no file of the new owner was changed",
+        )
+    for save in seen.saves.living.values():
+        if (
+            save.seal is not None
+            and save.seal.name == keys.name
+            and not (save.aborted or save.gone)
+        ):
+            raise CommitConflictError(
+                f"{keys.name} was sealed meanwhile, by save {save.save_id}",
+                hint="files with plain names never overwrite: choose another name",
+            )
+    return seen
+
+
+def put_plain(mine: Mine, state: LogState | None, key: str, data: bytes) -> Program[LogState]:
+    """Put one small file, unless it is another's by now; the fold that allowed it."""
+    attempt = 0
+    while True:
+        try:
+            etag = (yield StatOf(key)).etag
+        except NotFoundError:
+            etag = ""
+        state = yield from still_free(mine, state if mine.caps.exclusive_create else None)
+        try:
+            yield Replace(key, data, etag if mine.caps.conditional_replace else None)
+            return state
+        except (AlreadyExistsError, AnswerLostError) as error:
+            # Another rank of this save may have put the same file: look again.
+            yield Pause(attempt, f"putting {key}: {error}")
+            attempt += 1

@@ -1,0 +1,207 @@
+"""What the coordinator decides of one save before a byte is written, and how it is described after.
+
+    plan_save(spec, views, seat)     may it begin? its id, base, place in the order     (survey)
+    manifest_of(plan, spec, ...)     the list of what all ranks wrote                   (gather)
+    seal_of_plan(plan, spec, ...)    the entry that every owner appends                 (seal)
+
+Pure but for the clock and the random id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptfs._version import __version__
+from ckptfs.commit.log.entries import Generation, Kind, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import (
+    DomainRecord,
+    FileRecord,
+    Manifest,
+    digest_of,
+    needed_reader,
+)
+from ckptfs.commit.save.spec import IfExists, SaveSpec, SmallFile, fresh_save_id, now_text
+from ckptfs.commit.session import Seat
+from ckptfs.commit.state import Standing, catalog, name_taken, next_seq, occupant, standing
+from ckptfs.errors import CommitConflictError, FencedError
+from ckptfs.uri import Uri
+
+__all__ = ["SavePlan", "manifest_of", "origins_of", "plan_save", "seal_of_plan"]
+
+Views = Mapping[str, LogState]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The same on every rank: the save's id, the generation it carries, its place in the order.
+
+    previous: of a save that holds the run, the last committed one of its kind. metrics: the
+    coordinator's. replaces: the name is taken.
+    """
+
+    save_id: str
+    base: Generation
+    seq: int
+    domains: tuple[str, ...]
+    previous: Seal | None = None
+    replaces: bool = False
+    metrics: tuple[tuple[str, float], ...] = ()
+
+
+def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
+    """The plan of a save that may begin, by what every domain's owner folded.
+
+    FencedError: the run has a newer owner, or its log is not the one that was claimed.
+    CommitConflictError: the name is taken, or a failing run would replace a healthy save.
+    """
+    where = seat.storage.uri(spec.name)
+    base = _base(spec, views, where, seat.storage.root)
+    if spec.artifact is Kind.DIRECTORY:
+        _refuse_occupied(spec.name, views, where)
+    taken = name_taken(spec.name, views)
+    if taken is not None and spec.if_exists is IfExists.ERROR:
+        raise _conflict(taken, views, where)
+    if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
+        # It is never the latest: in the place of a healthy one it would take the run back a step.
+        raise CommitConflictError(
+            f"{taken.name} is a healthy checkpoint (save {taken.save_id}): what a failing run saves "
+            "does not replace it",
+            uri=where,
+            hint="the step is saved already; save a later step, or go on without",
+        )
+    seq = next_seq(base, views, fenced=spec.run is not None)
+    if spec.run is not None:
+        seq = max(seq, seat.known.seq + 1)  # a ticket that is not committed yet began before this
+    save_id = fresh_save_id() if spec.save_id is None else spec.save_id
+    domains = tuple(d.id for d in seat.placement.domains)
+    replaces = taken is not None
+    return SavePlan(save_id, base, seq, domains, _previous(spec, views), replaces)
+
+
+def _previous(spec: SaveSpec, views: Views) -> Seal | None:
+    """Only for the run's holder: nobody else deletes meanwhile what this save may build on."""
+    if spec.run is None:
+        return None
+    same = [live.seal for live in catalog(views) if live.seal.artifact is spec.artifact]
+    return same[-1] if same else None
+
+
+def _base(spec: SaveSpec, views: Views, where: Uri, root: Uri) -> Generation:
+    newest = max(v.generation for v in views.values())
+    if spec.run is not None and newest > spec.run:
+        raise _fenced(newest, views, where)
+    if spec.run is not None and any(v.generation < spec.run for v in views.values()):
+        # Every domain took this fence: a log without it would make the run anew, half of it.
+        raise FencedError(
+            "the run that was claimed is not here any more: its log was removed or replaced",
+            uri=root,
+            hint="stop, see what is left of the run, and claim it again with prepare_run()",
+        )
+    # Unfenced: the least of all domains, so that any fence that misses one still fences it.
+    base = spec.run or min(v.generation for v in views.values())
+    if spec.run is None and newest > base:
+        raise FencedError(
+            "the domains of this run were claimed at different times, or some are new",
+            uri=where,
+            hint="claim all of them: run = ckptfs.prepare_run(...), then save(..., run=run)",
+        )
+    return base
+
+
+def _refuse_occupied(name: str, views: Views, where: Uri) -> None:
+    there = occupant(name, views)
+    if there is not None:
+        raise CommitConflictError(
+            f"{name} still holds save {there.save_id}",
+            uri=where,
+            hint="files with plain names never overwrite: choose another name; what an "
+            "overwrite hid goes after the first commit of another one",
+        )
+
+
+def _conflict(taken: Seal, views: Views, where: Uri) -> CommitConflictError:
+    if standing(taken.save_id, views) is Standing.COMMITTED:
+        what = f"{taken.name} is committed already (save {taken.save_id})"
+        hint = 'choose another name, or if_exists="replace"'
+    else:
+        what = f"{taken.name} is not settled: save {taken.save_id} is sealed in some domains"
+        hint = "another process commits it now, or did not come to it: prepare_run() settles it"
+    return CommitConflictError(what, uri=where, hint=hint)
+
+
+def _fenced(newest: Generation, views: Views, where: Uri) -> FencedError:
+    fence = next(v.fence for v in views.values() if v.generation == newest)
+    return FencedError(
+        f"the run was taken over by generation {newest.number} ({fence.host} pid {fence.pid})",
+        uri=where,
+        hint="this process must stop; nothing of this save was committed",
+    )
+
+
+def manifest_of(
+    plan: SavePlan,
+    spec: SaveSpec,
+    seat: Seat,
+    files: Sequence[FileRecord],
+    extra: Mapping[str, SmallFile],
+) -> Manifest:
+    """The manifest over every rank's files and the small ones beside it."""
+    small = [
+        FileRecord(f"{plan.save_id}/{name}", len(data), domain, digest=digest_of(data))
+        for name, file in extra.items()
+        for domain, data in ([(None, file)] if isinstance(file, bytes) else file.items())
+    ]
+    every = (*files, *small)
+    return Manifest(
+        save_id=plan.save_id,
+        name=spec.name.rpartition("/")[2],  # of a part, its own
+        step=spec.step,
+        # Two ranks may have uploaded one and the same file; it is one file.
+        files=tuple({(f.path, f.domain): f for f in every}.values()),
+        domains=tuple(
+            DomainRecord(d.id, d.ranks, _hosts(seat, d.ranks)) for d in seat.placement.domains
+        ),
+        base=plan.base,
+        artifact=spec.artifact,
+        world_size=spec.world_size or seat.control.size,
+        created_at=now_text(),
+        writer=f"ckptfs {__version__}",
+        references=spec.references,
+        per_rank=spec.per_rank,
+        min_reader_version=needed_reader(every),
+    )
+
+
+def origins_of(manifest: Manifest) -> tuple[str, ...]:
+    """The saves, besides this one, that wrote bytes of its files."""
+    origins = {f.origin for f in manifest.files if f.origin is not None}
+    return tuple(sorted(origins - {manifest.save_id}))
+
+
+def _hosts(seat: Seat, ranks: Sequence[int]) -> tuple[str, ...]:
+    """The hosts of a domain, for people who look for a lost shard."""
+    worlds = seat.control.worlds
+    return tuple(dict.fromkeys(worlds[rank].hostname for rank in ranks))
+
+
+def seal_of_plan(
+    plan: SavePlan, spec: SaveSpec, digest: str, origins: tuple[str, ...] = ()
+) -> Seal:
+    """The seal over a manifest with that digest and those origins: the same in every domain."""
+    return Seal(
+        save_id=plan.save_id,
+        base=plan.base,
+        seq=plan.seq,
+        fenced=spec.run is not None,
+        name=spec.name,
+        step=spec.step,
+        artifact=spec.artifact,
+        domains=plan.domains,
+        digest=digest,
+        references=spec.references,
+        failure=spec.failure,
+        metrics=plan.metrics,
+        origins=origins,
+    )

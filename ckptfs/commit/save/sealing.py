@@ -1,0 +1,256 @@
+"""The moment of commit: every owner appends the seal, and all ranks learn what it came to.
+
+    append here   -> sealed | fenced | conflict | failed | in doubt      (owners)
+    judge         one verdict over all domains                            (coordinator)
+    undo          a sure failure: abort where unsealed, record where sealed
+
+With one domain the append is the commit. With several, the save is committed when every listed
+domain sealed it. A failure that is certain in any domain makes the save fail everywhere, because
+nobody else will ever append its seal there; without certainty nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.log.append import Appended, Means, Refused, catch_up
+from ckptfs.commit.log.entries import Body, Fence, Generation, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import AttemptKeys
+from ckptfs.commit.save.owner_steps import record_abort, seal_here, undo
+from ckptfs.commit.session import Seat
+from ckptfs.errors import (
+    CkptfsError,
+    CollectiveError,
+    CommitConflictError,
+    CommitInDoubtError,
+    ControlPlaneLostError,
+    DeadlineError,
+    Failure,
+    FencedError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StorageError,
+)
+from ckptfs.uri import Uri
+
+__all__ = [
+    "NameTaken",
+    "fenced_rather_than_missing",
+    "lost_while_sealing",
+    "seal_everywhere",
+    "undo_here",
+]
+
+logger = logging.getLogger("ckptfs.commit")
+
+UNDO_S = 5.0
+
+
+class _What(Enum):
+    FENCED = "fenced"
+    CONFLICT = "conflict"
+    FAILED = "failed"  # surely not in the log
+    IN_DOUBT = "in doubt"
+    SEALED = "sealed"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    domain: str
+    what: _What
+    message: str = ""
+    failure: Failure | None = None
+    is_sealed: bool = False  # in some domain, whatever came of it in others
+
+
+class NameTaken(CommitConflictError):  # noqa: N818 - an answer, which no caller of a save ever sees
+    """Another save took the name while this one was written; nothing of this one is sealed or undone."""
+
+
+def seal_everywhere(
+    seat: Seat,
+    keys: AttemptKeys,
+    seal: Seal,
+    means: Means,
+    state: LogState | None,
+    *,
+    decide: Callable[[LogState], Body | Refused[Refusal]],
+    may_try_again: bool = False,
+) -> LogState | None:
+    """Collective. Committed when it returns; the owner's log with the seal, None elsewhere.
+
+    decide: what an owner appends, or why not, by its log. may_try_again: where the name was taken and no
+    domain has the seal nothing is undone; that is NameTaken.
+    FencedError, CommitConflictError, CollectiveError: surely not committed. CommitInDoubtError: an
+    answer or a rank was lost; the next begin or prepare_run settles it.
+    """
+    where = seat.storage.uri(seal.name)
+    after: list[LogState] = []
+
+    def local() -> _Answer | None:
+        if not seat.placement.is_owner:
+            return None
+        return _append(seat, seal, means, state, after, decide=decide)
+
+    try:
+        verdict = seat.control.step("seal", local, _judge)
+    except (CollectiveError, ControlPlaneLostError, DeadlineError) as error:
+        raise lost_while_sealing(seal.name, where, error) from error
+    if verdict.what is _What.SEALED:
+        return after[0] if after else None
+    if verdict.what is _What.IN_DOUBT:
+        raise CommitInDoubtError(
+            f"domain {verdict.domain} gave no certain answer: {verdict.message}",
+            uri=where,
+            hint="nothing was deleted; the next save or prepare_run settles it",
+        )
+    if may_try_again and verdict.what is _What.CONFLICT and not verdict.is_sealed:
+        raise NameTaken(verdict.message, uri=where)
+    sealed_here = bool(after) and after[0].save(seal.save_id).seal is not None
+    _undo_everywhere(seat, keys, seal, means, sealed_here=sealed_here)
+    raise _failure(verdict, seal, where)
+
+
+def lost_while_sealing(name: str, where: Uri, error: CkptfsError) -> CommitInDoubtError:
+    """What a save ends with when the step that seals it ended with ``error``."""
+    return CommitInDoubtError(
+        f"the ranks lost each other while {name} was being sealed: {error.message}",
+        uri=where,
+        hint="nothing was deleted; latest() and the next save tell whether it committed",
+    )
+
+
+def _append(
+    seat: Seat,
+    seal: Seal,
+    means: Means,
+    state: LogState | None,
+    after: list[LogState],
+    *,
+    decide: Callable[[LogState], Body | Refused[Refusal]],
+) -> _Answer:
+    try:
+        outcome = drive(seal_here(decide, means, state), seat.storage)
+    except CommitInDoubtError as error:
+        return _Answer(means.domain, _What.IN_DOUBT, str(error))
+    except (StorageError, ManifestError) as error:
+        # A damaged entry below ours: nothing was appended behind it.
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        rank, node = seat.control.rank, seat.control.world.node
+        failure = Failure(rank, node, kind, str(error), getattr(error, "errno", None))
+        return _Answer(means.domain, _What.FAILED, str(error), failure)
+    after.append(outcome.state)
+    if isinstance(outcome, Appended):
+        return _Answer(means.domain, _What.SEALED)
+    if outcome.reason in (Refusal.FENCED, Refusal.ABORTED):
+        return _Answer(means.domain, _What.FENCED, _who(outcome.state.fence))
+    return _Answer(means.domain, _What.CONFLICT, f"{seal.name} was committed meanwhile")
+
+
+def _judge(answers: Sequence[_Answer | None]) -> _Answer:
+    """What the domains came to together: the first in the order of ``_What``."""
+    order = list(_What)
+    first = min((a for a in answers if a is not None), key=lambda a: order.index(a.what))
+    return replace(first, is_sealed=any(a and a.what is _What.SEALED for a in answers))
+
+
+def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
+    if verdict.what is _What.FENCED:
+        return _taken_over(verdict.message, where)
+    if verdict.what is _What.CONFLICT:
+        return CommitConflictError(
+            verdict.message, uri=where, hint='choose another name, or if_exists="replace"'
+        )
+    failed = verdict.failure
+    return CollectiveError(
+        f"domain {verdict.domain} could not seal {seal.name}: {verdict.message}",
+        failures={} if failed is None else {failed.rank: failed},
+        uri=where,
+        hint="what was committed before is untouched",
+    )
+
+
+def _who(fence: Fence) -> str:
+    return f"generation {fence.generation.number} (host {fence.host} pid {fence.pid})"
+
+
+def _taken_over(who: str, where: object) -> FencedError:
+    return FencedError(
+        f"the run was taken over by {who}",
+        uri=where,
+        hint="this process must stop; nothing of this save was committed",
+    )
+
+
+@contextlib.contextmanager
+def fenced_rather_than_missing(seat: Seat, base: Generation, name: str) -> Iterator[None]:
+    """Collective. FencedError where files are missing because a newer owner took them away.
+
+    A writer that slept through a takeover would otherwise be told of a missing file of its own, and
+    its caller would try again instead of stopping.
+    """
+    try:
+        yield
+    except CollectiveError as error:
+        for kind in (FencedError, CommitConflictError):
+            # Plain names ask the log before each put, so a rank may be the first to know.
+            met = [f for f in error.failures.values() if f.type.endswith(f".{kind.__name__}")]
+            if met:
+                raise kind(met[0].message, uri=seat.storage.uri(name)) from error
+        if error.all_are(NotFoundError) or error.all_are(StaleError):
+            who = _newer_owner(seat, base)
+            if who is not None:
+                raise _taken_over(who, seat.storage.uri(name)) from error
+        raise
+
+
+def _newer_owner(seat: Seat, base: Generation) -> str | None:
+    def local() -> Fence | None:
+        return drive(catch_up(), seat.storage).fence if seat.placement.is_owner else None
+
+    def decide(fences: Sequence[Fence | None]) -> str | None:
+        newer = [f for f in fences if f is not None and f.generation > base]
+        return _who(max(newer, key=lambda f: f.generation)) if newer else None
+
+    try:
+        return seat.control.step("taken over?", local, decide)
+    except CkptfsError as error:
+        logger.warning("whether a newer owner took the run is not known: %s", error)
+        return None
+
+
+def _undo_everywhere(
+    seat: Seat, keys: AttemptKeys, seal: Seal, means: Means, *, sealed_here: bool
+) -> None:
+    """Abort where the seal is missing; only then record that where it is not."""
+    try:
+        aborted = seat.control.step("undo", lambda: undo_here(seat, keys, seal.base, means), any)
+        if aborted and len(seal.domains) > 1:
+
+            def record() -> None:
+                if seat.placement.is_owner and sealed_here:
+                    drive(record_abort(seal.save_id, means), seat.storage)
+                    seat.touch_log_later()
+
+            seat.control.step("record", record)
+    except CkptfsError as error:
+        logger.warning("the failed save %s is left to recovery: %s", seal.save_id, error)
+
+
+def undo_here(seat: Seat, keys: AttemptKeys, base: Generation, means: Means) -> bool:
+    """Owners: abort the attempt in this domain and remove its bytes; whether it is aborted now."""
+    if not seat.placement.is_owner:
+        return False
+    # What cannot be undone soon is left to recovery: the caller waits for its error.
+    try:
+        return drive(undo(keys, base, means), seat.storage, deadline_s=UNDO_S)
+    finally:
+        seat.touch_log_later()

@@ -1,0 +1,364 @@
+"""A rank's session at a run: the ranks it talks with, the run's storage, and who shares which disk.
+
+It is opened from what a user typed, and is the same on every rank. The URI is agreed first: relative
+paths become absolute once, on the coordinator, and ranks that were given different ones get an error
+instead of two half checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ckptfs.commit.log.advisory_log import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
+from ckptfs.commit.log.append import Means
+from ckptfs.commit.log.entries import Stamp
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import Program, drive
+from ckptfs.commit.ownership.background_owner import Background
+from ckptfs.commit.paths import CONTROL, LOG, step_in
+from ckptfs.commit.save.spec import fresh_ids, now_text, whole_step
+from ckptfs.commit.state import unsent
+from ckptfs.control.control import Control, open_control
+from ckptfs.errors import CollectiveError, StateError, UriError
+from ckptfs.storage.base import Capabilities, Storage
+from ckptfs.storage.registry import open_storage
+from ckptfs.topology.storage_domains import Placement, Scope, probe_domains
+from ckptfs.uri import Uri
+
+__all__ = [
+    "TOUCH_AFTER_S",
+    "Common",
+    "Place",
+    "Seat",
+    "View",
+    "agree_uri",
+    "naming",
+    "open_seat",
+    "sit_down",
+    "step_of",
+    "step_with_views",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+View = tuple[str, LogState]
+
+TOUCH_AFTER_S = 0.05  # beyond one tick of the server's clock, see touch_log_later
+
+
+@dataclass(slots=True)
+class Known:
+    """The newest fold that this process made of a log that it holds.
+
+    Entries never change, so the next call continues from this fold. An old fold is as correct as a new one, and
+    only takes longer to continue. seq: the last place in commit order that a ticket of this process took; a save
+    that begins later gets a later place.
+    """
+
+    state: LogState | None = None
+    seq: int = 0
+
+    def learn(self, state: LogState | None) -> None:
+        """Keep ``state`` if it is longer."""
+        if state is not None and (self.state is None or state.next > self.state.next):
+            self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Common:
+    """What all seats of one process at one domain of a held run share.
+
+    spared: ids of saves with a delete in the log and bytes that this process removes later; clearing
+    keeps them. turn: the lock for projecting and removing, see ``take_turns``.
+
+    A second seat with its own values would remove at once what a grace period still keeps, and would remove and
+    project one name at the same time. Another process has its own.
+    """
+
+    spared: set[str] = field(default_factory=set)
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[type[Common], tuple[()]]:
+        return (Common, ())  # a lock cannot travel, and says nothing to another process
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
+    rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
+    that holds the run leaves deletes to, where they take requests. known: what an owner that holds
+    the run folded so far. common: what this process's other seats at the same domain share with it.
+    """
+
+    control: Control
+    storage: Storage
+    placement: Placement
+    caps: Capabilities
+    background: Background | None = None
+    known: Known = field(default_factory=Known)
+    common: Common = field(default_factory=Common, compare=False)
+
+    @property
+    def spared(self) -> set[str]:
+        """Deleted saves with bytes that this process removes later."""
+        return self.common.spared
+
+    @property
+    def turn(self) -> threading.Lock:
+        """The lock for projecting and removing."""
+        return self.common.turn
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether some domain is seen from several nodes; equal on all ranks."""
+        return any(len(domain.nodes) > 1 for domain in self.placement.domains)
+
+    def stamp(self) -> Stamp:
+        """Who writes an entry now, and when: for people."""
+        return Stamp(now_text(), self.control.world.hostname, os.getpid(), self.control.rank)
+
+    def means(self) -> Means:
+        """What a program of this rank's domain needs. Fresh for each: one generator of ids must not
+        serve two threads.
+        """
+        return Means(self.placement.mine.id, self.caps, fresh_ids(), self.stamp())
+
+    def touch_log_later(self, *, last: bool = False) -> None:
+        """Move the log's timestamp a little after an append, from a thread of its own.
+
+        Of two entries within one tick of the server's clock, an NFSv3 reader that saw the first may
+        never see the second: its cached directory looks unchanged. last: of this process at the run,
+        which may end now: its end waits for it.
+        """
+        timer = threading.Timer(TOUCH_AFTER_S, self._touch_log)
+        timer.daemon = not last
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending: no thread starts
+            timer.start()
+
+    def drive_aside(self, program: Program[T], background: Background) -> T:
+        """Run a program of a background chore, which appends to the log when no call waits any more."""
+        try:
+            return drive(program, self.storage, stopped=background.stopped)
+        finally:
+            self.touch_log_later()
+
+    def _touch_log(self) -> None:
+        try:
+            self.storage.touch(LOG)
+        except OSError:
+            return  # it only makes readers see sooner what is committed already
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """Saves that the coordinator must know of from every log before it can decide."""
+
+    ids: frozenset[str]
+
+
+def step_with_views(
+    control: Control,
+    label: str,
+    look: Callable[[Collection[str]], T],
+    view_of: Callable[[T], View | None],
+    decide: Callable[[Sequence[T]], R],
+    *,
+    also: Callable[[Sequence[T]], Collection[str]] = lambda _: (),
+) -> R:
+    """Collective. A control step that decides about logs, and sends only the living saves of each.
+
+    look: on every rank, makes the value that it sends; if the rank owns a log, with ``state.to_send(ids)``. view_of:
+    the log in that value. A second step requests saves that may be settled in one log and living in another;
+    without a crash there are none. also: further saves to request from every log, if there are several.
+    """
+
+    def first(found: list[T]) -> R | _Ask:
+        views = dict(view for one in found if (view := view_of(one)) is not None)
+        ids = unsent(views, also(found))
+        return _Ask(ids) if ids else decide(found)
+
+    answer: R | _Ask = control.step(label, lambda: look(()), first)
+    if isinstance(answer, _Ask):
+        ids = answer.ids
+        return control.step(label, lambda: look(ids), decide)
+    return answer
+
+
+@contextlib.contextmanager
+def naming(checkpoint: Uri) -> Iterator[None]:
+    """Add the checkpoint to an error of a step that passes through, because a step only knows files. Files of the run
+    are then named by their path in it.
+    """
+    try:
+        yield
+    except CollectiveError as error:
+        if error.uri is None:
+            error.uri = str(checkpoint)
+            error.message = error.message.replace(f" at {checkpoint.parent}/", " at ")
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How to reach a run: options for its storage, and what the caller knows about who shares it."""
+
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    scope: Scope = "auto"
+    domain: str | None = None
+
+
+def agree_uri(control: Control, given: object) -> Uri:
+    """Collective. The one URI that all ranks were given, absolute on the coordinator's terms.
+
+    Its credentials are each rank's own: what ranks say to each other has none.
+    """
+
+    def text() -> str | UriError:
+        try:
+            parsed = Uri.parse(given)  # type: ignore[arg-type]  # the parser names what it cannot read
+        except UriError as error:
+            # A value, so that the caller's mistake is raised as its type, with one rank too.
+            return error
+        relative = parsed.protocol == "file" and "://" not in str(given)
+        raw = str(getattr(given, "__fspath__", lambda: given)())
+        return raw if relative and not raw.startswith(("/", "~")) else str(parsed)
+
+    def same(told: Sequence[str | UriError]) -> str:
+        wrong = next((t for t in told if isinstance(t, UriError)), None)
+        if wrong is not None:
+            raise wrong
+        texts = [t for t in told if isinstance(t, str)]
+        if len(set(texts)) > 1:
+            odd = next(rank for rank, t in enumerate(texts) if t != texts[0])
+            raise UriError(
+                f"ranks were given different URIs: {Uri.parse(texts[0])} on rank 0, "
+                f"{Uri.parse(texts[odd])} on rank {odd}",
+                hint="on node-local disks the path is the same and the domains differ by themselves",
+            )
+        return str(Uri.parse(texts[0]))
+
+    agreed = control.step("uri", text, same)
+    own = Uri.parse(given)  # type: ignore[arg-type]  # it could be read above
+    return own if str(own) == agreed else Uri.parse(agreed)
+
+
+@contextlib.contextmanager
+def open_seat(
+    run_uri: Uri,
+    control: Control,
+    place: Place,
+    *,
+    write: bool,
+    common: Common | None = None,
+) -> Iterator[Seat]:
+    """Collective. A seat at a run; its storage is closed on leaving, the control is not. common: of a
+    seat that this process has at that run already.
+    """
+    _refuse_private_memory(control, run_uri)
+    opened = []
+
+    def open_here() -> None:
+        opened.append(open_storage(run_uri, place.storage_options))
+
+    try:
+        control.step("open", open_here)
+        yield sit_down(control, opened[0], place, write=write, common=common)
+    finally:
+        for storage in opened:  # here, where another rank could not open its own, too
+            storage.close()
+
+
+def _refuse_private_memory(control: Control, uri: Uri) -> None:
+    """UriError on every rank: each process would "save" into a memory of its own."""
+    processes = {(world.node, world.pid) for world in control.worlds}
+    if len(processes) > 1 and uri.protocol.rpartition("+")[2] == "memory":
+        raise UriError(
+            f"{uri.protocol}:// belongs to one process, and {len(processes)} take part",
+            uri=uri,
+            hint="use a directory or a bucket that all processes see",
+        )
+
+
+def sit_down(
+    control: Control,
+    storage: Storage,
+    place: Place,
+    *,
+    write: bool,
+    common: Common | None = None,
+) -> Seat:
+    """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's.
+    common: as for ``open_seat``.
+    """
+    placement = probe_domains(control, storage, scope=place.scope, name=place.domain, write=write)
+    if not write:
+        storage = _as_readers_see(control, storage, placement)
+        return Seat(control, storage, placement, storage.capabilities)
+    caps = _agreed_caps(control, storage, placement)
+    log = with_log(storage, caps, write=True)
+    return Seat(control, log, placement, caps, common=common or Common())
+
+
+def _as_readers_see(control: Control, storage: Storage, placement: Placement) -> Storage:
+    """Collective. The storage with the kind of log that exists there, as one process of each node finds it. A rank that
+    failed alone would leave the others waiting in their next step.
+    """
+    node = control.world.node
+
+    def local() -> str | None:
+        lead = placement.is_node_lead
+        return node if lead and kind_of_log(storage) is LogKind.ADVISORY else None
+
+    def decide(nodes: Sequence[str | None]) -> frozenset[str]:
+        return frozenset(found for found in nodes if found is not None)
+
+    advisory = control.step("kind of log", local, decide)
+    return AdvisoryLog(storage) if node in advisory else storage
+
+
+def _agreed_caps(control: Control, storage: Storage, placement: Placement) -> Capabilities:
+    """Collective. What each owner's probe found, for all ranks of its domain: two ranks that think
+    differently of one place would write into different directories.
+    """
+
+    def local() -> tuple[str, Capabilities, str | None] | None:
+        # A run that exists already was opened without a write: what its log may rely on must be
+        # seen before the first entry, or a store that ignores conditions would pass for one of ours.
+        if not placement.is_owner:
+            return None
+        caps = storage.probe(CONTROL)
+        return placement.mine.id, caps, other_kind(storage, caps)
+
+    def decide(answers: Sequence[tuple[str, Capabilities, str | None] | None]) -> _Found:
+        found = [a for a in answers if a is not None]
+        wrong = next((why for _, _, why in found if why is not None), None)
+        if wrong is not None:
+            raise StateError(
+                wrong,
+                uri=storage.root,
+                hint="use the client and options that wrote it, or begin another run",
+            )
+        return _Found({domain: caps for domain, caps, _ in found})
+
+    return control.step("capabilities", local, decide).caps[placement.mine.id]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    caps: Mapping[str, Capabilities]
+
+
+def step_of(name: str, step: int | None) -> int | None:
+    """Return the given step, otherwise the number at the end of the name (``step_100``, ``ckpt-100``)."""
+    return step_in(name) if step is None else whole_step(step)
+
+
+def control_for(process_group: Any, timeout_s: float | None) -> Control:
+    """The ranks' control plane for one call."""
+    return open_control(process_group=process_group, timeout_s=timeout_s)

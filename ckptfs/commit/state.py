@@ -1,0 +1,495 @@
+"""What folded logs say: what became of a save, what is live, what may go. Pure, no I/O.
+
+    views = {domain id: LogState, ...}            the domains that could be reached
+    standing(save_id, views)                      what became of one save
+    catalog(views)                                all live saves, oldest first
+    history(views)                                all that ever were, for people and for copies
+    doomed(views)                                 what the holder deletes without being asked again
+
+What an append may say is in ``decisions``, what the holder of a new fence does in ``recovery_plan``.
+
+A save is committed if and only if every domain that it lists holds its seal. A domain out of reach
+makes it in doubt, unless a ``decided`` entry that was reached says what it came to. Of a save of
+several parts the home alone decides; its seal, found in another domain, records that it did.
+
+A save that several groups of processes wrote has pieces:
+
+    whole    step_100            sealed in its home, with a reference to every part
+    part     step_100/actor      a checkpoint of its own, under an id of its own, in its own domains
+
+A piece looks like the seal of a save (name, save_id, digest, domains), so that it is found, projected
+and erased by the same programs. A save without parts is its own and only piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ckptfs.commit.log.entries import (
+    Generation,
+    Kind,
+    Outcome,
+    Part,
+    PartRef,
+    Seal,
+)
+from ckptfs.commit.log.fold import LogState, Overwrite
+
+__all__ = [
+    "Key",
+    "Live",
+    "Standing",
+    "Views",
+    "catalog",
+    "catalog_of",
+    "commits",
+    "doomed",
+    "hidden",
+    "history",
+    "in_order",
+    "living",
+    "name_taken",
+    "next_seq",
+    "occupant",
+    "order_key",
+    "part_in",
+    "part_name",
+    "piece",
+    "piece_ids",
+    "pieces",
+    "promise",
+    "promised_here",
+    "split_name",
+    "standing",
+    "successor_here",
+    "unsent",
+    "used_overwrites",
+]
+
+
+def part_name(whole: str, part: str) -> str:
+    """The name of a part below the run."""
+    return f"{whole}/{part}"
+
+
+def split_name(name: str) -> tuple[str, str | None]:
+    """The name of a checkpoint, and of a part of it or None."""
+    whole, _, part = name.partition("/")
+    return whole, part or None
+
+
+def piece(whole: Seal, ref: PartRef) -> Seal:
+    """One part as if it were a save of its own."""
+    return replace(
+        whole,
+        save_id=ref.save_id,
+        name=part_name(whole.name, ref.name),
+        digest=ref.digest,
+        domains=ref.domains,
+        parts=(),
+    )
+
+
+def pieces(whole: Seal, domain: str) -> list[Seal]:
+    """What of a save lies in a domain; the whole comes last, and in every domain."""
+    return [*(piece(whole, ref) for ref in whole.parts if domain in ref.domains), whole]
+
+
+def piece_ids(whole: Seal) -> set[str]:
+    """The ids of a save and of its parts."""
+    return {whole.save_id, *(ref.save_id for ref in whole.parts)}
+
+
+def part_in(save_id: str, views: Mapping[str, LogState]) -> Part | None:
+    """The part of that id, as any reached log tells it; None where it is no sealed part."""
+    return next((p for v in views.values() if (p := v.save(save_id).part) is not None), None)
+
+
+def promise(part: Part) -> Seal:
+    """A sealed part, before its home decided, as if it were a save of its own."""
+    return Seal(
+        save_id=part.save_id,
+        base=part.base,
+        seq=0,
+        fenced=True,
+        name=part_name(part.name, part.part),
+        step=part.step,
+        artifact=Kind.CHECKPOINT,
+        domains=part.domains,
+        digest=part.digest,
+    )
+
+
+def promised_here(state: LogState) -> dict[str, list[Part]]:
+    """The parts that a log holds, by the id of the whole."""
+    found: dict[str, list[Part]] = {}
+    for save in state.saves.living.values():
+        if save.part is not None:
+            found.setdefault(save.part.of, []).append(save.part)
+    return found
+
+
+Views = Mapping[str, LogState]
+Key = tuple[Generation, int, bool, int, str]
+
+
+class Standing(StrEnum):
+    """What became of a save, as far as the reached domains tell."""
+
+    UNKNOWN = "unknown"  # no reached log has heard of it
+    PENDING = "pending"  # some reached domain has not sealed it
+    IN_DOUBT = "in doubt"  # every reached domain sealed it, one is out of reach
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    DELETED = "deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """One save of the catalog and its place in commit order."""
+
+    seal: Seal
+    key: Key
+
+
+def seal_of(save_id: str, views: Views) -> Seal | None:
+    """The save's seal, the same in every domain that has it."""
+    return next((s.seal for v in views.values() if (s := v.save(save_id)).seal is not None), None)
+
+
+def standing(save_id: str, views: Views) -> Standing:
+    """What became of a save, or of a part of one."""
+    found = _standing_of_whole(save_id, views)
+    part = part_in(save_id, views) if found is Standing.UNKNOWN else None
+    return found if part is None else _standing_of_part(part, views)
+
+
+def _standing_of_whole(save_id: str, views: Views) -> Standing:
+    states = [view.save(save_id) for view in views.values()]
+    if any(s.deleted for s in states):
+        return Standing.DELETED
+    # A record of the decision is worth as much as the seals that it was made from.
+    if any(s.decided is Outcome.ABORTED or s.aborted for s in states):
+        return Standing.ABORTED
+    if any(s.decided is Outcome.COMMITTED for s in states):
+        return Standing.COMMITTED
+    seal = seal_of(save_id, views)
+    if seal is None:
+        return Standing.UNKNOWN
+    told = (d for d in views if d not in seal.domains) if seal.parts else ()
+    if any(views[d].save(save_id).seal is not None for d in told):
+        return Standing.COMMITTED
+    reached = [views[d].save(save_id) for d in seal.domains if d in views]
+    if any(s.seal is None for s in reached):
+        return Standing.PENDING
+    return Standing.COMMITTED if len(reached) == len(seal.domains) else Standing.IN_DOUBT
+
+
+def _standing_of_part(part: Part, views: Views) -> Standing:
+    """What became of a sealed part: what became of the whole, if that has it."""
+    whole = _standing_of_whole(part.of, views)
+    if whole in (Standing.COMMITTED, Standing.DELETED):
+        seal = seal_of(part.of, views)
+        chosen = seal is None or any(ref.save_id == part.save_id for ref in seal.parts)
+        return whole if chosen else Standing.ABORTED
+    if whole is Standing.ABORTED:
+        return whole
+    if any(views[d].save(part.save_id).part is None for d in part.domains if d in views):
+        return Standing.PENDING
+    return Standing.PENDING if part.home in views else Standing.IN_DOUBT
+
+
+def in_order(seals: Iterable[Seal], views: Views) -> list[Live]:
+    """Saves in commit order: by (generation, seq), and unfenced ones, which share a seq, by their position
+    in the log of the lowest domain that they list.
+
+    Of saves that share a seq the position counts where all of them have that lowest domain in common and
+    it is reached; positions of different logs say nothing of each other. Else they go by their ids, which
+    begin with the time of the save. So everybody who reaches that domain sees one order, and so does
+    everybody who does not.
+    """
+    seals = list(seals)
+    lowest: dict[tuple[Generation, int], set[str | None]] = {}
+    for seal in seals:
+        if not seal.fenced:
+            lowest.setdefault((seal.base, seal.seq), set()).add(min(seal.domains, default=None))
+    lives = []
+    for seal in seals:
+        home = min(seal.domains, default=None)
+        others = set() if seal.fenced else lowest[seal.base, seal.seq] - {home}
+        at = None
+        if home is not None and home in views and not others:
+            at = views[home].save(seal.save_id).sealed_at
+        key = (seal.base, seal.seq, not seal.fenced, -1 if at is None else at, seal.save_id)
+        lives.append(Live(seal, key))
+    return sorted(lives, key=lambda live: live.key)
+
+
+def order_key(seal: Seal, views: Views) -> Key:
+    """The place of one save among all that still say something; walks them where it is a plain one."""
+    beside = [] if seal.fenced else [live.seal for live in commits(views)]
+    every = in_order({one.save_id: one for one in (*beside, seal)}.values(), views)
+    return next(live.key for live in every if live.seal.save_id == seal.save_id)
+
+
+def living(views: Views) -> list[str]:
+    """The saves that may still matter in one of these logs, each once."""
+    return list({save_id: None for view in views.values() for save_id in view.saves.living})
+
+
+def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
+    """Of logs as ``LogState.to_send`` made them, the saves that must be asked for before anything is
+    decided: what lives in one of them, or is among ``ids``, may be settled in another one.
+    """
+    if len(views) == 1:
+        return frozenset()
+    missing = {s for s in ids if any(s not in view.saves for view in views.values())}
+    for save in (save for view in views.values() for save in view.saves.living.values()):
+        if _deleted(save.save_id, views):
+            continue
+        if save.seal is not None:
+            told, related = save.seal.everywhere, {ref.save_id for ref in save.seal.parts}
+            known = [views[d].saves for d in told if d in views]
+            is_told = all(save.save_id in saves for saves in known)
+        elif save.part is not None:
+            related = {save.part.of}
+            known = [views[d].saves for d in save.part.domains if d in views]
+            home, of = views.get(save.part.home), save.part.of
+            # Where home is out of reach, any log that knows the whole says what became of it.
+            knows = [home] if home is not None else views.values()
+            is_told = all(save.save_id in saves for saves in known) and any(
+                of in view.saves for view in knows
+            )
+        else:
+            continue
+        if not is_told:
+            missing |= {save.save_id, *related}
+    return frozenset(missing)
+
+
+def commits(views: Views) -> list[Live]:
+    """The committed saves that still say something, in commit order. Deleted ones are among them as
+    long as they do: a replaced save must not come back to life when its successor is deleted.
+    """
+    return _committed_of(living(views), views)
+
+
+def history(views: Views) -> list[Live]:
+    """All saves that were ever committed, in commit order. As many as the run is old."""
+    ids = {save_id: None for view in views.values() for save_id in view.saves}
+    return _committed_of(ids, views)
+
+
+def _committed_of(ids: Iterable[str], views: Views) -> list[Live]:
+    found = (
+        seal
+        for save_id in ids
+        if (seal := seal_of(save_id, views)) is not None
+        and standing(save_id, views) in (Standing.COMMITTED, Standing.DELETED)
+    )
+    return in_order(found, views)
+
+
+def committed(views: Views) -> list[Live]:
+    """All committed, undeleted saves in commit order, superseded and hidden ones included."""
+    return [live for live in commits(views) if not _deleted(live.seal.save_id, views)]
+
+
+def _deleted(save_id: str, views: Views) -> bool:
+    return any(view.save(save_id).deleted for view in views.values())
+
+
+def used_overwrites(views: Views, lives: Iterable[Live]) -> frozenset[Generation]:
+    """The overwriting generations under which something was committed. lives: all ``commits``."""
+    marks = {mark.generation for view in views.values() for mark in view.overwrites}
+    if not marks:
+        return frozenset()
+    settled = {g for g in marks if any(view.saves.settled.was_base(g) for view in views.values())}
+    return frozenset(settled | (marks & {live.seal.base for live in lives}))
+
+
+def hidden(seal: Seal, views: Views, used: Collection[Generation]) -> bool:
+    """Whether an overwriting fence took the save out of the catalog.
+
+    It does while it is the newest fence, and for good once something was committed under it: a
+    later fence after an overwrite that committed nothing brings the old saves back. ``used``:
+    ``used_overwrites``.
+    """
+    return any(
+        mark.generation == view.generation or mark.generation in used
+        for view, mark in _marks(seal, views)
+    )
+
+
+def _marks(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
+    """The overwriting fences that came after the save, in the domains that hold it."""
+    for domain in seal.everywhere:
+        view = views.get(domain)
+        at = None if view is None else _sealed_at(seal, view, domain)
+        if view is not None and at is not None:
+            yield from ((view, mark) for mark in view.overwrites if mark.at > at)
+
+
+def _sealed_at(seal: Seal, view: LogState, domain: str) -> int | None:
+    """Where the save was sealed in a log; away from home that is where its parts were: what the
+    home decided may be recorded there only after a later fence.
+    """
+    if domain in seal.domains:
+        return view.save(seal.save_id).sealed_at
+    found = [at for ref in seal.parts if (at := view.save(ref.save_id).sealed_at) is not None]
+    return min(found, default=None)
+
+
+def catalog(views: Views) -> list[Live]:
+    """The live saves in commit order: committed, undeleted, not superseded, not hidden."""
+    return catalog_of(commits(views), views)
+
+
+def catalog_of(lives: Sequence[Live], views: Views) -> list[Live]:
+    """The live ones of all ``commits``."""
+    newest = {live.seal.name: live.seal.save_id for live in lives}
+    used = used_overwrites(views, lives)
+    return [
+        live
+        for live in lives
+        if newest[live.seal.name] == live.seal.save_id
+        and not _deleted(live.seal.save_id, views)
+        and not hidden(live.seal, views, used)
+    ]
+
+
+def latest(views: Views, artifact: Kind | None = None) -> Live | None:
+    """The last committed live save (of one kind), saves of failing runs apart; never the largest
+    step: a run restored at 50 and retrained to 70 must not wake up at the rejected 100.
+    """
+    lives = [
+        live
+        for live in catalog(views)
+        if not live.seal.failure and artifact in (None, live.seal.artifact)
+    ]
+    return lives[-1] if lives else None
+
+
+def name_taken(name: str, views: Views) -> Seal | None:
+    """The live or unsettled save that holds a name."""
+    for live in catalog(views):
+        if live.seal.name == name:
+            return live.seal
+    for view in views.values():
+        for save in view.saves.living.values():
+            if save.seal is None or save.seal.name != name:
+                continue
+            # Sealed in some domains only: another process is about to commit it, or failed to.
+            if standing(save.save_id, views) in (Standing.IN_DOUBT, Standing.PENDING):
+                return save.seal
+    return None
+
+
+def occupant(name: str, views: Views) -> Seal | None:
+    """The save whose bytes may still lie under a name, in whatever standing but aborted.
+
+    Files with plain names must not come to lie among those of a save that an overwrite hid.
+    """
+    for view in views.values():
+        for save in view.saves.living.values():
+            if save.seal is None or save.seal.name != name or save.gone:
+                continue
+            if standing(save.save_id, views) is not Standing.ABORTED:
+                return save.seal
+    return None
+
+
+def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
+    """A save's place under its base: after every fenced save that its coordinator saw.
+
+    Unfenced saves share the number of the last fenced one and order by position in the log.
+    """
+    seqs = [
+        save.seal.seq
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None and save.seal.base == base and save.seal.fenced
+    ]
+    # Nothing is committed under a generation older than the newest, so only that one is asked for.
+    highest = [view.saves.settled.highest for view in views.values()]
+    seqs += [place[1] for place in highest if place is not None and place[0] == base]
+    top = max(seqs, default=0)
+    return top + 1 if fenced else top
+
+
+# -- what may go ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Doomed:
+    """A committed save whose bytes may go, and why."""
+
+    seal: Seal
+    reason: str
+
+
+def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Doomed]:
+    """Saves that the holder deletes without being asked again: replaced ones, one commit after
+    their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
+    hid, once something was committed under it. Pinned and referenced saves stay.
+
+    at_once: save_ids of successors that wait for no further commit, because none may ever come.
+    """
+    lives = commits(views)
+    used = used_overwrites(views, lives)
+    kept = _kept(views, lives)
+    successors = _successors(lives)
+    out = []
+    for live in lives:
+        seal = live.seal
+        if seal.save_id in kept or _deleted(seal.save_id, views):
+            continue
+        if seal.parts and views.keys().isdisjoint(seal.domains):
+            continue  # its home may have pinned it
+        successor = successors.get(seal.save_id)
+        if successor is not None:
+            last = lives[-1].seal.save_id
+            settled = successor.save_id != last or successor.save_id in at_once
+            if settled or _deleted(successor.save_id, views):
+                out.append(Doomed(seal, "replaced"))
+        elif any(mark.generation in used for _, mark in _marks(seal, views)):
+            out.append(Doomed(seal, "overwritten"))
+    return out
+
+
+def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
+    """Of each replaced save, by its id, the next one of its name in commit order."""
+    found: dict[str, Seal] = {}
+    before: dict[str, str] = {}
+    for live in lives:
+        if live.seal.name in before:
+            found[before[live.seal.name]] = live.seal
+        before[live.seal.name] = live.seal.save_id
+    return found
+
+
+def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
+    """Live and pinned saves, and what they refer to."""
+    kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
+    for live in lives:
+        if any(view.save(live.seal.save_id).pinned for view in views.values()):
+            kept[live.seal.save_id] = live.seal
+    return set(kept) | {r for seal in kept.values() for r in seal.references}
+
+
+def successor_here(state: LogState, seal: Seal) -> Seal | None:
+    """The newest undeleted save of the same name that this log sealed after ``seal``, if any."""
+    mine = state.save(seal.save_id).sealed_at
+    later = [
+        (save.sealed_at, save.seal)
+        for save in state.saves.living.values()
+        if save.seal is not None
+        and save.sealed_at is not None
+        and save.seal.name == seal.name
+        and save.decided is not Outcome.ABORTED
+        and not save.deleted
+        and (mine is None or save.sealed_at > mine)
+    ]
+    return max(later, key=lambda pair: pair[0])[1] if later else None

@@ -1,0 +1,278 @@
+"""Control: collective steps that end on every rank with the same value or the same typed error.
+
+    step("save.begin", local, decide)
+
+    rank 0  local() --.                    .--> return R
+    rank 1  local() --+--> decide([T, ..]) +--> return R        or, if anything failed anywhere:
+    rank 2  local() --'    (rank 0 only)   '--> return R        the same error raised everywhere
+
+    SoloControl    one process, no store, the same semantics
+    StoreControl   many processes over a c10d store (ckptfs.control.tcpstore_control)
+    ThreadControl  many ranks as threads of one process, for tests (ckptfs.testing.world)
+
+No collective runs on the user's group, ever: it works the same with gloo and nccl, from a
+background thread, and under torchrun without any group. The store is, in this order: the one given
+(``store=``), the group's own, torchrun's agent store. No port is opened unasked.
+
+Silence is bounded, work is not: a rank that computes for an hour keeps its heartbeat and is waited
+for; a rank without a heartbeat for ``timeout_s`` ends the step everywhere with DeadlineError; one whose
+storage does not return from a single system call for that long with CollectiveError; a process that is
+gone ends it within seconds with CollectiveError; a store that is gone with ControlPlaneLostError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, overload
+
+from ckptfs import _torch
+from ckptfs.control.messages import attempt, for_rank, settle
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError, StateError
+
+__all__ = [
+    "Control",
+    "SoloControl",
+    "control_opener",
+    "default_timeout_s",
+    "hearing",
+    "open_control",
+    "timeout_of",
+]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Control(Protocol):
+    """One rank's end of a control plane. One thread at a time; ``clone()`` for another thread.
+
+    world: this process; worlds: all of them, in order of rank. The coordinator is rank 0.
+    """
+
+    @property
+    def world(self) -> World:
+        """This process."""
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """Every rank's World, in order of rank, as they were when the control was opened."""
+
+    @property
+    def rank(self) -> int:
+        """0 ... size - 1; the coordinator is 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+
+    @overload
+    def step(self, label: str, local: Callable[[], T]) -> list[T]: ...
+
+    @overload
+    def step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], R] | None
+    ) -> R: ...
+
+    def step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
+    ) -> Any:
+        """Run ``local`` on every rank and ``decide`` on the coordinator; collective.
+
+        label: what is being done, for messages; must be equal on all ranks. local: any picklable
+        value, many MiB are fine. decide: gets the values in order of rank; None: that list is the
+        answer. Only the coordinator's is called. Its answer must be picklable; with
+        ``apart()`` (``ckptfs.control.messages``) each rank gets what is common and its own piece.
+
+        Nobody returns before everybody has called, so it is a barrier too. Raises, equal on every
+        rank: CollectiveError if ``local`` failed anywhere, if a rank's process is gone, or if
+        ``decide`` raised an error that is not ckptfs's own; that error itself if it is;
+        DeadlineError; ControlPlaneLostError (then the answer is unknown: some ranks may have it).
+        KeyboardInterrupt and SystemExit are raised as themselves where they happen.
+
+        When ``local`` or ``decide`` changed something before an error, that change stays.
+        """
+
+    def clone(self) -> Control:
+        """A control for another thread, with steps and a store client of its own.
+
+        Every rank must make its clones in the same order; nobody waits. Close clones first.
+        """
+
+    def close(self) -> None:
+        """Leave; harmless twice. Ranks that still call get a CollectiveError that names this one.
+
+        The coordinator lingers (10 s at most) until all have read the last answer: its process may
+        host the store. Done at exit where it was forgotten.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None: ...
+
+
+class SoloControl:
+    """One process: the same steps, the same errors, nothing to wait for."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self.world = world or World.solo()
+
+    @property
+    def worlds(self) -> tuple[World, ...]:
+        """This process alone."""
+        return (self.world,)
+
+    @property
+    def rank(self) -> int:
+        """0: the coordinator."""
+        return 0
+
+    @property
+    def size(self) -> int:
+        """1."""
+        return 1
+
+    def step(
+        self, label: str, local: Callable[[], T], decide: Callable[[list[T]], Any] | None = None
+    ) -> Any:
+        """As ``Control.step``; values are not pickled."""
+        message, problem = attempt(label, local, self.world)
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        verdict, raised = settle([message], decide, self.worlds)
+        if raised is not None and not isinstance(raised, Exception):
+            raise raised
+        return for_rank(verdict, 0).unwrap(problem or raised)
+
+    def clone(self) -> SoloControl:
+        """Another one for another thread; there is nothing to share."""
+        return SoloControl(self.world)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def hearing(control: Control, hears: Callable[[CkptfsError], None]) -> Iterator[None]:
+    """While inside, ``hears`` is told, on another thread, with which error a step ended on all other
+    ranks because this rank's part of it hangs in its storage. Nobody can wake the thread that does.
+    """
+    if not hasattr(control, "hears"):  # alone there is nobody who could end the step
+        yield
+        return
+    control.hears = hears
+    try:
+        yield
+    finally:
+        control.hears = None
+
+
+def default_timeout_s() -> float:
+    """``CKPTFS_TIMEOUT_S``, else 600 s. StateError when the variable is no positive number."""
+    text = os.environ.get("CKPTFS_TIMEOUT_S", "600")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise StateError(f"CKPTFS_TIMEOUT_S={text!r} is not a positive number of seconds")
+    return value
+
+
+def timeout_of(timeout_s: float | None) -> float:
+    """What a caller gave, or the default."""
+    return default_timeout_s() if timeout_s is None else timeout_s
+
+
+def open_control(
+    world: World | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    *,
+    store: Any = None,
+    name: str = "",
+) -> Control:
+    """Open a control plane over whatever connects these processes; collective.
+
+    world: None detects it (``World.detect(process_group)``). process_group: whose ranks take part;
+    None is the default group, or all processes that torchrun started. timeout_s: the longest
+    silence of a rank that is waited out, in seconds; None is ``CKPTFS_TIMEOUT_S``, else 600. store:
+    a c10d store to use instead of the group's. name: tells two openings apart that threads make at
+    the same time; otherwise ranks open their controls in the same order.
+
+    StateError: several processes and nothing that connects them. CollectiveError: the ranks run
+    different versions of ckptfs. DeadlineError: ranks that did not come within timeout_s.
+    """
+    return control_opener(world, process_group, timeout_s, store=store, name=name)()
+
+
+def control_opener(
+    world: World | None = None,
+    process_group: Any = None,
+    timeout_s: float | None = None,
+    *,
+    store: Any = None,
+    name: str = "",
+    closes_at_exit: bool = True,
+) -> Callable[[], Control]:
+    """Local. All that ``open_control`` asks of the process, now; the collective rest, when called.
+
+    For another thread that opens it later: the group may be gone by then, its store is kept.
+    closes_at_exit: False where the caller closes it when the interpreter ends.
+    """
+    world = world or World.detect(process_group)
+    wait_s = timeout_of(timeout_s)
+    if world.size == 1:
+        return partial(SoloControl, world)
+    ranks: tuple[int, ...] = tuple(range(world.size))
+    if process_group is not None or _torch.has_default_group():
+        ranks = _torch.group_ranks(process_group)
+    if len(ranks) != world.size:
+        raise StateError(f"world has {world.size} ranks, its process group {len(ranks)}")
+    found, apart = _find_store(world, process_group, wait_s) if store is None else (store, "")
+
+    def open_now() -> Control:
+        from ckptfs.control.tcpstore_control import StoreControl
+
+        return StoreControl(
+            world,
+            found,
+            ranks=ranks,
+            timeout_s=wait_s,
+            name=apart + name,
+            closes_at_exit=closes_at_exit,
+        )
+
+    return open_now
+
+
+def _find_store(world: World, process_group: Any, timeout_s: float) -> tuple[Any, str]:
+    """A store that connects these processes, and a name for them where others use it too."""
+    if process_group is not None or _torch.has_default_group():
+        return _torch.group_channel(process_group)
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not (agent and address and port.isdigit()):
+        raise StateError(
+            f"WORLD_SIZE is {world.size}, but nothing connects these processes",
+            rank=world.rank,
+            hint="call torch.distributed.init_process_group() first, or start with torchrun",
+        )
+    from ckptfs.control.tcpstore_client import connect
+
+    return connect(address, int(port), timeout_s), ""

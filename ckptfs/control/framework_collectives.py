@@ -1,0 +1,92 @@
+"""What frameworks bring of their own: a barrier and a broadcast, made to carry failures.
+
+    with meeting_at_barriers(control):
+        framework.save(path)          on every rank: writes, torch.distributed.barrier(), writes, ...
+
+A framework's bare barrier waits for a rank that has failed until the process group gives up. Inside
+the block, on this thread, it is a step of the control plane: what one rank raised, anywhere in the
+block, the others raise at their next barrier or at the end.
+
+    value = from_rank_zero(rank, strategy.broadcast, lambda: write(...))
+
+A rank that raised alone would leave the others in a collective call that it never makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from ckptfs._torch import exchange_barrier
+from ckptfs.control.control import Control
+from ckptfs.errors import CollectiveError, Failure
+
+__all__ = [
+    "from_rank_zero",
+    "meeting_at_barriers",
+]
+
+
+@contextlib.contextmanager
+def meeting_at_barriers(control: Control) -> Iterator[None]:
+    """Collective to leave. The rank that failed raises its own error, the others a CollectiveError.
+
+    Barriers of other threads, and of subgroups, stay what they are. Other collectives inside are not
+    covered: a rank that fails before one leaves the others in it.
+    """
+    mine, told = threading.get_ident(), False
+
+    def meet(problem: BaseException | None = None) -> None:
+        nonlocal told
+        try:
+            control.step("barrier", lambda: _raise(problem))
+        except BaseException:
+            told = True
+            raise
+
+    def barrier(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if group is not None or threading.get_ident() != mine:
+            return stock(group, *args, **kwargs)
+        return meet()
+
+    stock = exchange_barrier(barrier)
+    try:
+        yield
+    except BaseException as error:
+        if not told:
+            with contextlib.suppress(Exception):  # its own error is raised below
+                meet(error)
+        raise
+    finally:
+        exchange_barrier(stock)
+    meet()
+
+
+def _raise(problem: BaseException | None) -> None:
+    if problem is not None:
+        raise problem
+
+
+T = TypeVar("T")
+
+
+def from_rank_zero(rank: int, broadcast: Callable[[Any], Any], act: Callable[[], T]) -> T:
+    """Collective. Rank 0 acts, every rank returns what that returned (it is pickled).
+
+    broadcast: gives every rank what rank 0 passed. Where rank 0 fails, it raises its own error and the
+    others a CollectiveError that tells it.
+    """
+    told: Any = None
+    if rank == 0:
+        try:
+            told = act()
+        except Exception as error:
+            kind = f"{type(error).__module__}.{type(error).__qualname__}"
+            broadcast(Failure(0, "", kind, str(error), getattr(error, "errno", None)))
+            raise
+    told = broadcast(told)
+    if isinstance(told, Failure):
+        raise CollectiveError(f"rank 0 failed: {told.message}", failures={0: told})
+    return told  # type: ignore[no-any-return]

@@ -1,0 +1,498 @@
+"""Heartbeats: who is alive, who is silent, who is dead; one thread per process and control.
+
+    every rank, every 2 s     beat/<rank> = a number that grows, and what its storage is stuck at
+    the coordinator           reads all beats, publishes who is silent, who is stuck:    watch
+    the others                read watch; one that stands still is the coordinator's own silence
+    every rank, twice a s     looks at the processes of its node (pid and start time in /proc);
+                              one that is gone is written to dead/<i>, which all ranks read,
+                              unless its last beat says that it had left
+
+So each rank reads a fixed number of keys, whatever the world's size. A rank silent for 10 s is
+named in every rank's log; what ends a waiting call is ``Monitor.alarm()``: a dead process, a
+silence of ``timeout_s``, or a store that is gone. Silence is counted on the observer's clock and
+only while the observer itself runs: one that was frozen accuses nobody when it wakes up.
+
+A rank may be silent in another way: its heart beats, and its part of a step waits for one system call
+that never returns, in a hard mount whose server is gone. That ends a waiting call of the same control.
+
+    with Hanging.working(keys, tell):     a part of a step, on any thread
+        local()
+    Hanging.at(elapsed_s)                 at every beat, what is stuck: nothing as long as all moves, else
+                                          by control {prefix: (step, "fsync of /nfs/run/... has not
+                                          returned for 600 s")}
+
+Only system calls of that part count, on its own thread or on one that was handed a piece of it: a chore
+beside it may hang as long as it likes, and so may the step of another control.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptfs.control.rank_errors import collective_error
+from ckptfs.control.tcpstore_client import StepKeys, StoreClient, answer
+from ckptfs.control.world import Life, World, is_gone
+from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError, Failure
+from ckptfs.storage.inflight import in_task, new_task, oldest_call
+
+__all__ = [
+    "LEFT",
+    "Alarm",
+    "Hanging",
+    "Monitor",
+    "Patience",
+    "Pulses",
+    "Stuck",
+    "Tempo",
+    "first_beat",
+]
+
+LEFT = "left"  # the last beat of a rank that closed its control
+
+
+@dataclass(frozen=True, slots=True)
+class Tempo:
+    """How often, in seconds: beats, looks at the node's processes, and when silence is logged."""
+
+    beat_s: float = 2.0
+    look_s: float = 0.5
+    warn_s: float = 10.0  # a long pickle holds the GIL that long, and is no fault
+
+    @staticmethod
+    def within(timeout_s: float) -> Tempo:
+        """The usual tempo, faster where timeout_s is too short for it."""
+        return Tempo(min(2.0, timeout_s / 5), min(0.5, timeout_s / 10), min(10.0, timeout_s / 2))
+
+
+class Pulses:
+    """How long each rank has been silent. Pure: numbers in, seconds out; the clock is the caller's.
+
+    A rank whose beat is LEFT has said goodbye and is never silent.
+
+    longest_tick_s: no tick counts for more, so that a frozen observer does not accuse the others.
+    """
+
+    def __init__(self, ranks: Sequence[int], longest_tick_s: float) -> None:
+        self._longest_tick_s = longest_tick_s
+        self._beats: dict[int, str] = {}
+        self._silent_s = dict.fromkeys(ranks, 0.0)
+
+    def tick(self, elapsed_s: float, beats: Mapping[int, str]) -> None:
+        """So much time has passed, and these are the beats now."""
+        counted_s = min(elapsed_s, self._longest_tick_s)
+        for rank in self._silent_s:
+            beat = beats.get(rank, "")
+            moved = beat == LEFT or beat != self._beats.get(rank, "")
+            self._silent_s[rank] = 0.0 if moved else self._silent_s[rank] + counted_s
+            self._beats[rank] = beat
+
+    def silent(self, at_least_s: float) -> dict[int, float]:
+        """Ranks silent for that long or longer, with their silence in seconds."""
+        return {rank: s for rank, s in self._silent_s.items() if s >= at_least_s}
+
+
+class Patience:
+    """How long one and the same thing has gone on. Pure: the clock is the caller's.
+
+    longest_tick_s: no tick counts for more: who was frozen has not waited.
+    """
+
+    def __init__(self, longest_tick_s: float) -> None:
+        self._longest_tick_s = longest_tick_s
+        self._thing: object = None
+        self._waited_s = 0.0
+
+    def tick(self, elapsed_s: float, thing: object) -> float:
+        """So much time has passed, and this goes on now (None: nothing does); for how long, in seconds."""
+        same = thing is not None and thing == self._thing
+        self._waited_s = self._waited_s + min(elapsed_s, self._longest_tick_s) if same else 0.0
+        self._thing = thing
+        return self._waited_s
+
+
+Tell = Callable[[str, Callable[[], bool]], None]
+Stuck = dict[str, tuple[int, str]]  # by a control's prefix: the number of its step, and at what
+
+
+@dataclass
+class _Part:
+    keys: StepKeys
+    tell: Tell
+    patience: Patience
+    is_reported: bool = False
+
+
+class Hanging:
+    """The parts of steps that this process works at. ``at`` from one thread, ``working`` from any.
+
+    timeout_s: the longest system call that is no fault. longest_tick_s: as of ``Patience``.
+    """
+
+    def __init__(self, timeout_s: float, longest_tick_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._longest_tick_s = longest_tick_s
+        self._parts: dict[int, _Part] = {}
+
+    @contextlib.contextmanager
+    def working(self, keys: StepKeys, tell: Tell) -> Iterator[None]:
+        """This thread does its part of a step: what it waits for now, others wait for too.
+
+        tell: called once, on a thread of its own, if that is one system call for timeout_s: at what
+        it hangs, and who says whether the part is still at work.
+        """
+        with in_task(new_task()) as part:
+            self._parts[part] = _Part(keys, tell, Patience(self._longest_tick_s))
+            try:
+                yield
+            finally:
+                self._parts.pop(part, None)
+
+    def at(self, elapsed_s: float) -> Stuck:
+        """So much time has passed since the last call; what the parts hang at."""
+        stuck: Stuck = {}
+        for number, part in list(self._parts.items()):
+            waited = oldest_call(number)
+            waited_s = part.patience.tick(elapsed_s, waited)
+            if waited is None or waited_s < self._timeout_s:
+                part.is_reported = False
+                continue
+            text = f"{waited.text} has not returned for {waited_s:.0f} s"
+            # A name that is no text would not travel.
+            text = text.encode("utf-8", "backslashreplace").decode()
+            stuck[part.keys.prefix] = part.keys.number, text
+            part.is_reported = part.is_reported or self._report(number, part, text)
+        return stuck
+
+    def _report(self, number: int, part: _Part, text: str) -> bool:
+        thread = threading.Thread(
+            target=part.tell,
+            args=(text, lambda: number in self._parts),
+            name="ckptfs-hangs",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError:
+            return False  # no threads left, or the interpreter is ending: again at the next beat
+        return True
+
+
+log = logging.getLogger("ckptfs.control")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Why a waiting call must end: processes that are gone, ranks whose storage does not answer, or
+    that are silent themselves, for too long.
+    """
+
+    dead: Mapping[int, str] = field(default_factory=dict)
+    silent: Mapping[int, float] = field(default_factory=dict)
+    stuck: Mapping[int, str] = field(default_factory=dict)
+
+    def names(self, rank: int) -> bool:
+        """True when that rank is one of them."""
+        return rank in self.dead or rank in self.silent or rank in self.stuck
+
+    def error(self, label: str, worlds: Sequence[World], timeout_s: float) -> CkptfsError:
+        """The error that the step ``label`` ends with."""
+        if self.dead:
+            kind = "ckptfs.errors.CollectiveError"
+            failures = {r: Failure(r, worlds[r].node, kind, why) for r, why in self.dead.items()}
+            return collective_error(label, failures, worlds)
+        if self.stuck:
+            kind, number = "ckptfs.errors.AnswerLostError", errno.ETIMEDOUT
+            failures = {
+                r: Failure(r, worlds[r].node, kind, why, number) for r, why in self.stuck.items()
+            }
+            error = collective_error(label, failures, worlds)
+            error.hint = (
+                "the file server is down or cut off from there; a hard mount waits for ever"
+            )
+            return error
+        ranks = tuple(sorted(self.silent))
+        named = "; ".join(f"rank {r} on {worlds[r].place}" for r in ranks[:8])
+        return DeadlineError(
+            f"{label}: no heartbeat for {timeout_s:g} s from {len(ranks)} of {len(worlds)} ranks: "
+            + named,
+            silent=ranks,
+            rank=ranks[0] if len(ranks) == 1 else None,
+            node=worlds[ranks[0]].node if len(ranks) == 1 else None,
+            hint="the process is frozen, its node is down or cut off",
+        )
+
+
+@dataclass
+class _VisitResult:
+    """What one visit to the store brought back. left: suspects that had said goodbye before."""
+
+    left: set[int]
+    beats: dict[int, str]
+    silent: dict[int, float]
+    stuck: dict[int, Stuck]
+    obituaries: list[dict[str, str]]
+
+
+def first_beat(store: Any, prefix: str, rank: int) -> None:
+    """Write a rank's keys before anybody reads them: a read of a missing key blocks."""
+    store.set(f"{prefix}/beat/{rank}", "0")
+    if rank == 0:
+        store.set(f"{prefix}/watch", "[0, {}, {}]")
+
+
+class Monitor:
+    """The heartbeat thread of one control, and what it knows. ``alarm()`` from any thread.
+
+    hanging: is told of the parts of steps that this process works at.
+    """
+
+    def __init__(
+        self,
+        client: StoreClient,
+        prefix: str,
+        worlds: Sequence[World],
+        lives: Sequence[Life | None],
+        rank: int,
+        *,
+        timeout_s: float,
+        tempo: Tempo,
+    ) -> None:
+        self._client = client
+        self._prefix = prefix
+        self._worlds = worlds
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._tempo = tempo
+        node = worlds[rank].node
+        self._neighbours = {
+            r: life
+            for r, life in enumerate(lives)
+            if life is not None and r != rank and worlds[r].node == node
+        }
+        watched = [r for r in range(len(worlds)) if r != rank] if rank == 0 else [0]
+        self._pulses = Pulses(watched, 2 * tempo.beat_s)
+        self.hanging = Hanging(timeout_s, 2 * tempo.beat_s)
+        self._lock = threading.Lock()
+        self._dead: dict[int, str] = {}
+        self._left: set[int] = set()
+        self._silent: dict[int, float] = {}
+        self._stuck: dict[int, Stuck] = {}
+        self._lost: ControlPlaneLostError | None = None
+        self._warned: set[int] = set()
+        self._stop = threading.Event()
+        self._count = 0
+        self._next_obituary = 0
+        self._mourned: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to beat; every rank has written its first beat."""
+        self._thread = threading.Thread(
+            target=self._run, name=f"ckptfs-heartbeat-{self._rank}", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more; returns when no further key is written, or after 2 s of a hanging store."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(2.0)
+
+    def write_last_beat(self, store: Any) -> None:
+        """Write the last beat: a process that ends after this has not died. After ``stop``."""
+        store.set(f"{self._prefix}/beat/{self._rank}", LEFT)
+        if self._rank == 0:
+            store.set(f"{self._prefix}/watch", json.dumps([LEFT, {}, {}]))
+
+    def alarm(self, keys: StepKeys, waited_s: float = math.inf) -> Alarm | None:
+        """Why a call that has waited for so long in that step must end now, or None. The dead come first:
+        they stay dead. Then those who can say what they are stuck at: whoever is silent cannot.
+        """
+        # What a rank was stuck at in an earlier step travels for so long: beat, watch, look.
+        is_fresh = waited_s > 3 * self._tempo.beat_s
+        with self._lock:
+            if self._dead:
+                return Alarm(dead=dict(self._dead))
+            last = keys.number if is_fresh else -1
+            stuck = {}
+            for rank, parts in self._stuck.items():
+                number, text = parts.get(keys.prefix, (math.inf, ""))
+                if rank != self._rank and (number == keys.number or number < last):
+                    stuck[rank] = text
+            if stuck:
+                return Alarm(stuck=stuck)
+            silent = {r: s for r, s in self._silent.items() if s >= self._timeout_s}
+            return Alarm(silent=silent) if silent else None
+
+    @property
+    def lost(self) -> ControlPlaneLostError | None:
+        """The store does not answer; nothing can be agreed on any more."""
+        return self._lost
+
+    def with_gone(self, error: ControlPlaneLostError) -> ControlPlaneLostError:
+        """Name the processes of this node that are gone: one of them may have hosted the store."""
+        deadline = time.monotonic() + 1.0
+        gone = self.gone_neighbours()
+        while not gone and time.monotonic() < deadline:  # sockets close before their pid goes
+            time.sleep(0.05)
+            gone = self.gone_neighbours()
+        if not gone:
+            return error
+        ranks = list(gone)
+        return ControlPlaneLostError(
+            "; ".join([error.message, *(self._obituary(r, why) for r, why in gone.items())]),
+            rank=ranks[0] if len(ranks) == 1 else None,
+            node=self._worlds[ranks[0]].node,
+            hint=error.hint,
+        )
+
+    def gone_neighbours(self) -> dict[int, str]:
+        """Look at this node's processes now."""
+        return {
+            rank: "its process is gone" for rank, life in self._neighbours.items() if is_gone(life)
+        }
+
+    def keys(self) -> list[str]:
+        """Every key of the heartbeats, for whoever leaves last."""
+        beats = [f"{self._prefix}/beat/{rank}" for rank in range(len(self._worlds))]
+        dead = [f"{self._prefix}/dead/{i}" for i in range(self._next_obituary + 1)]
+        return [*beats, *dead, f"{self._prefix}/watch"]
+
+    # -- the thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        visit: Future[_VisitResult] | None = None
+        asked = last = time.monotonic() - self._tempo.beat_s
+        while not self._stop.is_set():
+            now = time.monotonic()
+            suspects = self.gone_neighbours().keys() - self._dead.keys() - self._left
+            if visit is None and (suspects or now - asked >= self._tempo.beat_s):
+                asked, visit = now, self._client.submit_short(self._visit(suspects, now - asked))
+            if visit is not None and visit.done():
+                self._integrate(visit, now - last)
+                last, visit = now, None
+            elif visit is not None and now - asked > self._timeout_s:
+                self._lose(now - asked)
+            if self._lost is not None:
+                return
+            self._stop.wait(min(self._tempo.look_s, 0.05 if visit is not None else 9.0))
+
+    def _note_dead(self, gone: Mapping[int, str]) -> None:
+        with self._lock:
+            fresh = {rank: why for rank, why in gone.items() if rank not in self._dead}
+            self._dead.update(fresh)
+        for rank, why in fresh.items():
+            log.error("%s", self._obituary(rank, why))
+
+    def _obituary(self, rank: int, why: str) -> str:
+        return f"rank {rank} on {self._worlds[rank].place}: {why}"
+
+    def _visit(self, suspects: AbstractSet[int], elapsed_s: float) -> Callable[[Any], _VisitResult]:
+        """The operation of one beat: write ours, read what concerns us.
+
+        suspects: processes of this node that have ended; whether they had left, their beat says.
+        """
+        self._count += 1
+        try:
+            own = self.hanging.at(elapsed_s)
+        except Exception:  # the heart beats on, whatever there is to say
+            log.exception("what this rank waits for cannot be told")
+            own = {}
+        count, dead, silent = self._count, dict(self._dead), dict(self._silent)
+        prefix, rank, size = self._prefix, self._rank, len(self._worlds)
+
+        def visit(store: Any) -> _VisitResult:
+            store.set(f"{prefix}/beat/{rank}", f"{count} {json.dumps(own) if own else ''}")
+            beats, heard = {}, {}
+            stuck: dict[int, Stuck] = {}
+            left = {r for r in suspects if store.get(f"{prefix}/beat/{r}") == LEFT.encode()}
+            dead.update(dict.fromkeys(suspects - left, "its process is gone"))
+            if rank == 0:
+                keys = [f"{prefix}/beat/{r}" for r in range(1, size)]
+                beats = {r + 1: b.decode() for r, b in enumerate(_get_all(store, keys))}
+                texts = {r: beat.partition(" ")[2] for r, beat in beats.items()}
+                stuck = {r: json.loads(text) for r, text in texts.items() if text}
+                told = {rank: own, **stuck} if own else stuck
+                store.set(f"{prefix}/watch", json.dumps([count, silent, told]))
+            else:
+                number, silences, told = json.loads(store.get(f"{prefix}/watch"))
+                beats = {0: str(number)}
+                heard = {int(r): float(s) for r, s in silences.items()}
+                stuck = {int(r): parts for r, parts in told.items()}
+            return _VisitResult(left, beats, heard, stuck, self._exchange_obituaries(store, dead))
+
+        return visit
+
+    def _exchange_obituaries(self, store: Any, dead: Mapping[int, str]) -> list[dict[str, str]]:
+        """Read the new ones; write one if we know somebody whom none of them names."""
+        found: list[dict[str, str]] = []
+        while True:
+            key = f"{self._prefix}/dead/{self._next_obituary}"
+            ours = json.dumps({r: why for r, why in dead.items() if str(r) not in self._mourned})
+            if store.check([key]):
+                text = store.get(key).decode()
+            elif ours == "{}":
+                return found
+            else:
+                text = store.compare_set(key, "", ours).decode()
+            self._next_obituary += 1
+            found.append(json.loads(text))
+            self._mourned |= set(found[-1])
+
+    def _integrate(self, visit: Future[_VisitResult], elapsed_s: float) -> None:
+        try:
+            seen = answer(visit, 0.0)
+        except ControlPlaneLostError as error:
+            self._lost = error
+            return
+        except Exception:  # a bug: the next beat may tell more, and this thread has to see to it
+            log.exception("a heartbeat failed")
+            return
+        self._left |= seen.left
+        for obituary in seen.obituaries:
+            self._note_dead({int(r): why for r, why in obituary.items() if int(r) != self._rank})
+        self._pulses.tick(elapsed_s, seen.beats)
+        own = self._pulses.silent(min(self._tempo.warn_s, self._timeout_s))
+        with self._lock:
+            self._silent = {**seen.silent, **own}
+            self._silent.pop(self._rank, None)  # the coordinator may not know yet that we woke up
+            self._stuck = seen.stuck
+        self._warn()
+
+    def _lose(self, waited_s: float) -> None:
+        self._lost = ControlPlaneLostError(
+            f"the store that the ranks talk through has not answered for {waited_s:.1f} s",
+            hint="the process that hosts it (rank 0, or torchrun's agent) is frozen, or its node "
+            "is cut off",
+        )
+
+    def _warn(self) -> None:
+        loud = {r: s for r, s in self._silent.items() if s >= self._tempo.warn_s}
+        for rank in sorted(loud.keys() - self._warned):
+            log.warning(
+                "rank %d on %s has been silent for %.0f s; calls that wait for it end at %g s",
+                rank,
+                self._worlds[rank].place,
+                loud[rank],
+                self._timeout_s,
+            )
+        for rank in sorted(self._warned - loud.keys()):
+            log.warning("rank %d on %s is back", rank, self._worlds[rank].place)
+        self._warned = set(loud)
+
+
+def _get_all(store: Any, keys: list[str]) -> list[bytes]:
+    if store.has_extended_api():
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]  # FileStore

@@ -1,0 +1,245 @@
+"""The messages of ranks in a step, and the one answer that all of them obey. Pure; no store, no thread.
+
+    every rank       local() -> Message(label, value | failure)          attempt
+    coordinator      all messages -> decide -> Verdict(value | error)    settle
+    every rank       Verdict -> return the value, or raise the error     Verdict.unwrap
+
+``decide`` may answer ``apart(common, pieces)``: every rank reads ``common``, and each only its piece.
+
+Values travel pickled: they go between processes of one job, which trust each other. Errors never
+do, see ``rank_errors``.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from ckptfs.control.rank_errors import (
+    collective_error,
+    error_fields,
+    error_from,
+    failure_of,
+    log_left_out,
+)
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError, CollectiveError, Failure
+
+__all__ = [
+    "Message",
+    "Verdict",
+    "apart",
+    "attempt",
+    "decode_message",
+    "decode_verdict",
+    "encode_message",
+    "encode_verdict",
+    "for_rank",
+    "joined",
+    "message_by",
+    "settle",
+    "split",
+]
+
+T = TypeVar("T")
+C = TypeVar("C")
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank brings to a step: its value, or how it failed. label "": it has left."""
+
+    label: str
+    value: Any = None
+    failure: Failure | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """True for the last word of a rank that will not call again."""
+        return not self.label
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """What all ranks are told, and what each of them alone."""
+
+    common: Any
+    pieces: Sequence[Any]
+
+
+def apart(common: C, pieces: Sequence[P] = ()) -> tuple[C, P]:
+    """What ``decide`` returns where each rank needs a piece of its own: on rank r the step returns
+    ``(common, pieces[r])``. Typed as that; only a step can use it.
+
+    pieces: one for each rank, in order; empty: (common, None). In one value for all, thousands of
+    ranks would read thousands of pieces each.
+    """
+    return _Apart(common, pieces)  # type: ignore[return-value] # what the step makes of it
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(Generic[R]):
+    """The answer of a step: a value, or the error that every rank raises.
+
+    final: a rank is gone for good, so every later step ends with this error too, at once. apart: a
+    piece for each rank lies beside it.
+    """
+
+    value: R | None = None
+    error: CkptfsError | None = None
+    final: bool = False
+    apart: bool = False
+
+    def unwrap(self, cause: BaseException | None = None) -> R:
+        """Return the value or raise the error; ``cause`` is this rank's own failure, if it had."""
+        if self.error is None:
+            return self.value  # type: ignore[return-value] # None is a value too
+        if cause is not None and cause is not self.error:
+            raise self.error from cause
+        raise self.error
+
+
+def attempt(
+    label: str, local: Callable[[], T], world: World
+) -> tuple[Message, BaseException | None]:
+    """Run one rank's part. Whatever it raises is caught, Ctrl-C too: the others must be told."""
+    try:
+        return Message(label, value=local()), None
+    except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
+        return Message(label, failure=failure_of(error, world)), error
+
+
+def settle(
+    messages: Sequence[Message], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
+) -> tuple[Verdict[R], BaseException | None]:
+    """Make the one answer, on the coordinator. Also returns what ``decide`` raised, if it did.
+
+    Logs what the text of an error leaves out: ranks learn from this answer, once.
+    """
+    verdict, raised = _settled(messages, decide, worlds)
+    if verdict.error is not None:
+        log_left_out(verdict.error, worlds)
+    return verdict, raised
+
+
+def _settled(
+    messages: Sequence[Message], decide: Callable[[list[T]], R] | None, worlds: Sequence[World]
+) -> tuple[Verdict[R], BaseException | None]:
+    here = [s for s in messages if not s.has_left]
+    if len({s.label for s in here}) > 1:
+        return Verdict(error=_out_of_step(messages)), None
+    failures = {rank: s.failure for rank, s in enumerate(messages) if s.failure}
+    if failures:
+        error = collective_error(messages[0].label, failures, worlds)
+        return Verdict(error=error, final=len(here) < len(messages)), None
+    values = [s.value for s in messages]
+    if decide is None:
+        return Verdict(value=values), None  # type: ignore[arg-type] # without decide R is list[T]
+    try:
+        return Verdict(value=decide(values)), None
+    except CkptfsError as error:
+        return Verdict(error=error), error
+    except BaseException as error:  # noqa: BLE001 - returned to the caller, who raises it
+        failure = failure_of(error, worlds[0])
+        return Verdict(error=collective_error(messages[0].label, {0: failure}, worlds)), error
+
+
+def _out_of_step(messages: Sequence[Message]) -> CollectiveError:
+    ranks: dict[str, list[int]] = {}
+    for rank, s in enumerate(messages):
+        ranks.setdefault(s.label or "(left)", []).append(rank)
+    calls = ", ".join(f"{label!r} on ranks {who}" for label, who in ranks.items())
+    return CollectiveError(
+        f"ranks called different things at the same time: {calls}",
+        hint="every rank must make the same collective calls in the same order; a second thread "
+        "needs a control of its own",
+    )
+
+
+# -- on the wire: one line of JSON, then a pickle ---------------------------------------------
+
+
+def encode_message(message: Message) -> bytes:
+    """Bytes of what a rank says. An unpicklable value raises whatever pickle raises."""
+    head = {"label": message.label, "failure": asdict(message.failure) if message.failure else None}
+    return _pack(head, message.value)
+
+
+def message_by(world: World, message: Message) -> bytes:
+    """``encode_message``; a value that cannot be pickled is that rank's failure, and travels as one."""
+    try:
+        return encode_message(message)
+    except Exception as error:  # noqa: BLE001 - pickle raises anything
+        return encode_message(Message(message.label, failure=failure_of(error, world)))
+
+
+def decode_message(data: bytes) -> Message:
+    """The inverse of ``encode_message``. Only for bytes of this job's own ranks: it unpickles."""
+    head, body = _unpack(data)
+    failure = Failure(**head["failure"]) if head["failure"] else None
+    return Message(head["label"], None if failure else pickle.loads(body), failure)  # noqa: S301 - peers of one job
+
+
+def encode_verdict(verdict: Verdict[Any]) -> bytes:
+    """Bytes of the answer. An unpicklable value raises whatever pickle raises."""
+    error = error_fields(verdict.error) if verdict.error else None
+    head: dict[str, Any] = {"error": error, "final": verdict.final}
+    if verdict.apart:
+        head["apart"] = True
+    value = verdict.value
+    if isinstance(value, list) and value and all(v is None for v in value):
+        # Of a step that was a barrier every rank reads this: spelled out, thousands of ranks would
+        # read thousands of Nones each.
+        head["nothings"], value = len(value), None
+    return _pack(head, value)
+
+
+def decode_verdict(data: bytes) -> Verdict[Any]:
+    """The inverse of ``encode_verdict``. Only for bytes of this job's own ranks: it unpickles."""
+    head, body = _unpack(data)
+    if head["error"]:
+        return Verdict(error=error_from(head["error"]), final=head["final"])
+    if "nothings" in head:
+        return Verdict(value=[None] * head["nothings"], apart=bool(head.get("apart")))
+    return Verdict(value=pickle.loads(body), apart=bool(head.get("apart")))  # noqa: S301 - as above
+
+
+def for_rank(verdict: Verdict[Any], rank: int) -> Verdict[Any]:
+    """What a rank is told, where nothing has to travel."""
+    told = verdict.value
+    if not isinstance(told, _Apart):
+        return verdict
+    return replace(verdict, value=(told.common, told.pieces[rank] if told.pieces else None))
+
+
+def split(verdict: Verdict[Any]) -> tuple[Verdict[Any], Iterator[bytes]]:
+    """What all ranks read, and each one's piece in order of rank; none where the answer is one for all.
+
+    A piece is encoded when it is asked for: of hundreds of nodes each may get a whole manifest.
+    """
+    told = verdict.value
+    if not isinstance(told, _Apart) or not told.pieces:
+        return for_rank(verdict, 0), iter(())
+    common = replace(verdict, value=told.common, apart=True)
+    return common, (pickle.dumps(piece, protocol=5) for piece in told.pieces)
+
+
+def joined(verdict: Verdict[Any], piece: bytes) -> Verdict[Any]:
+    """The inverse of ``split`` on one rank. Only for bytes of this job's own ranks: it unpickles."""
+    value = (verdict.value, pickle.loads(piece))  # noqa: S301 - peers of one job
+    return replace(verdict, value=value, apart=False)
+
+
+def _pack(head: Mapping[str, Any], value: object) -> bytes:
+    return json.dumps(head).encode() + b"\n" + pickle.dumps(value, protocol=5)
+
+
+def _unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
+    line, _, body = data.partition(b"\n")
+    head: dict[str, Any] = json.loads(line)
+    return head, body

@@ -1,0 +1,594 @@
+"""unchanged="reference": what the last committed save holds need not be written again.
+
+    base     what this rank may take over: items and files of the last committed save of the kind
+    compare  this rank's items with the digests of that save's
+    choose   files of which at least half is unchanged stay in use
+    take     hard links, or the same keys of an object store          (commit/delete/shared_data.py)
+    write    everything else, in files of bounded size                (write/rank_files.py)
+
+    filesystem     __0_0.distcp  a link to the base's file      __0_1.distcp  written
+    object store   <origin>/__0_3.distcp  listed by its key     <own>/__0_0.distcp  written to _data/
+
+A rank compares only what it writes, and takes over only what its own domain holds. Whatever goes wrong with
+the base costs bytes, never the save: then the items are written. All of it is local, and what it returns is
+durable, names too.
+
+Compare: nothing is read from storage, and framing is not compared: it is torch's own and says dtype and shape
+again. A tensor that lies on the host is digested where it lies. Of one on a device a first block is fetched,
+then the rest in pieces: what changed usually differs at once, and costs one small copy. An item is taken over
+when its dtype, its shape and the xxh3_64 of every block of 1 MiB are those of the base. A changed block has
+the same digest once in 2**64: ten thousand saves of a terabyte meet that with a probability below 10**-9,
+which is less than disks do by themselves. Against somebody who makes tensors collide on purpose it is no
+defence; whoever chooses the tensors need not collide to change them.
+
+Choose: a file stays in use when the items of this rank that lie in it unchanged are at least half of it, so
+what a save keeps alive is at most twice what it needs. Items that are unchanged and lie in other files are
+written anew, apart from those that changed: from then on they lie with their like.
+
+    objects | unchanged, to 256 MiB each | changed, to 256 MiB each | tensors from 64 MiB on, alone
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from ckptfs.commit.catalog.catalog import Found, find
+from ckptfs.commit.delete.shared_data import file_key, is_there, link_file
+from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests, decode_digests, first_bad_block
+from ckptfs.commit.log.entries import Seal
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.paths import AttemptKeys, shared_key
+from ckptfs.commit.save.spec import SaveSpec, WrittenPart
+from ckptfs.dcp.loading import read_metadata
+from ckptfs.dcp.write.host_memory import Loan, Resolve, host_tensor, memory_of
+from ckptfs.dcp.write.pipeline import encode_placed, written_part
+from ckptfs.dcp.write.rank_files import (
+    Placed,
+    WriteEngine,
+    Written,
+    auto_engine,
+    data_name,
+    files_for,
+    sidecar_name,
+    write_files,
+)
+from ckptfs.errors import ArgumentChoice, CkptfsError, StateError, StorageError, UnsupportedError
+from ckptfs.storage.base import Capabilities, Shape, Storage
+from ckptfs.uri import Uri
+
+logger = logging.getLogger("ckptfs.dcp")
+
+__all__ = [
+    "Base",
+    "Cut",
+    "HeldFile",
+    "HeldItem",
+    "Memory",
+    "RankItems",
+    "Site",
+    "Unchanged",
+    "bundles",
+    "files_in_use",
+    "need_run",
+    "write_changed",
+]
+
+
+class Unchanged(ArgumentChoice, parameter="unchanged"):
+    """What to do with items that are what the last committed save of the run holds."""
+
+    WRITE = "write"
+    REFERENCE = "reference"  # they cost no bytes; needs a held run
+
+
+@dataclass(frozen=True, slots=True)
+class HeldItem:
+    """An item of a committed save: its file (the manifest's path) and what its bytes are.
+
+    dtype and sizes are of the chunk that was saved, None and () for an object.
+    """
+
+    path: str
+    digests: ItemDigests
+    dtype: torch.dtype | None
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldFile:
+    """A data file of a committed save and its sidecar, as its manifest lists them."""
+
+    record: FileRecord
+    sidecar: FileRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """What this rank may take over of the save ``save_id``. homes: where its data may lie now."""
+
+    save_id: str
+    homes: tuple[str, ...]
+    items: Mapping[MetadataIndex, HeldItem]
+    files: Mapping[str, HeldFile]
+
+    def origin_of(self, file: HeldFile) -> str:
+        """The save that wrote the file's bytes: never one that took them over itself."""
+        return file.record.origin or self.save_id
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one rank writes one save. domain: the id of the domain that it writes in."""
+
+    storage: Storage
+    caps: Capabilities
+    keys: AttemptKeys
+    domain: str
+
+    @property
+    def prefix(self) -> str:
+        """Where its data files go: on object stores to where later saves may use them too."""
+        if self.is_shared:
+            return f"{shared_key(self.keys.save_id)}/"
+        return f"{self.keys.data}/"
+
+    @property
+    def homes(self) -> tuple[str, ...]:
+        """Where the paths of its manifest begin, in the direction of movement."""
+        return homes_of(self.keys)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether files are shared by their keys. Not where exclusive creates are missing: a second
+        owner could delete what this one lists.
+        """
+        return self.keys.shape is Shape.OBJECT and self.caps.exclusive_create
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How what is written is cut into files: small tensors together, large ones alone."""
+
+    bundle_bytes: int = 256 << 20
+    alone_bytes: int = 64 << 20
+
+
+DEFAULT_CUT = Cut()
+_KINDS = 3  # checkpoints, weights, and one that failed
+
+
+@dataclass(slots=True)
+class Memory:
+    """What one process knows of the saves that it wrote last, so that it need not read them back. One
+    is believed where the log calls it the last committed. cut: of all its saves.
+    """
+
+    cut: Cut = DEFAULT_CUT
+    _written: dict[str, Base] = field(default_factory=dict, repr=False)
+
+    def learn(self, base: Base) -> None:
+        """Keep what was written just now, and of the others the last of each kind."""
+        self._written[base.save_id] = base
+        while len(self._written) > _KINDS:
+            del self._written[next(iter(self._written))]
+
+    @property
+    def known(self) -> dict[str, Base]:
+        """By save_id, the one used last behind."""
+        return dict(self._written)
+
+    def recall(self, save_id: str) -> Base | None:
+        """What is known of a save."""
+        known = self._written.pop(save_id, None)
+        if known is not None:
+            self._written[save_id] = known  # used last
+        return known
+
+
+def need_run(spec: SaveSpec, target: Uri | str) -> None:
+    """StateError unless the save holds its run: else anybody could delete what it builds on."""
+    if spec.run is None:
+        raise StateError(
+            'unchanged="reference" needs a run that is held',
+            uri=target,
+            hint="run = ckptfs.prepare_run(...), then save(..., run=run); a manager holds its run",
+        )
+
+
+def base_of(
+    seal: Seal | None, site: Site, wanted: Sequence[MetadataIndex], memory: Memory
+) -> Base | None:
+    """The base of a save: remembered, or read from storage; None where there is none to be had.
+
+    wanted: the items that this rank writes.
+    """
+    if seal is None or not (site.is_shared or site.keys.shape is Shape.FILESYSTEM):
+        return None
+    known = memory.recall(seal.save_id)
+    if known is not None:
+        return known
+    try:
+        return _read_base(seal, site, wanted)
+    except CkptfsError as error:
+        logger.warning("everything is written: %s cannot be built on: %s", seal.name, error)
+        return None
+
+
+def homes_of(keys: AttemptKeys) -> tuple[str, ...]:
+    """What a manifest's paths, which begin with the save_id, are relative to."""
+    return tuple(home.rsplit("/", 1)[0] for home in keys.homes())
+
+
+def _read_base(seal: Seal, site: Site, wanted: Sequence[MetadataIndex]) -> Base:
+    storage, shape = site.storage, site.keys.shape
+    found = drive(find(seal, shape, storage.uri(seal.name)), storage)
+    metadata = read_metadata(storage, found)
+    # Of other domains the disks may not be seen from here.
+    files = _files_of(found, site.domain)
+    digests: dict[str, Mapping[int, ItemDigests]] = {}
+    items = {}
+    for index in wanted:
+        info = metadata.storage_data.get(index)
+        if info is None or info.relative_path not in files:
+            continue
+        path = info.relative_path
+        if path not in digests:
+            digests[path] = _digests_of(storage, found, files[path])
+        known = digests[path].get(info.offset)
+        described = _described(metadata, index)
+        if known is not None and known.length == info.length and described is not None:
+            items[index] = HeldItem(path, known, *described)
+    homes = homes_of(AttemptKeys(shape, seal.name, seal.save_id))
+    return Base(seal.save_id, homes, items, files)
+
+
+def _files_of(found: Found, domain: str) -> dict[str, HeldFile]:
+    listed = () if found.manifest is None else found.manifest.files
+    here = {f.path: f for f in listed if f.domain in (None, domain)}
+    return {
+        f.path: HeldFile(f, here[f.digests])
+        for f in here.values()
+        if f.digests is not None and f.digests in here
+    }
+
+
+def _digests_of(storage: Storage, found: Found, file: HeldFile) -> Mapping[int, ItemDigests]:
+    key = file_key(file.sidecar, found.home)
+    return decode_digests(read_limited(storage, key), storage.uri(key)).by_offset()
+
+
+def _described(
+    metadata: Metadata, index: MetadataIndex
+) -> tuple[torch.dtype | None, tuple[int, ...]] | None:
+    """dtype and sizes of the chunk that was saved under an index; None: not described."""
+    described = metadata.state_dict_metadata.get(index.fqn)
+    if not isinstance(described, TensorStorageMetadata):
+        return None if described is None else (None, ())
+    offsets = tuple(index.offset or ())
+    for chunk in described.chunks:
+        if tuple(chunk.offsets) == offsets:
+            return described.properties.dtype, tuple(chunk.sizes)
+    return None
+
+
+_PIECE_BYTES = 64 * BLOCK_SIZE_BYTES
+
+
+def is_alike(item: WriteItem, held: HeldItem) -> bool:
+    """Whether the item could be the held one: kind, dtype, shape and size. Looks at no data."""
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        return held.dtype is None and not held.digests.payload_length
+    data = item.tensor_data
+    if data.properties.dtype != held.dtype or tuple(data.chunk.sizes) != held.sizes:
+        return False
+    size_bytes = data.properties.dtype.itemsize
+    for length in data.chunk.sizes:
+        size_bytes *= length
+    # 0 of a tensor that has bytes: its payload was not found when it was written.
+    return held.digests.payload_length == size_bytes
+
+
+def is_unchanged(held: HeldItem, data: torch.Tensor | io.BytesIO) -> bool:
+    """Whether the data of an item that ``is_alike`` has the digests of the held one."""
+    known = held.digests
+    if isinstance(data, io.BytesIO):
+        view = memoryview(data.getvalue())
+        return len(view) == known.length and first_bad_block(known, 0, view) is None
+    return all(_is_same(known, start, piece) for start, piece in _pieces(data))
+
+
+def _is_same(known: ItemDigests, start: int, piece: memoryview) -> bool:
+    return first_bad_block(known, known.payload_offset + start, piece) is None
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
+    """The tensor's bytes in order, in whole blocks but for the last, and where each begins."""
+    plain = tensor.detach()
+    if plain.device.type == "cpu" or not plain.is_contiguous():
+        yield 0, memory_of(host_tensor(plain))
+        return
+    flat = plain.reshape(-1)
+    item_bytes = flat.element_size()
+    at, size_bytes = 0, BLOCK_SIZE_BYTES
+    while at < flat.numel() * item_bytes:
+        piece = flat[at // item_bytes : (at + size_bytes) // item_bytes]
+        yield at, memory_of(host_tensor(piece))
+        at, size_bytes = at + size_bytes, _PIECE_BYTES
+
+
+Numbered = tuple[int, WriteItem]  # an item and its position in the rank's plan
+
+
+def files_in_use(base: Base, unchanged: Mapping[int, HeldItem]) -> dict[str, list[int]]:
+    """Paths of the base's files that stay in use -> positions of the items taken over with them.
+
+    unchanged: position in this rank's plan -> where the base holds the same.
+    """
+    inside: dict[str, list[int]] = defaultdict(list)
+    for position, held in unchanged.items():
+        inside[held.path].append(position)
+    return {
+        path: sorted(positions)
+        for path, positions in sorted(inside.items())
+        if 2 * sum(unchanged[p].digests.length for p in positions)
+        >= base.files[path].record.size_bytes
+    }
+
+
+def bundles(
+    items: Sequence[WriteItem],
+    write: Collection[int],
+    stable: Collection[int],
+    cut: Cut = DEFAULT_CUT,
+    files: int = 1,
+) -> list[list[Numbered]]:
+    """The items at the positions ``write`` as files to be written.
+
+    stable: positions of those that the base holds unchanged. files: how many can be written at
+    once; so many there are at least, where there is enough to share.
+    """
+    numbered = [(position, items[position]) for position in sorted(write)]
+    objects = [pair for pair in numbered if pair[1].type is WriteItemType.BYTE_IO]
+    kept = [pair for pair in objects if pair[0] in stable]
+    new = [pair for pair in objects if pair[0] not in stable]
+    tensors = [pair for pair in numbered if pair[1].type is not WriteItemType.BYTE_IO]
+    total = sum(size_bytes(item) for _, item in tensors)
+    bound = min(cut.bundle_bytes, max(1, -(-total // max(1, files))))
+    alone = [pair for pair in tensors if size_bytes(pair[1]) >= cut.alone_bytes]
+    small = [pair for pair in tensors if size_bytes(pair[1]) < cut.alone_bytes]
+    return [
+        *(group for group in (kept, new) if group),
+        *_cut([pair for pair in small if pair[0] in stable], bound),
+        *_cut([pair for pair in small if pair[0] not in stable], bound),
+        *([pair] for pair in alone),
+    ]
+
+
+def size_bytes(item: WriteItem) -> int:
+    """Bytes of a tensor's payload, 0 of an object."""
+    if item.tensor_data is None:
+        return 0
+    chunk = item.tensor_data.chunk
+    return math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _cut(pairs: Sequence[Numbered], bound: int) -> Iterator[list[Numbered]]:
+    """In the order of the plan, each full when the next item would make it larger than ``bound``."""
+    bundle: list[Numbered] = []
+    filled = 0
+    for position, item in pairs:
+        size = size_bytes(item)
+        if bundle and filled + size > bound:
+            yield bundle
+            bundle, filled = [], 0
+        bundle.append((position, item))
+        filled += size
+    if bundle:
+        yield bundle
+
+
+@dataclass(frozen=True, slots=True)
+class RankItems:
+    """What one rank writes: its items in the order of its plan, and how their data is got."""
+
+    rank: int
+    items: Sequence[WriteItem]
+    resolve: Resolve
+
+
+@dataclass(frozen=True, slots=True)
+class _ReusedFile:
+    """A file of the base that this save uses, as its own manifest lists it."""
+
+    file: HeldFile
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What was written, what was taken over, and all that could have been."""
+
+    written: Written
+    taken: tuple[_ReusedFile, ...]
+    unchanged: Mapping[int, HeldItem]
+
+
+@dataclass(frozen=True, slots=True)
+class _Same:
+    """An item that the base holds unchanged. done: to be told when nobody needs its data any more."""
+
+    held: HeldItem
+    done: Callable[[], None]
+
+
+def write_changed(
+    items_here: RankItems,
+    site: Site,
+    previous: Seal | None,
+    memory: Memory,
+    *,
+    threads: int | None = None,
+    engine: WriteEngine = auto_engine,
+) -> WrittenPart:
+    """Write this rank's items but those that the save ``previous`` holds unchanged.
+
+    memory: of the saves before; knows this one when it returns. Errors are those of writing.
+    """
+    started = time.perf_counter()
+    wanted = [item.index for item in items_here.items]
+    base = base_of(previous, site, wanted, memory)
+    same = {} if base is None else _compare(items_here, base)
+    unchanged = {position: one.held for position, one in same.items()}
+    in_use = {} if base is None else files_in_use(base, unchanged)
+    taken = [] if base is None else _take(base, in_use, site, items_here.rank)
+    used = {position for taking in taken for position in taking.positions}
+    for position in used:
+        same[position].done()
+    compare_s = time.perf_counter() - started
+    rest = [position for position in range(len(items_here.items)) if position not in used]
+    files = files_for(site.storage, site.prefix, [items_here.items[at] for at in rest], threads)
+    written = write_files(
+        site.storage,
+        site.prefix,
+        items_here.rank,
+        items_here.items,
+        items_here.resolve,
+        engine=engine,
+        threads=files,
+        buckets=bundles(items_here.items, rest, unchanged.keys() - used, memory.cut, files),
+        first=0 if site.is_shared else len(in_use),
+    )
+    if taken and not written.names:
+        site.storage.sync(site.prefix.rstrip("/"))
+    outcome = _Outcome(written, tuple(taken), unchanged)
+    part = _part_of(site, outcome)
+    memory.learn(_as_base(items_here, site, part, outcome))
+    counters = dataclasses.replace(part.counters, verify_s=part.counters.verify_s + compare_s)
+    return dataclasses.replace(part, counters=counters)
+
+
+def _compare(items_here: RankItems, base: Base) -> dict[int, _Same]:
+    """By position in the plan. What has changed is resolved once more when it is written."""
+    same = {}
+    for position, item in enumerate(items_here.items):
+        held = base.items.get(item.index)
+        if held is None or not is_alike(item, held):
+            continue
+        data = items_here.resolve(item)
+        loan = data if isinstance(data, Loan) else Loan(data)
+        if is_unchanged(held, loan.data):
+            same[position] = _Same(held, loan.done)
+        else:
+            loan.back()
+    return same
+
+
+def _take(base: Base, in_use: Mapping[str, list[int]], site: Site, rank: int) -> list[_ReusedFile]:
+    taken: list[_ReusedFile] = []
+    for number, (path, positions) in enumerate(in_use.items()):
+        held = base.files[path]
+        if site.keys.shape is Shape.OBJECT:
+            file = _listed(held, site) if held.record.is_shared else None
+        else:
+            # No number twice: a link that was half made would pass for the next one.
+            name = f"{site.keys.save_id}/{data_name(rank, number)}"
+            file = _linked(base, held, site, name)
+        if file is not None:
+            taken.append(_ReusedFile(file, tuple(positions)))
+    return taken
+
+
+def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | None:
+    """The base's file and sidecar under names of our own, or None: they are written."""
+    origin = base.origin_of(held)
+    data = FileRecord(path, held.record.size_bytes, site.domain, sidecar_name(path), origin=origin)
+    sidecar = dataclasses.replace(
+        held.sidecar, path=sidecar_name(path), domain=site.domain, origin=origin
+    )
+    folder = site.prefix.rstrip("/").rsplit("/", 1)[0]
+    for old, new in ((held.record, data), (held.sidecar, sidecar)):
+        program = link_file(base.homes, old.path, f"{folder}/{new.path}")
+        try:
+            linked = drive(program, site.storage)
+        except UnsupportedError as error:
+            logger.debug("written, not linked: %s", error)
+            return None
+        except StorageError as error:
+            logger.warning("written, not linked: %s", error)
+            return None
+        if not linked:
+            logger.debug("written, not linked: %s of save %s is gone", old.path, base.save_id)
+            return None
+    return HeldFile(data, sidecar)
+
+
+def _listed(held: HeldFile, site: Site) -> HeldFile | None:
+    """The base's file by its key, or None where it is not there with its size."""
+    try:
+        if drive(is_there(held.record), site.storage):
+            return HeldFile(
+                dataclasses.replace(held.record, domain=site.domain),
+                dataclasses.replace(held.sidecar, domain=site.domain),
+            )
+    except StorageError as error:
+        logger.warning("written, not referenced: %s", error)
+        return None
+    logger.warning("%s of an earlier save is not there any more: written", held.record.path)
+    return None
+
+
+def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
+    """What the coordinator is told: the files taken over first, then those written."""
+    save_id, written, unchanged = site.keys.save_id, outcome.written, outcome.unchanged
+    own = written_part(written, save_id, site.domain, save_id if site.is_shared else None)
+    placed = [
+        tuple(
+            Placed(p, unchanged[p].digests.offset, unchanged[p].digests.length)
+            for p in taking.positions
+        )
+        for taking in outcome.taken
+    ]
+    files = [record for t in outcome.taken for record in (t.file.record, t.file.sidecar)]
+    kept = [place.length for places in placed for place in places]
+    counters = dataclasses.replace(
+        own.counters, items=own.counters.items + len(kept), referenced_bytes=sum(kept)
+    )
+    payload = encode_placed([*placed, *written.placed])
+    return WrittenPart((*files, *own.files), counters, payload)
+
+
+def _as_base(items_here: RankItems, site: Site, part: WrittenPart, outcome: _Outcome) -> Base:
+    """This save, for the next one, should it be the one that the log calls the last committed."""
+    records = {record.path: record for record in part.files}
+    files = {r.path: HeldFile(r, records[r.digests]) for r in part.files if r.digests is not None}
+    items: dict[MetadataIndex, HeldItem] = {}
+    for taking in outcome.taken:
+        for position in taking.positions:
+            moved = dataclasses.replace(outcome.unchanged[position], path=taking.file.record.path)
+            items[items_here.items[position].index] = moved
+    written = outcome.written
+    for name, placed, digests in zip(written.names, written.placed, written.digests, strict=True):
+        path = f"{site.keys.save_id}/{name}"
+        for place, known in zip(placed, digests.items, strict=True):
+            item = items_here.items[place.position]
+            data = item.tensor_data
+            dtype = None if data is None else data.properties.dtype
+            sizes = () if data is None else tuple(data.chunk.sizes)
+            items[item.index] = HeldItem(path, known, dtype, sizes)
+    return Base(site.keys.save_id, site.homes, items, files)

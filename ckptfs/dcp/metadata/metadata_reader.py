@@ -1,0 +1,674 @@
+"""``.metadata`` read without trusting it.
+
+    read_inventory(data, where)     what a load asks for, by key; torch's objects only when asked for
+    decode_metadata(data, where)    all of it as torch's objects
+
+An ``Inventory`` is asked by key:
+
+    inventory.tensor(key)            SavedTensor: sizes, dtype, boxes of the chunks; None for an object
+    inventory.place(key, offsets)    the file, the offset and the length of an item
+
+    Whole      over torch's objects
+    Columns    over what was decoded of a file
+    Renamed    over either: a rank's own keys (per_rank=) under their plain names
+
+A checkpoint may come from a bucket that others write to, and a pickle is a program (pytorch #189308).
+``ckptfs.dcp.metadata.metadata_pickle`` decodes it without running it. Here everything is checked once, in passes over
+all of a million records that run in C: kinds, dimensions, numbers, and paths that leave the checkpoint. A key is
+hashed only after it was looked at, and only where not many others have its hash: tuples of integers can be
+made to collide.
+
+torch's classes cost a Python call for each object; a checkpoint of 1024 ranks has a million of them and a rank
+reads a thousand. They are made when ``metadata`` asks for them.
+"""
+
+from __future__ import annotations
+
+import enum
+import pathlib
+import posixpath
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptfs import _torch
+from ckptfs.commit.paths import SHARED
+from ckptfs.dcp.metadata.metadata_pickle import (
+    BYTES,
+    CHUNK,
+    INDEX,
+    INFO,
+    METADATA,
+    MOST_DIMS,
+    PROPERTIES,
+    STORAGE_META,
+    TENSOR,
+    Chunk,
+    Dict,
+    Index,
+    Kind,
+    NotAllowedError,
+    Object,
+    PathOf,
+    Place,
+    SetOf,
+    SetOfList,
+    decode,
+)
+from ckptfs.dcp.metadata.pickle_scan import check_collisions
+from ckptfs.dcp.planning.state_dicts import renamed_metadata
+from ckptfs.dcp.python_gc import gc_paused
+from ckptfs.errors import ManifestError, StateError
+
+__all__ = [
+    "Box",
+    "Columns",
+    "Inventory",
+    "Place",
+    "Renamed",
+    "SavedTensor",
+    "Whole",
+    "decode_metadata",
+    "nowhere",
+    "read_inventory",
+    "refuse_extensions",
+    "stays_inside",
+]
+
+Box = tuple[Sequence[int], Sequence[int]]  # offsets in the tensor, sizes
+
+
+class SavedTensor(NamedTuple):
+    """A tensor as it was saved. chunks: opaque; ``box`` tells of one where it lies."""
+
+    sizes: Sequence[int]
+    dtype: torch.dtype
+    chunks: Sequence[Any]
+    box_of: Callable[[Any], Box]
+
+    def box(self, number: int) -> Box:
+        """The place of one chunk in the tensor."""
+        return self.box_of(self.chunks[number])
+
+
+class Inventory(Protocol):
+    """What a load asks of a checkpoint's metadata. Read only; one thread."""
+
+    @property
+    def keys(self) -> Collection[str]:
+        """Everything that was saved, in torch's order; ``in`` is quick."""
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """The tensor under a key that is there; None for an object."""
+
+    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+        """Where the chunk that begins at ``offsets`` lies, or the object (None). ManifestError: nowhere.
+        StateError: in a form that only another reader knows.
+        """
+
+    def number(self, key: str, offsets: Sequence[int]) -> int | None:
+        """Which of the tensor's chunks begins there, if that is known: a hint, to be checked."""
+
+    def metadata(self) -> Metadata:
+        """All of it as torch's objects, which are made now."""
+
+
+class Whole:
+    """Metadata that is there as torch's objects."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+
+    @property
+    def keys(self) -> Collection[str]:
+        """As ``Inventory.keys``."""
+        return self._metadata.state_dict_metadata.keys()
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """As ``Inventory.tensor``."""
+        saved = self._metadata.state_dict_metadata[key]
+        if not isinstance(saved, TensorStorageMetadata):
+            return None
+        dtype: Any = saved.properties.dtype
+        return SavedTensor(saved.size, dtype, saved.chunks, _box_of_chunk)
+
+    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+        """As ``Inventory.place``."""
+        info: Any = self._metadata.storage_data.get(MetadataIndex(key, offsets))
+        if info is None:
+            raise nowhere(key)
+        refuse_extensions(info, key)
+        return Place(info.relative_path, info.offset, info.length)
+
+    def number(self, key: str, offsets: Sequence[int]) -> int | None:
+        """As ``Inventory.number``: the hint of an item is not kept by the place of it."""
+        return None
+
+    def metadata(self) -> Metadata:
+        """As ``Inventory.metadata``."""
+        return self._metadata
+
+
+class Renamed:
+    """Another's metadata with other names for some keys."""
+
+    def __init__(self, inventory: Inventory, names: Mapping[str, str]) -> None:
+        """names: as the keys are in ``inventory`` -> as they shall be."""
+        self._inventory = inventory
+        self._names = names
+        self._stored = {new: old for old, new in names.items()}
+        self._keys = dict.fromkeys(names.get(key, key) for key in inventory.keys)
+        self._metadata: Metadata | None = None
+
+    @property
+    def keys(self) -> Collection[str]:
+        """As ``Inventory.keys``."""
+        return self._keys.keys()
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """As ``Inventory.tensor``."""
+        return self._inventory.tensor(self._stored.get(key, key))
+
+    def place(self, key: str, offsets: Sequence[int] | None) -> Place:
+        """As ``Inventory.place``."""
+        return self._inventory.place(self._stored.get(key, key), offsets)
+
+    def number(self, key: str, offsets: Sequence[int]) -> int | None:
+        """As ``Inventory.number``."""
+        return self._inventory.number(self._stored.get(key, key), offsets)
+
+    def metadata(self) -> Metadata:
+        """As ``Inventory.metadata``."""
+        if self._metadata is None:
+            self._metadata = renamed_metadata(self._inventory.metadata(), self._names)
+        return self._metadata
+
+
+def _box_of_chunk(chunk: Any) -> Box:
+    return chunk.offsets, chunk.sizes
+
+
+def nowhere(key: str) -> ManifestError:
+    """The error for an item without a place."""
+    return ManifestError(
+        f".metadata does not say where {key!r} lies",
+        hint="it was saved incompletely; load another checkpoint",
+    )
+
+
+def refuse_extensions(info: Any, key: str) -> None:
+    """StateError for an item that was written through stream extensions of torch's."""
+    if getattr(info, "transform_descriptors", None):
+        raise StateError(
+            f"{key!r} was written through stream extensions {info.transform_descriptors}",
+            hint="load it with the storage reader that knows them",
+        )
+
+
+_FIRST = itemgetter(0)
+_SECOND = itemgetter(1)
+# A NamedTuple's own __new__ is a Python function, and a load makes three of them for a tensor.
+_new = tuple.__new__
+
+_FIELDS_2_13 = 5
+_KINDS = 1000  # of tensors in one checkpoint: dtypes, layouts, and whether they want gradients
+_DEPTH = 50  # of what a planner may have put into planner_data
+
+
+def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> Inventory:
+    """The metadata in ``data``, executing nothing, in time and memory of its length.
+
+    shared: what the manifest lists below ``_data/`` of the run. For stock readers such files have
+    rooted paths; here they get the manifest's, wherever the run lies now.
+
+    ManifestError naming ``where`` for anything that is not a DCP ``.metadata`` alone: a class
+    outside the list (named), a truncated or foreign pickle, a path that leaves the checkpoint.
+    """
+    try:
+        with gc_paused():
+            return Columns(data, where, shared)
+    except ManifestError:
+        raise
+    except NotAllowedError as error:
+        raise ManifestError(
+            f".metadata asks for {error}, which no DCP metadata needs: not executed",
+            uri=where,
+            hint="the file was tampered with, or written by a custom planner; "
+            "torch.distributed.checkpoint would execute it",
+        ) from error
+    except Exception as error:
+        # Hostile bytes raise what they like: KeyError, IndexError, OverflowError, AttributeError ...
+        raise ManifestError(
+            f"damaged .metadata: {type(error).__name__}: {error}",
+            uri=where,
+            hint="restore the file, or load another checkpoint",
+        ) from error
+
+
+def decode_metadata(data: bytes, where: object, shared: Collection[str] = ()) -> Metadata:
+    """``read_inventory`` as torch's objects."""
+    return read_inventory(data, where, shared).metadata()
+
+
+class _Tensor:
+    """The metadata of one tensor. chunks: each a Chunk."""
+
+    __slots__ = ("chunks", "properties", "size")
+
+    def __init__(self, properties: tuple[Any, ...], size: Any, chunks: list[Chunk]) -> None:
+        self.properties = properties
+        self.size = size
+        self.chunks = chunks
+
+
+class Columns:
+    """Metadata as it was decoded and checked."""
+
+    def __init__(self, data: bytes, where: object, shared: Collection[str]) -> None:
+        """Arguments are ``read_inventory``'s; anything is raised where the metadata is damaged."""
+        self._where = where
+        root = decode(data)
+        if type(root) is not Object or root.kind is not METADATA:
+            raise ManifestError(
+                f".metadata holds a {_kind_of(root)}, not the metadata of a checkpoint", uri=where
+            )
+        self._fields = _fields(root)
+        entries, items = self._fields.get("state_dict_metadata"), self._fields.get("storage_data")
+        _need(type(entries) is Dict, "no state_dict_metadata")
+        if type(items) is not Dict:
+            raise ManifestError(".metadata has no storage_data", uri=where)
+        self._budget = len(data)
+        self._transforms: dict[int, Any] = {}
+        self._entries = self._checked_entries(cast("Dict", entries))
+        self._indexes, self._infos = self._checked_items(items)
+        self._renamed = self._checked_paths(shared)
+        self._places: dict[tuple[str, Any], int] | None = None
+        self._metadata: Metadata | None = None
+        self._plain = _Plain(len(data))
+        self._others = {
+            name: self._plain.of(value)
+            for name, value in self._fields.items()
+            if name not in ("state_dict_metadata", "storage_data")
+        }
+
+    # -- as an Inventory
+
+    @property
+    def keys(self) -> Collection[str]:
+        """As ``Inventory.keys``."""
+        return self._entries.keys()
+
+    def tensor(self, key: str) -> SavedTensor | None:
+        """As ``Inventory.tensor``."""
+        entry = self._entries[key]
+        if entry is None:
+            return None
+        return _new(SavedTensor, (entry.size, entry.properties[0], entry.chunks, _box_of))
+
+    def place(self, key: str, offsets: Sequence[int] | None) -> Any:
+        """As ``Inventory.place``."""
+        number = self._found_places().get((key, offsets))
+        if number is None:
+            raise nowhere(key)
+        if number in self._transforms:
+            refuse_extensions(self._info(number), key)
+        path, offset, length = self._infos[number]
+        return _new(Place, (self._renamed.get(path, path), offset, length))
+
+    def number(self, key: str, offsets: Sequence[int]) -> int | None:
+        """As ``Inventory.number``."""
+        number = self._found_places().get((key, offsets))
+        return None if number is None else cast("int | None", self._indexes[number].number)
+
+    def metadata(self) -> Metadata:
+        """As ``Inventory.metadata``."""
+        if self._metadata is None:
+            with gc_paused():
+                self._metadata = self._made()
+        return self._metadata
+
+    def _found_places(self) -> dict[tuple[str, Any], int]:
+        if self._places is None:
+            found = map(itemgetter(0, 1), self._indexes)
+            self._places = dict(zip(found, range(len(self._indexes)), strict=True))
+        return self._places
+
+    # -- checks: every line is one pass in C over all of a million
+
+    def _checked_entries(self, flat: Dict) -> dict[str, _Tensor | None]:
+        keys, values = flat[::2], flat[1::2]
+        _need(_types(keys) <= {str}, "a key that is no text")
+        entries = {key: self._entry(key, value) for key, value in zip(keys, values, strict=True)}
+        tensors = [entry for entry in entries.values() if entry is not None]
+        lists = [*map(attrgetter("chunks"), tensors)]
+        # One list of many chunks, in many tensors, would be walked for each.
+        _need(sum(map(len, lists)) <= self._budget, "more chunks than it has bytes")
+        if _types(chain.from_iterable(lists)) - {Chunk}:
+            for tensor in tensors:
+                tensor.chunks = [*map(_chunk_of, tensor.chunks)]
+            lists = [*map(attrgetter("chunks"), tensors)]
+        sizes = [*map(attrgetter("size"), tensors)]
+        offsets = [*map(_FIRST, chain.from_iterable(lists))]
+        lengths = [*map(_SECOND, chain.from_iterable(lists))]
+        _check_sizes([*sizes, *offsets, *lengths])
+        dims = [*map(len, offsets)]
+        given = [*chain.from_iterable(map(repeat, map(len, sizes), map(len, lists)))]
+        if dims != given or dims != [*map(len, lengths)]:
+            raise self._not_described(entries)
+        check_collisions({id(one): one for one in offsets}.values())
+        states = {id(one): one for one in map(attrgetter("properties"), tensors)}.values()
+        _need(all(map(_is_flat_state, states)), "properties of a tensor that are none")
+        kinds = {*states}
+        _need(len(kinds) <= _KINDS, "too many kinds of tensors")
+        for state in kinds:  # what torch does not take is not believed here either
+            _properties_of(state)
+        return entries
+
+    def _entry(self, key: str, value: Any) -> _Tensor | None:
+        kind = value.kind if type(value) is Object else None
+        if kind is BYTES:
+            return None
+        if kind is TENSOR:
+            state = value.state
+            if type(state) is Dict and state[::2] == _TENSOR_FIELDS:
+                _, properties, _, size, _, chunks = state
+            else:
+                properties, size, chunks = map(_fields(value).get, _TENSOR_FIELDS)
+            if type(properties) is Object and properties.kind is PROPERTIES:
+                state = properties.state
+                if type(state) is tuple and type(chunks) is list and state:
+                    return _Tensor(state, size, chunks)
+        raise self._not_a_kind(key, value)
+
+    def _not_a_kind(self, key: str, value: object) -> ManifestError:
+        return ManifestError(
+            f".metadata describes {_short(key)} by a {_kind_of(value)}", uri=self._where
+        )
+
+    def _not_described(self, entries: Mapping[str, _Tensor | None]) -> ManifestError:
+        for key, tensor in entries.items():
+            if tensor is not None:
+                dims = len(tensor.size)
+                if any(len(o) != dims or len(s) != dims for o, s in tensor.chunks):
+                    return self._not_a_kind(key, Object(TENSOR))
+        raise AssertionError("one of them differs")
+
+    def _checked_items(self, flat: Dict) -> tuple[list[Index], list[Place]]:
+        indexes, infos = flat[::2], flat[1::2]
+        if _types(indexes) - {Index} or _types(infos) - {Place}:
+            for number, (index, info) in enumerate(zip(indexes, infos, strict=True)):
+                indexes[number], infos[number] = self._item(number, index, info)
+        _need(_types(map(_FIRST, indexes)) <= {str}, "the index of a key that is no text")
+        offsets = [*map(_SECOND, indexes)]
+        _check_sizes([offset for offset in offsets if offset is not None])
+        _need(_types(map(itemgetter(2), indexes)) <= {int, type(None)}, "a hint that is no number")
+        check_collisions(map(itemgetter(0, 1), indexes))
+        _need(_types(map(_FIRST, infos)) <= {str}, "a path that is no text")
+        numbers = [*map(_SECOND, infos), *map(itemgetter(2), infos)]
+        _need(_types(numbers) <= {int}, "a range of something else than numbers")
+        if min(numbers, default=0) < 0:
+            path = next(path for path, offset, length in infos if min(offset, length) < 0)
+            raise ManifestError(
+                f".metadata has a negative range in {_short(path)}", uri=self._where
+            )
+        return indexes, infos
+
+    def _item(self, number: int, index: Any, info: Any) -> tuple[Index, Place]:
+        made = index if type(index) is Index else _index_of(index)
+        place = info if type(info) is Place else None
+        if place is None and made is not None and type(info) is Object and info.kind is INFO:
+            fields = _fields(info)
+            place = Place(*(fields.get(name) for name in ("relative_path", "offset", "length")))
+            if fields.get("transform_descriptors"):
+                self._transforms[number] = fields["transform_descriptors"]
+        if made is None or place is None:
+            shown = made.fqn if made is not None else index
+            raise ManifestError(
+                f".metadata locates {_short(shown)} by a {_kind_of(info)}",
+                uri=self._where,
+                hint="it was written by another storage writer; load it with its own reader",
+            )
+        return made, place
+
+    def _checked_paths(self, shared: Collection[str]) -> dict[str, str]:
+        """The paths that the manifest has otherwise."""
+        renamed: dict[str, str] = {}
+        for path in set(map(_FIRST, self._infos)):
+            root, found, below = path.rpartition(f"/{SHARED}/")
+            if found and root.startswith("/") and below in shared:
+                # Not the root that stands there: the run may have been copied to another bucket.
+                renamed[path] = below
+            elif not stays_inside(path):
+                raise ManifestError(
+                    f"path {_short(path)} in .metadata leaves the checkpoint", uri=self._where
+                )
+        return renamed
+
+    # -- torch's objects
+
+    def _made(self) -> Metadata:
+        entries: dict[str, Any] = {}
+        for key, tensor in self._entries.items():
+            if tensor is None:
+                entries[key] = BytesStorageMetadata()
+                continue
+            chunks = [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                for offsets, sizes in tensor.chunks
+            ]
+            properties = _properties_of(tensor.properties)
+            entries[key] = TensorStorageMetadata(properties, torch.Size(tensor.size), chunks)
+        items = {
+            MetadataIndex(*index): self._info(number) for number, index in enumerate(self._indexes)
+        }
+        made = Metadata(entries, storage_data=items)
+        vars(made).update(self._others)
+        return made
+
+    def _info(self, number: int) -> Any:
+        path, offset, length = self._infos[number]
+        made = _torch.storage_info(self._renamed.get(path, path), offset, length)
+        if number in self._transforms:
+            made.transform_descriptors = self._plain.of(self._transforms[number])
+        return made
+
+
+_TENSOR_FIELDS = ["properties", "size", "chunks"]
+
+
+def _fields(made: Object) -> dict[str, Any]:
+    """The state of an object; ValueError where it is none."""
+    state = made.state
+    if type(state) is not Dict or _types(names := state[::2]) - {str}:
+        raise ValueError(f"a {made.kind.name} without fields")
+    return dict(zip(names, state[1::2], strict=True))
+
+
+def _chunk_of(value: Any) -> Chunk:
+    if type(value) is Chunk:
+        return value
+    if type(value) is not Object or value.kind is not CHUNK:
+        raise ValueError(f"a chunk that is a {_kind_of(value)}")
+    fields = _fields(value)
+    return Chunk(fields.get("offsets"), fields.get("sizes"))
+
+
+def _index_of(value: Any) -> Index | None:
+    if type(value) is not Object or value.kind is not INDEX:
+        return None
+    fields = _fields(value)
+    return Index(fields.get("fqn"), fields.get("offset"), fields.get("index"))
+
+
+def _is_flat_state(state: tuple[Any, ...]) -> bool:
+    """Whether it is a state of TensorProperties: nothing that is slow to hash, the dtype first."""
+    plain = (torch.dtype, torch.layout, bool, type(None), _torch.mem_format_encoding())
+    return (
+        1 <= len(state) <= _FIELDS_2_13 + 1
+        and type(state[0]) is torch.dtype
+        and all(isinstance(value, plain) for value in state[:_FIELDS_2_13])
+        # What torch 2.15 appended: a value that no reader of ours asks for.
+        and all(_is_short(value) for value in state[_FIELDS_2_13:])
+    )
+
+
+def _is_short(value: Any) -> bool:
+    if type(value) is tuple:
+        return len(value) <= MOST_DIMS and _types(value) <= _ATOMS
+    return type(value) in _ATOMS
+
+
+def _properties_of(state: tuple[Any, ...]) -> TensorProperties:
+    """The state of any version; ValueError, RuntimeError or TypeError for what torch does not take."""
+    made = TensorProperties.__new__(TensorProperties)
+    try:
+        made.__setstate__(state)
+    except ValueError:
+        # torch 2.15's six fields in an older torch: the new one comes last.
+        made.__setstate__(state[:_FIELDS_2_13])
+    return made
+
+
+def _check_sizes(sizes: Collection[Any]) -> None:
+    _need(_types(sizes) <= {tuple}, "a size that is none")
+    _need(max(map(len, sizes), default=0) <= MOST_DIMS, f"more than {MOST_DIMS} dimensions")
+    _need(_types(chain.from_iterable(sizes)) <= {int}, "a size of something else than numbers")
+    _need(min(chain.from_iterable(sizes), default=0) >= 0, "a size or an offset that is negative")
+
+
+class _Plain:
+    """Makes what a planner left in ``.metadata`` into plain objects, each copied no more often than the
+    file is long.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self._left = budget
+
+    def of(self, value: Any, depth: int = 0) -> Any:
+        """The value; ValueError where it repeats more than the file holds, or is nested too deep."""
+        kind = type(value)
+        if kind in (str, bytes, bytearray):
+            return value
+        self._spend(1)
+        if kind in _ATOMS:
+            return value
+        if kind not in _CONTAINERS:
+            # What a pickle may name and nobody saves, such as a function, is no value.
+            _need(isinstance(value, _VALUES), f"a {_kind_of(value)} in a place that has none")
+            return value
+        if depth > _DEPTH:
+            raise ValueError("it is nested too deep")
+        if kind is tuple:
+            if _types(value) <= {str, int}:  # the path of a key: nearly all of them
+                self._spend(len(value))
+                return value
+            return tuple([self.of(one, depth + 1) for one in value])
+        if kind is list:
+            return [self.of(one, depth + 1) for one in value]
+        if kind is Dict:
+            keys = value[::2]
+            if _types(keys) - {str}:
+                keys = [self._key(one) for one in keys]
+                check_collisions(keys)
+            self._spend(len(keys))
+            values = value[1::2]
+            if _types(values) == {tuple} and _types(chain.from_iterable(values)) <= {str, int}:
+                self._spend(sum(map(len, values)))  # the paths of keys: all there is, mostly
+            else:
+                values = [self.of(one, depth + 1) for one in values]
+            return dict(zip(keys, values, strict=True))
+        if kind is PathOf:
+            self._spend(sum(map(len, value.parts)))
+            return _FLAVOURS[value.kind](*value.parts)
+        if isinstance(value, SetOf):
+            items = [self._key(one) for one in getattr(value, "items", value)]
+            check_collisions(items)
+            return set(items)
+        return self._object(value, depth)
+
+    def _object(self, value: Any, depth: int) -> Any:
+        if type(value) is Object and value.kind is PROPERTIES:
+            _need(type(value.state) is tuple and _is_flat_state(value.state), "no properties")
+            return _properties_of(value.state)
+        if type(value) is Object and value.kind is STORAGE_META:
+            made = StorageMeta()
+            fields = _fields(value)
+            vars(made).update({name: self.of(one, depth + 1) for name, one in fields.items()})
+            return made
+        raise ValueError(f"a {_kind_of(value)} in a place that has none")
+
+    def _key(self, value: Any) -> Any:
+        """A key or an element of a set: nothing that is slow to hash."""
+        if type(value) is tuple:
+            _need(len(value) <= MOST_DIMS, "a key that is too long")
+            _need(_types(value) <= _ATOMS, "a key that is nested")
+            self._spend(len(value))
+        else:
+            _need(type(value) in _ATOMS, f"a key that is a {_kind_of(value)}")
+            self._spend(1)
+        return value
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it repeats more than it holds")
+
+
+_ATOMS = {str, int, float, bool, bytes, type(None)}
+_CONTAINERS = {tuple, list, Dict, SetOf, SetOfList, PathOf, Object, Chunk, Index, Place, Kind}
+_VALUES = (torch.dtype, torch.layout, enum.Enum)
+# A checkpoint_id of another system cannot be a concrete path here; it is only shown.
+_FLAVOURS: Mapping[str, Callable[..., pathlib.PurePath]] = {
+    "Path": pathlib.PurePath,
+    "PurePath": pathlib.PurePath,
+    "PosixPath": pathlib.PurePosixPath,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "WindowsPath": pathlib.PureWindowsPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+
+
+def _types(values: Iterable[Any]) -> set[type]:
+    return set(map(type, values))
+
+
+def _need(is_so: bool, otherwise: str) -> None:  # noqa: FBT001 - an assertion that python -O keeps
+    if not is_so:
+        raise ValueError(otherwise)
+
+
+def _box_of(chunk: Any) -> Box:
+    return cast("Box", chunk)
+
+
+def _kind_of(value: object) -> str:
+    """What it is, in a word."""
+    if type(value) is Object:
+        return value.kind.name
+    return {Dict: "dict", Index: INDEX.name, Place: INFO.name, Chunk: CHUNK.name}.get(
+        type(value), type(value).__name__
+    )
+
+
+def _short(value: object) -> str:
+    """Text, or what it is: a few lists, each twice in the next, make a repr without end."""
+    return repr(value[:200]) if isinstance(value, str) else f"a {_kind_of(value)}"
+
+
+def stays_inside(path: str) -> bool:
+    """Whether a relative path names something below the checkpoint on every storage."""
+    clean = posixpath.normpath(path)
+    escapes = clean.startswith(("/", "../")) or clean in ("..", ".")
+    return bool(path) and not escapes and not any(bad in path for bad in ("://", "\\", "\0"))

@@ -1,0 +1,585 @@
+"""``.metadata`` written as torch 2.13 writes it: from the columns of a plan, or from torch's objects.
+
+    describe(metadata, places, ...)   torch's objects, completed as stock's writer completes them
+    encode_metadata(metadata)         their pickle, protocol 4; unpickles equal in torch 2.6 to 2.15
+
+Versions differ in one place: torch 2.15 appends a field to TensorProperties, which 2.13 cannot unpack. It is
+written without, and read with or without.
+
+From columns the opcodes of the pickle are written directly, many equal records at a time:
+
+    placed_in(world, parts, root)     checked: what was planned was written, inside its files   -> Placed
+    places_for(world, placed, ranks)  the entries of one ``.metadata``                          -> Places
+    Described(world).encode(places, storage_meta)    -> bytes, equal to torch's when unpickled
+
+That file is one pickle, protocol 4, in one frame:
+
+    prefix       each class, field name, state of properties and data file's path once: pushed, put into
+                 the memo, popped. Classes and names have memo numbers below 256 (BINGET)
+    metadata     key (BINUNICODE, LONG_BINPUT) -> tensor: properties, size, chunks
+    paths        key (LONG_BINGET) -> tuple of strings and ints
+    places       MetadataIndex -> _StorageInfo, one MARK ... SETITEMS
+
+Chunks and places are records without memo operations: numbers are BININT (J and 4 bytes) or, in a region
+with one that does not fit, LONG1 of 8 bytes, all of them; keys and paths are LONG_BINGET. So the length of a
+record does not depend on its numbers: all records of tensors of as many dimensions have one length, and
+numpy makes them by the million:
+
+    record = Record(b"...").number("offset", 4).fixed(b"...")     opcodes with holes
+    fill([record, ...], kinds, columns)                           one after another, holes filled
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import itertools
+import pickle
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptfs import _torch
+from ckptfs.commit.delete.shared_data import stock_path
+from ckptfs.commit.save.spec import WrittenPart
+from ckptfs.dcp.planning.columns import OBJECT, Ints
+from ckptfs.dcp.planning.global_plan import World
+from ckptfs.dcp.python_gc import gc_paused
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError
+from ckptfs.uri import Uri
+
+__all__ = [
+    "DCP_VERSION",
+    "PLACED",
+    "Described",
+    "MetadataPickler",
+    "describe",
+    "encode_metadata",
+    "is_known_layout",
+    "placed_in",
+    "places_for",
+]
+
+# What torch 2.13 writes; older versions write None and read it.
+DCP_VERSION = "1.0.0"
+
+_PROTOCOL = 4  # the highest that every supported Python writes by default or reads
+_FIELDS_2_13 = 5
+
+
+def describe(
+    metadata: Metadata,
+    storage_data: Mapping[MetadataIndex, tuple[str, int, int]],
+    *,
+    checkpoint_id: str,
+    save_id: str,
+) -> Metadata:
+    """The planner's metadata completed as stock's writer completes it. Coordinator only.
+
+    ``storage_data``: item -> (path relative to the checkpoint, offset, length), bytes.
+    """
+    metadata.storage_data = {
+        index: _torch.storage_info(path, offset, length)
+        for index, (path, offset, length) in storage_data.items()
+    }
+    metadata.storage_meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+    metadata.version = DCP_VERSION
+    return metadata
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """The bytes of ``.metadata``."""
+    buffer = io.BytesIO()
+    with gc_paused():
+        MetadataPickler(buffer, _PROTOCOL).dump(metadata)
+    return buffer.getvalue()
+
+
+class MetadataPickler(pickle.Pickler):
+    """Writes TensorProperties as torch 2.13 does, under every torch, and enums alike under every
+    Python: 3.11.2 for one writes them as ``getattr``, 3.11.7 does not.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """As ``pickle.Pickler``."""
+        if type(obj) is _torch.mem_format_encoding():
+            return type(obj), (obj.value,)
+        if type(obj) is TensorProperties:
+            state = self.state_of(obj)
+            new_object = vars(copyreg)["__newobj__"]  # what pickle itself uses; typeshed hides it
+            return new_object, (TensorProperties,), state
+        return NotImplemented
+
+    @staticmethod
+    def state_of(properties: TensorProperties) -> tuple[Any, ...]:
+        """What is written of them."""
+        return tuple(properties.__getstate__()[:_FIELDS_2_13])
+
+
+_BLOCK = 1 << 16  # rows made at once: what is copied twice stays small
+_SHORT = 256
+
+
+def text(string: str) -> bytes:
+    """Opcodes that push a string."""
+    data = string.encode("utf-8", "surrogatepass")
+    if len(data) < _SHORT:
+        return b"\x8c%c" % len(data) + data
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def number_width(*columns: Ints) -> int:
+    """Bytes that hold every number of a region: 4 where they can, else 8."""
+    most = max((int(column.max(initial=0)) for column in columns), default=0)
+    return 4 if most < 1 << 31 else 8
+
+
+class Record:
+    """Opcodes with holes for numbers."""
+
+    def __init__(self, start: bytes) -> None:
+        self.opcodes = bytearray(start)
+        self.holes: list[tuple[str, int | None, int, int]] = []  # column, its part, place, width
+
+    def fixed(self, opcodes: bytes) -> Self:
+        """Opcodes that all have."""
+        self.opcodes += opcodes
+        return self
+
+    def number(self, column: str, width: int, part: int | None = None) -> Self:
+        """An int of the column: BININT, or LONG1 of 8 bytes."""
+        return self._hole(b"J" if width == 4 else b"\x8a\x08", column, width, part)  # noqa: PLR2004
+
+    def numbers(self, column: str, count: int, width: int) -> Self:
+        """A tuple of the first ``count`` ints of a row of the column."""
+        if count > 3:  # noqa: PLR2004 - TUPLE1, TUPLE2, TUPLE3, and MARK ... TUPLE
+            self.opcodes += b"("
+        for part in range(count):
+            self.number(column, width, part)
+        self.opcodes += (b")", b"\x85", b"\x86", b"\x87")[count] if count <= 3 else b"t"  # noqa: PLR2004
+        return self
+
+    def memo_number(self, column: str) -> Self:
+        """What lies in the memo under the column's number."""
+        return self._hole(b"j", column, 4, None)
+
+    def _hole(self, opcode: bytes, column: str, width: int, part: int | None) -> Self:
+        self.opcodes += opcode
+        self.holes.append((column, part, len(self.opcodes), width))
+        self.opcodes += bytes(width)
+        return self
+
+
+def fill(
+    records: Sequence[Record], kinds: Ints, columns: Mapping[str, Callable[[Ints], Ints]]
+) -> tuple[memoryview, Ints]:
+    """One record for each row, and where each begins; one more number tells the end.
+
+    kinds: which record each row is. columns: the values of some rows, by the holes' names.
+    """
+    lengths = np.array([len(record.opcodes) for record in records], np.int64)[kinds]
+    ends = np.append(0, np.cumsum(lengths))
+    whole = np.empty(int(ends[-1]), np.uint8)
+    for number in np.unique(kinds).tolist():
+        record = records[number]
+        size = len(record.opcodes)
+        mine = np.flatnonzero(kinds == number)
+        for at in range(0, len(mine) if size else 0, _BLOCK):
+            rows = mine[at : at + _BLOCK]
+            block = np.empty((len(rows), size), np.uint8)
+            block[:] = np.frombuffer(bytes(record.opcodes), np.uint8)
+            found = {name: columns[name](rows) for name in {hole[0] for hole in record.holes}}
+            for name, part, place, width in record.holes:
+                values = found[name] if part is None else found[name][:, part]
+                raw = np.ascontiguousarray(values, f"<i{width}").view(np.uint8)
+                block[:, place : place + width] = raw.reshape(len(rows), width)
+            first, last = int(ends[rows[0]]), int(ends[rows[-1] + 1])
+            if last - first == block.size:  # they stand together
+                whole[first:last] = block.reshape(-1)
+            else:
+                whole[ends[rows][:, None] + np.arange(size)] = block
+    return whole.data, ends
+
+
+# A rank's payload: file number, offset and length of each of its items, in the order of its plan.
+PLACED = np.dtype([("file", "<u4"), ("offset", "<u8"), ("length", "<u8")])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """Every row that was written, in order of rank and plan; columns as in ``Places``."""
+
+    paths: tuple[str, ...]
+    rows: Ints
+    files: Ints
+    offsets: Ints
+    lengths: Ints
+
+
+def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> Placed:
+    """What the ranks wrote. root: of the run, for the paths of shared files.
+
+    IncompleteCheckpointError unless planned == written, IntegrityError for a place outside its file.
+    """
+    starts = world.table.starts
+    if len(starts) - 1 != len(parts):
+        raise IncompleteCheckpointError(f"{len(starts) - 1} ranks planned, {len(parts)} wrote")
+    rows = np.flatnonzero(world.writes)
+    bounds = np.searchsorted(rows, starts).tolist()
+    paths: list[str] = []
+    told, bases = [np.zeros(0, PLACED)], []
+    for rank, (part, (a, b)) in enumerate(zip(parts, itertools.pairwise(bounds), strict=True)):
+        files = [record for record in part.files if record.digests is not None]
+        placed = np.frombuffer(part.payload, PLACED)
+        if len(placed) != b - a:
+            raise IncompleteCheckpointError(
+                f"rank {rank} planned {b - a} items and wrote {len(placed)}",
+                rank=rank,
+                hint="nothing was committed; this is a bug of the write engine",
+            )
+        limits = np.array([f.size_bytes for f in files] + [0], np.uint64)
+        file = np.minimum(placed["file"], len(files))
+        ends = placed["offset"] + placed["length"]
+        outside = (file == len(files)) | (ends > limits[file]) | (ends < placed["offset"])
+        if outside.any():
+            row = int(rows[a + int(outside.argmax())])
+            key = world.table.names[int(world.table.keys[row])]
+            raise IntegrityError(f"rank {rank} says that {key!r} lies outside its files", rank=rank)
+        told.append(placed)
+        bases.append(np.full(b - a, len(paths), np.int64))
+        paths += [f.path if root is None else stock_path(f, root) for f in files]
+    everything = np.concatenate(told)
+    first = np.concatenate([np.zeros(0, np.int64), *bases])
+    return Placed(
+        tuple(paths),
+        rows,
+        everything["file"].astype(np.int64) + first,
+        everything["offset"].astype(np.int64),
+        everything["length"].astype(np.int64),
+    )
+
+
+def places_for(world: World, placed: Placed, ranks: Sequence[int]) -> Places:
+    """Each item once, as readers find it: in a domain's own ranks if one of them wrote it, else where
+    it was written first. ranks: the domain's; none: any place will do.
+    """
+    groups = world.groups[placed.rows]
+    firsts = np.unique(groups, return_index=True)[1]
+    taken = np.arange(len(groups))
+    if len(firsts) < len(groups):
+        owners = world.table.ranks[placed.rows]
+        first_owner = np.zeros(int(groups.max()) + 1, np.int64)
+        first_owner[groups[::-1]] = owners[::-1]
+        # A rank that has an item twice is believed the last time; so is a domain.
+        score = np.where(owners == first_owner[groups], taken, -1)
+        score = np.where(np.isin(owners, list(ranks)), taken + len(groups), score)
+        order = np.lexsort((score, groups))
+        last = np.append(np.diff(groups[order]) != 0, True)
+        best = np.zeros(len(first_owner), np.int64)
+        best[groups[order[last]]] = order[last]
+        taken = best[groups[np.sort(firsts)]]
+    return Places(
+        placed.paths,
+        placed.rows[taken],
+        placed.files[taken],
+        placed.offsets[taken],
+        placed.lengths[taken],
+    )
+
+
+Piece = bytes | memoryview
+
+_Kinds = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata)
+_NAMES = [
+    "state_dict_metadata",
+    "planner_data",
+    "storage_data",
+    "storage_meta",
+    "version",
+    "properties",
+    "size",
+    "chunks",
+    "offsets",
+    "sizes",
+    "fqn",
+    "index",
+    "offset",
+    "relative_path",
+    "length",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where rows of a world were written. rows: in the order of the file's entries, each item once.
+
+    files: numbers into ``paths``. offsets, lengths: bytes.
+    """
+
+    paths: tuple[str, ...]
+    rows: Ints
+    files: Ints
+    offsets: Ints
+    lengths: Ints
+
+
+class Described:
+    """The metadata of a world. What does not depend on places is made once, when first asked for."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def encode(self, places: Places, storage_meta: StorageMeta) -> bytes:
+        """The bytes of ``.metadata``. Coordinator only; any thread."""
+        memo, constants, keys = self._memo, self._constants, self._key_base
+        # Behind all other numbers: there are as many as files, which is known only now.
+        base = keys + len(self.world.table.names)
+        paths = b"".join(text(p) + _put(base + n) + b"0" for n, p in enumerate(places.paths))
+        table = self._storage_records(places, base)
+        # Joined once: of a large world these are hundreds of MB.
+        body = [
+            constants,
+            paths,
+            memo[Metadata],
+            b")\x81}(",
+            self._head,
+            memo["storage_data"],
+            *_dict_of([table] if len(places.rows) else []),
+            memo["storage_meta"],
+            _fragment(storage_meta),
+            memo["version"],
+            _fragment(DCP_VERSION),
+            b"ub.",
+        ]
+        frame = b"\x80\x04\x95" + struct.pack("<Q", sum(map(len, body)))
+        return b"".join([frame, *body])
+
+    @cached_property
+    def _memo(self) -> dict[object, bytes]:
+        """How what is in the prefix is got back."""
+        things: Iterable[object] = itertools.chain(_classes(), _NAMES)
+        return {thing: _get(n) for n, thing in enumerate(things)}
+
+    @cached_property
+    def _states(self) -> dict[int, int]:
+        """Memo number of the state of each shape's properties; one for equal states."""
+        first: dict[tuple[object, ...], int] = {}
+        numbers: dict[int, int] = {}
+        for n, p in enumerate(self.world.table.properties):
+            state = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
+            numbers[n] = first.setdefault(state, len(self._memo) + len(first))
+        return numbers
+
+    @cached_property
+    def _key_base(self) -> int:
+        """The memo number of the first key."""
+        return len(self._memo) + len(set(self._states.values()))
+
+    @cached_property
+    def _constants(self) -> bytes:
+        pieces = [_fragment(thing) + _put(n) + b"0" for n, thing in enumerate(self._memo)]
+        done: set[int] = set()
+        for shape, number in self._states.items():
+            if number not in done:
+                done.add(number)
+                state = MetadataPickler.state_of(self.world.table.properties[shape])
+                pieces.append(_fragment(state) + _put(number) + b"0")
+        return b"".join(pieces)
+
+    @cached_property
+    def _head(self) -> bytes:
+        """Fields state_dict_metadata and planner_data."""
+        memo = self._memo
+        return b"".join(
+            [
+                memo["state_dict_metadata"],
+                *_dict_of(self._tensors()),
+                memo["planner_data"],
+                *_dict_of(self._paths()),
+            ]
+        )
+
+    def _tensors(self) -> Iterable[bytes]:
+        memo, world, table, base = self._memo, self.world, self.world.table, self._key_base
+        chunks, ends = self._chunk_records()
+        headers: dict[int, bytes] = {}
+        firsts = world.keyed[world.bounds[:-1]]
+        kinds, shapes = table.kinds[firsts].tolist(), table.shapes[firsts].tolist()
+        an_object = memo[BytesStorageMetadata] + b")\x81"
+        spans = itertools.pairwise(ends[world.bounds].tolist())
+        for key, kind, shape, (a, b) in zip(
+            world.order.tolist(), kinds, shapes, spans, strict=True
+        ):
+            name = text(table.names[key]) + _put(base + key)
+            if kind == OBJECT:
+                yield name + an_object
+                continue
+            header = headers.get(shape)
+            if header is None:
+                header = headers[shape] = self._tensor_header(shape)
+            yield b"".join((name, header, chunks[a:b], b"eub"))
+
+    def _tensor_header(self, shape: int) -> bytes:
+        memo = self._memo
+        size = _fragment(tuple(self.world.table.sizes[shape]))
+        properties = memo[TensorProperties] + b")\x81" + _get(self._states[shape]) + b"b"
+        return b"".join(
+            [
+                memo[TensorStorageMetadata] + b")\x81}(",
+                memo["properties"] + properties,
+                memo["size"] + memo[torch.Size] + size + b"\x85R",
+                memo["chunks"] + b"](",
+            ]
+        )
+
+    def _chunk_records(self) -> tuple[memoryview, Ints]:
+        """The chunks of all tensors behind each other, and where each row's begins."""
+        memo, world, table = self._memo, self.world, self.world.table
+        width = number_width(table.offsets, table.lengths)
+        records = []
+        for dims in range(table.offsets.shape[1] + 1):
+            record = Record(memo[ChunkStorageMetadata] + b")\x81}(")
+            for name in ("offsets", "sizes"):
+                record.fixed(memo[name] + memo[torch.Size]).numbers(name, dims, width)
+                record.fixed(b"\x85R")
+            records.append(record.fixed(b"ub"))
+        records.append(Record(b""))  # of objects
+        rows = world.keyed
+        kinds = np.where(table.kinds[rows] == OBJECT, len(records) - 1, table.dims[rows])
+        columns: dict[str, Callable[[Ints], Ints]] = {
+            "offsets": lambda at: table.boxes(table.offsets, rows[at]),
+            "sizes": lambda at: table.boxes(table.lengths, rows[at]),
+        }
+        return fill(records, kinds, columns)
+
+    def _paths(self) -> Iterable[bytes]:
+        table, base = self.world.table, self._key_base
+        described = set(self.world.order.tolist())
+        numbers = {name: n for n, name in enumerate(table.names)}
+        known: dict[str | int, bytes] = {}
+        for key, path in table.paths.items():
+            number = numbers[key]
+            name = _get(base + number) if number in described else text(key) + _put(base + number)
+            if path == (key,):
+                yield name + _get(base + number) + b"\x85"
+                continue
+            pieces = []
+            for component in path:
+                piece = known.get(component)
+                if piece is None:
+                    piece = known[component] = (
+                        text(component) if isinstance(component, str) else _fragment(component)
+                    )
+                pieces.append(piece)
+            yield name + _tuple_of(pieces)
+
+    def _storage_records(self, places: Places, paths: int) -> memoryview:
+        world, table = self.world, self.world.table
+        rows = places.rows
+        hints = world.hints[world.groups[rows]]
+        width = number_width(places.offsets, places.lengths, table.offsets, hints)
+        dims = range(-1, table.offsets.shape[1] + 1)
+        records = [self._storage_record(d, width, hint=h) for d in dims for h in (False, True)]
+        placed = np.where(table.placed[rows], table.dims[rows], -1)
+        kinds = 2 * (placed + 1) + (hints >= 0)
+        columns: dict[str, Callable[[Ints], Ints]] = {
+            "key": lambda at: table.keys[rows[at]] + self._key_base,
+            "hint": lambda at: hints[at],
+            "offsets": lambda at: table.boxes(table.offsets, rows[at]),
+            "path": lambda at: places.files[at] + paths,
+            "offset": lambda at: places.offsets[at],
+            "length": lambda at: places.lengths[at],
+        }
+        return fill(records, kinds, columns)[0]
+
+    def _storage_record(self, dims: int, width: int, *, hint: bool) -> Record:
+        memo = self._memo
+        record = Record(memo[MetadataIndex] + b")\x81}(" + memo["fqn"]).memo_number("key")
+        record.fixed(memo["index"])
+        record = record.number("hint", width) if hint else record.fixed(b"N")
+        if dims >= 0:
+            record.fixed(memo["offset"] + memo[torch.Size]).numbers("offsets", dims, width)
+            record.fixed(b"\x85R")
+        record.fixed(b"ub" + memo[_torch.storage_info_type()] + b")\x81}(")
+        record.fixed(memo["relative_path"]).memo_number("path")
+        record.fixed(memo["offset"]).number("offset", width)
+        return record.fixed(memo["length"]).number("length", width).fixed(b"ub")
+
+
+def is_known_layout() -> bool:
+    """Whether this torch pickles the classes with the fields that are written here."""
+    size = torch.Size([1])
+    info = _torch.storage_info("path", 0, 1)
+    chunk = ChunkStorageMetadata(size, size)
+    properties = TensorProperties(torch.float32)
+    known: list[tuple[Any, Any]] = [
+        (chunk, {"offsets": size, "sizes": size}),
+        (MetadataIndex("k", size, 0), {"fqn": "k", "index": 0, "offset": size}),
+        (info, {"relative_path": "path", "offset": 0, "length": 1}),
+        (BytesStorageMetadata(), None),
+        (
+            TensorStorageMetadata(properties, size, [chunk]),
+            {"properties": properties, "size": size, "chunks": [chunk]},
+        ),
+        (Metadata({}), dict.fromkeys(_NAMES[1:5]) | {"state_dict_metadata": {}}),
+    ]
+    new_object = vars(copyreg)["__newobj__"]
+    for thing, state in known:
+        told = thing.__reduce_ex__(4)
+        if told[:2] != (new_object, (type(thing),)) or (told[2] or None) != state:
+            return False
+    return True
+
+
+def _classes() -> tuple[type, ...]:
+    return (*_Kinds, MetadataIndex, TensorProperties, torch.Size, _torch.storage_info_type())
+
+
+def _dict_of(items: Iterable[Piece]) -> Iterator[Piece]:
+    """A dict of items, each of which pushes keys and their values."""
+    yield b"}"
+    last = b""
+    for item in items:
+        if not last:
+            yield b"("
+            last = b"u"
+        yield item
+    yield last
+
+
+def _tuple_of(pieces: Sequence[bytes]) -> bytes:
+    if 1 <= len(pieces) <= 3:  # noqa: PLR2004 - TUPLE1, TUPLE2, TUPLE3
+        return b"".join(pieces) + bytes([0x84 + len(pieces)])
+    return b"(" + b"".join(pieces) + b"t"
+
+
+def _get(number: int) -> bytes:
+    return b"h%c" % number if number < 256 else b"j" + struct.pack("<I", number)  # noqa: PLR2004
+
+
+def _put(number: int) -> bytes:
+    return b"q%c" % number if number < 256 else b"r" + struct.pack("<I", number)  # noqa: PLR2004
+
+
+def _fragment(thing: object) -> bytes:
+    """The opcodes that push a small thing, without a word of the memo."""
+    buffer = io.BytesIO()
+    pickler = MetadataPickler(buffer, 4)
+    pickler.fast = True
+    pickler.dump(thing)
+    data = buffer.getvalue()[2:-1]
+    return data[9:] if data[:1] == b"\x95" else data

@@ -1,0 +1,686 @@
+"""The coordinator's decision over the save plans of all ranks, made on columns, without an object per item.
+
+    table_of(ranks)             one numbering of keys and shapes for all ranks                    -> Table
+    world_of(ranks, domains)    compare values, give each item to a rank, check the tiling        -> World
+    World.bitmap(rank)          which items of its plan a rank writes
+    World.metadata()            the metadata as torch's objects
+    copies_for, places_for      one copy of a replicated item for each domain
+    is_tiled(pieces)            whether many tensors are tiled, for all at once, and sure where it says yes
+    fills(pieces, sizes)        the same of one box, for every tiling that there is
+
+A row is one item of one rank, in the order of ranks and plans. Rows of one item (same key, same offset) are
+a group. Where torch chooses a writer, its order of choosing is kept: groups in the order in which they
+appear, and of equally loaded ranks the one that torch's set of ranks yields first. What looks odd (a tiling
+that is no grid, a key that is both tensor and object) goes to torch's own planner, which decides whether it
+is an error and raises it in its own words.
+
+torch gives an item that several ranks hold (a replicated tensor, a plain value, a shard of HSDP) to one
+writer. On one shared disk that is right. Where the disks of the ranks are apart, a rank of another node
+would find the key in ``.metadata`` and its bytes on a disk that it does not see. So each domain whose ranks
+hold an item writes it, and the ``.metadata`` of each domain points to its own copy:
+
+    domain A  rank 0 writes lr     .metadata of A: lr -> __0_0.distcp
+    domain B  rank 2 writes lr     .metadata of B: lr -> __2_0.distcp
+
+Sharded items have one place for all.
+
+For ``is_tiled`` pieces are taken for the cells of a grid: along each dimension their intervals are the same or
+apart. That is so for every sharding of a mesh. Another tiling may be a good one too: the answer is no, and
+somebody has to compare the pieces pair by pair. These are pure functions; only the coordinator calls them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from ckptfs.dcp.planning.columns import OBJECT, SHARD, TENSOR, Columns, Ints, Names, Rows, Shapes
+from ckptfs.dcp.planning.state_dicts import Path
+from ckptfs.errors import StateError
+
+__all__ = [
+    "Place",
+    "Table",
+    "World",
+    "copies_for",
+    "fills",
+    "is_tiled",
+    "places_for",
+    "table_of",
+    "world_of",
+]
+
+Item = TypeVar("Item", bound=Hashable)
+Place = tuple[str, int, int]  # path relative to the step directory, offset, length
+
+
+def copies_for(
+    domains: Sequence[Sequence[int]],
+    held: Sequence[Sequence[tuple[Item, int]]],
+    kept: Sequence[set[Item]],
+) -> list[set[Item]]:
+    """What each rank writes besides what DCP gave it, so that no domain lacks what its ranks hold.
+
+    domains: ranks of each. held: per rank, all that it could write, with sizes in bytes; items are
+    whatever is equal on all ranks that have it. kept: per rank, what it writes anyway. Of several ranks of a domain the one with the least to write takes the copy.
+    """
+    extra: list[set[Item]] = [set() for _ in held]
+    if len(domains) < 2:  # noqa: PLR2004
+        return extra
+    sizes = {index: size for items in held for index, size in items}
+    load = [sum(sizes[index] for index in mine if index in sizes) for mine in kept]
+    for ranks in domains:
+        here = set().union(*(kept[rank] for rank in ranks))
+        holders: dict[Item, list[int]] = defaultdict(list)
+        for rank in ranks:
+            for index, _ in held[rank]:
+                if index not in here:
+                    holders[index].append(rank)
+        for index, candidates in holders.items():
+            rank = min(candidates, key=lambda r: (load[r], r))
+            load[rank] += sizes[index]
+            extra[rank].add(index)
+    return extra
+
+
+def places_for(
+    ranks: Sequence[int], written: Sequence[Mapping[MetadataIndex, Place]]
+) -> dict[MetadataIndex, Place]:
+    """Where a domain's readers find each item: in their own domain if it is there, else where it is.
+
+    ranks: the domain's. written: per rank, where it wrote what.
+    """
+    mine = set(ranks)
+    places: dict[MetadataIndex, Place] = {}
+    for rank, found in enumerate(written):
+        for index, place in found.items():
+            if index not in places or rank in mine:
+                places[index] = place
+    return places
+
+
+_TYPES = {
+    OBJECT: WriteItemType.BYTE_IO,
+    TENSOR: WriteItemType.TENSOR,
+    SHARD: WriteItemType.SHARD,
+}
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """All ranks' items as rows; ``starts[r]`` is rank r's first, the last entry their number.
+
+    numbers: where the keys of a rank's names are in ``names``. keys: numbers into ``names``. kinds, placed: as in ``Rows``. shapes: numbers into properties and
+    sizes; -1 for objects. places: rows of offsets and lengths, which are as wide as the most
+    dimensions; -1 for objects.
+    """
+
+    names: tuple[str, ...]
+    numbers: Mapping[Names, Ints]
+    paths: dict[str, Path]
+    properties: tuple[TensorProperties, ...]
+    sizes: tuple[torch.Size, ...]
+    starts: Ints
+    ranks: Ints
+    keys: Ints
+    kinds: NDArray[np.uint8]
+    placed: Flags
+    shapes: Ints
+    places: Ints
+    offsets: Ints
+    lengths: Ints
+
+    @cached_property
+    def dims(self) -> Ints:
+        """Dimensions of each row; 0 for objects."""
+        dims = np.array([len(size) for size in self.sizes] + [0], np.int64)
+        return dims[self.shapes]
+
+    @cached_property
+    def itemsizes(self) -> Ints:
+        """Bytes per element of each shape."""
+        return np.array([p.dtype.itemsize for p in self.properties] + [0], np.int64)
+
+    def boxes(self, column: Ints, rows: Ints) -> Ints:
+        """Offsets or lengths of some rows, objects as nothing."""
+        if not len(column):
+            return np.zeros((len(rows), column.shape[1]), np.int64)
+        found = column[self.places[rows]]
+        found[self.places[rows] < 0] = 0
+        return found
+
+    def item(self, row: int) -> WriteItem:
+        """The row as the item that it was."""
+        index = MetadataIndex(
+            self.names[self.keys[row]], self._offset(row) if self.placed[row] else None
+        )
+        kind = _TYPES[int(self.kinds[row])]
+        if kind is WriteItemType.BYTE_IO:
+            return WriteItem(index, kind)
+        shape = self.shapes[row]
+        data = TensorWriteData(self.chunk(row), self.properties[shape], self.sizes[shape])
+        return WriteItem(index, kind, tensor_data=data)
+
+    def chunk(self, row: int) -> ChunkStorageMetadata:
+        """Where the row's piece lies in its tensor."""
+        lengths = self.lengths[self.places[row], : self.dims[row]]
+        return ChunkStorageMetadata(self._offset(row), torch.Size(lengths.tolist()))
+
+    def _offset(self, row: int) -> torch.Size:
+        return torch.Size(self.offsets[self.places[row], : self.dims[row]].tolist())
+
+
+def table_of(ranks: Sequence[Columns]) -> Table:
+    """The ranks' plans behind each other, with one numbering of keys and shapes for all."""
+    names: dict[str, int] = {}
+    kinds: dict[tuple[object, torch.Size], int] = {}
+    properties: list[TensorProperties] = []
+    numbered: dict[Shapes, Ints] = {}
+    named: dict[Names, Ints] = {}
+    keyed: dict[tuple[Names, Rows], Ints] = {}
+
+    def keys_of(table: Names, rows: Rows) -> Ints:
+        if table not in named:
+            mine = [names.setdefault(key, len(names)) for key in table.keys]
+            named[table] = np.array(mine, np.int64)
+        found = keyed.get((table, rows))
+        if found is None:
+            found = keyed[table, rows] = named[table][rows.keys]
+        return found
+
+    def shapes_of(table: Shapes) -> Ints:
+        found = numbered.get(table)
+        if found is None:
+            mine = []
+            for p, size in zip(table.properties, table.sizes, strict=True):
+                kind = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
+                number = kinds.setdefault((kind, size), len(kinds))
+                if number == len(properties):
+                    properties.append(p)
+                mine.append(number)
+            # The last entry is that of objects: a place of -1 finds it.
+            found = numbered[table] = np.array([*mine, -1], np.int64)
+        return found
+
+    bases = np.cumsum([0, *(len(c.shape_of) for c in ranks)])
+    keys = [keys_of(c.names, c.rows) for c in ranks]
+    shapes = [shapes_of(c.shapes)[np.append(c.shape_of, -1)] for c in ranks]
+    places = [
+        np.where(c.rows.places < 0, -1, c.rows.places + base)
+        for c, base in zip(ranks, bases[:-1].tolist(), strict=True)
+    ]
+    shape_of_row = [s[c.rows.places] for s, c in zip(shapes, ranks, strict=True)]
+    dims = np.concatenate([np.zeros(0, np.int64), *(c.shapes.dims[c.shape_of] for c in ranks)])
+    counts = [len(c.rows.keys) for c in ranks]
+    return Table(
+        names=tuple(names),
+        numbers=named,
+        paths=_paths([c.names for c in ranks]),
+        properties=tuple(properties),
+        sizes=tuple(size for _, size in kinds),
+        starts=np.cumsum([0, *counts]),
+        ranks=np.repeat(np.arange(len(ranks)), counts),
+        keys=_joined(keys),
+        kinds=np.concatenate([np.zeros(0, np.uint8), *(c.rows.kinds for c in ranks)]),
+        placed=np.concatenate([np.zeros(0, np.bool_), *(c.rows.placed for c in ranks)]),
+        shapes=_joined(shape_of_row),
+        places=_joined(places),
+        offsets=_wide(_joined([c.offsets for c in ranks]), dims),
+        lengths=_wide(_joined([c.lengths for c in ranks]), dims),
+    )
+
+
+def _joined(columns: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.zeros(0, np.int64), *columns])
+
+
+def _wide(flat: Ints, dims: Ints) -> Ints:
+    """One row for each place, filled up with zeros."""
+    width = int(dims.max(initial=0))
+    if len(dims) and int(dims.min()) == width:
+        return flat.reshape(len(dims), width)
+    wide = np.zeros((len(dims), width), np.int64)
+    wide[np.arange(width) < dims[:, None]] = flat
+    return wide
+
+
+def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
+    """What stock's ``ChainMap`` of all ranks' paths is: the lowest rank's, the highest rank's first."""
+    tables = list({id(names): names for names in reversed(ranks)}.values())
+    merged: dict[str, Path] = {key: () for names in tables for key in names.paths}
+    seen = {id(names): names for names in ranks}
+    for names in reversed(seen.values()):
+        merged.update(names.paths)
+    return merged
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """What all ranks agreed on. Rows as in ``table``.
+
+    groups: of each row. kept: what stock has each rank write; writes: that and its domain's copies.
+    keyed: the kept rows by key, keys in the order in which they appear; ``bounds[n]`` is where the
+    n-th key's begin, ``order[n]`` its number. hints: of each group the place of its chunk in its key's
+    list; -1 of objects.
+    """
+
+    table: Table
+    groups: Ints
+    kept: Flags
+    writes: Flags
+    keyed: Ints
+    bounds: Ints
+    order: Ints
+    hints: Ints
+
+    def bitmap(self, rank: int) -> bytes:
+        """One bit per item of the rank's plan: does it write it."""
+        a, b = self.table.starts[rank : rank + 2]
+        return np.packbits(self.writes[a:b]).tobytes()
+
+    def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
+        """Of every rank what it writes, as the metadata names it."""
+        return tuple(
+            tuple(self.index(row) for row in range(a, b) if self.writes[row])
+            for a, b in itertools.pairwise(self.table.starts.tolist())
+        )
+
+    def index(self, row: int) -> MetadataIndex:
+        """A row's item, with the place of its chunk in its tensor's list."""
+        hint = int(self.hints[self.groups[row]])
+        named = self.table.item(row).index
+        return MetadataIndex(named.fqn, named.offset, None if hint < 0 else hint)
+
+    def metadata(self) -> Metadata:
+        """All tensors and objects, and the paths; without places in files."""
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        table = self.table
+        for key, a, b in zip(self.order, self.bounds[:-1], self.bounds[1:], strict=True):
+            first = self.keyed[a]
+            if table.kinds[first] == OBJECT:
+                described[table.names[key]] = BytesStorageMetadata()
+                continue
+            shape = table.shapes[first]
+            chunks = [table.chunk(row) for row in self.keyed[a:b].tolist()]
+            described[table.names[key]] = TensorStorageMetadata(
+                table.properties[shape], table.sizes[shape], chunks
+            )
+        return Metadata(described, planner_data=dict(table.paths))
+
+
+def world_of(
+    table: Table, *, domains: Sequence[Sequence[int]] = (), to_lowest_rank: bool = False
+) -> World:
+    """Who writes what. domains: the ranks of each. to_lowest_rank: of several ranks the first, else
+    the one with the least to write. StateError where the plans do not make one checkpoint.
+    """
+    groups, firsts = _groups(table)
+    kept = _chosen(table, groups, firsts, to_lowest_rank=to_lowest_rank)
+    rows = np.flatnonzero(kept)
+    appears = _order_of_appearance(table.keys[rows], len(table.names))
+    keyed = rows[_sorted_numbers(appears)]
+    counts = np.bincount(appears)
+    bounds = np.append(0, np.cumsum(counts))
+    heads = bounds[:-1]
+    hints = np.full(len(firsts), -1, np.int64)
+    place = np.arange(len(keyed)) - np.repeat(heads, counts)
+    is_tensor = table.kinds[keyed] != OBJECT
+    hints[groups[keyed[is_tensor]]] = place[is_tensor]
+    _refuse_broken(table, kept, keyed, bounds)
+    writes = kept | _copies(table, groups, kept, domains)
+    return World(table, groups, kept, writes, keyed, bounds, table.keys[keyed[heads]], hints)
+
+
+def _order_of_appearance(keys: Ints, count: int) -> Ints:
+    """Of each row the place of its key among keys as they appear. keys: below ``count``."""
+    first = np.full(count, len(keys))
+    first[keys[::-1]] = np.arange(len(keys))[::-1]
+    order = np.empty_like(first)
+    order[np.argsort(first)] = np.arange(count)
+    return order[keys]
+
+
+def _groups(table: Table) -> tuple[Ints, Ints]:
+    """The group of each row, and each group's first row; numbered as they appear: stock gives items
+    away in that order.
+    """
+    rows = np.arange(len(table.keys))
+    offsets = table.boxes(table.offsets, rows)
+    named = np.where(table.placed, table.dims + 1, 0)
+    offsets[named == 0] = 0
+    columns = [named, *offsets.T]
+    first, unsorted = _first_of_neighbours(table.keys, columns)
+    if len(unsorted):
+        some = [column[unsorted] for column in (table.keys, *columns)]
+        first[unsorted] = unsorted[_first_of_equals(some)]
+    is_first = first == rows
+    return (np.cumsum(is_first) - 1)[first], np.flatnonzero(is_first)
+
+
+def _first_of_neighbours(keys: Ints, columns: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Of each row the first one that equals it; and the rows of keys for which that is not known.
+
+    Where ranks have pieces in the order of their numbers, a key's rows rise, and equal ones are
+    neighbours: there is nothing to sort but keys.
+    """
+    by_key = _sorted_numbers(keys)
+    head = np.diff(keys[by_key], prepend=-1) != 0
+    falls = np.zeros(len(keys), np.bool_)
+    alike = ~head
+    for column in columns:
+        step = np.diff(column[by_key], prepend=0)
+        falls |= alike & (step < 0)
+        alike &= step == 0
+    leader = by_key[~alike]
+    first = np.empty_like(by_key)
+    first[by_key] = leader[np.cumsum(~alike) - 1]
+    is_odd = np.zeros(int(keys.max(initial=-1)) + 1, np.bool_)
+    is_odd[keys[by_key[falls]]] = True
+    return first, np.flatnonzero(is_odd[keys])
+
+
+def _first_of_equals(columns: Sequence[Ints]) -> Ints:
+    """Of each row of these columns the first row that equals it, in whatever order they stand."""
+    for salt in range(8):
+        mixed = np.zeros(len(columns[0]), np.uint64)
+        for column in columns:
+            mixed = _mixed(column ^ mixed.view(np.int64), salt)
+        _, firsts, groups = np.unique(mixed, return_index=True, return_inverse=True)
+        first: Ints = firsts[groups]
+        if all(np.array_equal(column, column[first]) for column in columns):
+            return first
+    raise StateError("items of the save cannot be told apart")
+
+
+def _sorted_numbers(numbers: Ints) -> Ints:
+    """A stable argsort of small numbers: those of 16 bits are sorted without comparing them."""
+    small = int(numbers.max(initial=0)) < 1 << 16
+    return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
+
+
+def _mixed(column: Ints, salt: int) -> NDArray[np.uint64]:
+    """64 well mixed bits of each number (splitmix64's finish)."""
+    z = column.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15 + 2 * salt)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -> Flags:
+    """Stock's deduplication: each group stays with one of the ranks that have it."""
+    counts = np.bincount(groups, minlength=len(firsts))
+    several = np.flatnonzero(counts > 1)
+    if not len(several):
+        return np.ones(len(groups), np.bool_)
+    last = np.empty_like(firsts)
+    last[groups] = np.arange(len(groups))
+    planned = _planned_bytes(table, last)  # stock takes the size that it saw last
+    single_bytes = np.where(counts == 1, planned, 0)
+    # Bytes of what only one rank has, of all groups that appear before: they come in order of rank.
+    before = np.append(0, np.cumsum(single_bytes))
+    owner = table.ranks[firsts]
+    begins = np.searchsorted(owner, np.arange(len(table.starts)))
+    total = before[begins]
+    chosen = owner.copy()
+    if not to_lowest_rank:
+        shared = np.flatnonzero((counts > 1)[groups])
+        number = np.cumsum(counts > 1) - 1
+        ranks = table.ranks[shared[_sorted_numbers(number[groups[shared]])]]
+        ends = np.cumsum(counts[several]).tolist()
+        load = [0] * (len(table.starts) - 1)
+        seen: dict[bytes, list[int]] = {}
+        for group, (a, b) in zip(several.tolist(), itertools.pairwise([0, *ends]), strict=True):
+            raw = ranks[a:b].tobytes()
+            members = seen.get(raw)
+            if members is None:
+                # As stock's set of them is walked: its order decides between equal ranks.
+                members = seen[raw] = list(set(np.frombuffer(raw, np.int64).tolist()))
+            at = int(owner[group])
+            # Its ranks come at or after its owner, of whom alone single items were given away before.
+            part = int(before[group] - total[at])
+            load[at] += part
+            best = min(members, key=load.__getitem__)
+            load[at] -= part
+            load[best] += int(planned[group])
+            chosen[group] = best
+    return np.asarray(chosen[groups] == table.ranks, np.bool_)
+
+
+def _planned_bytes(table: Table, rows: Ints) -> Ints:
+    """What stock takes items for: of a shard the bytes of its whole tensor, and 1 for no bytes."""
+    shapes = table.shapes[rows]
+    elements = np.array([size.numel() for size in table.sizes] + [0], np.int64)
+    planned: Ints = np.maximum(elements[shapes] * table.itemsizes[shapes], 1)
+    return planned
+
+
+def _copies(table: Table, groups: Ints, kept: Flags, domains: Sequence[Sequence[int]]) -> Flags:
+    """What ranks write besides, so that no domain lacks what its ranks hold (``copies_for``)."""
+    extra = np.zeros(len(groups), np.bool_)
+    if len(domains) < 2:  # noqa: PLR2004
+        return extra
+    sizes = np.prod(table.lengths, axis=1, initial=1, where=_used(table))
+    sizes = np.append(sizes, 0)[table.places] * table.itemsizes[table.shapes]
+    alone = (np.bincount(groups) == 1)[groups]
+    # What one rank alone has it writes anyway; all of it is one item that nobody else can take.
+    own = np.bincount(table.ranks[alone], sizes[alone], len(table.starts) - 1).astype(np.int64)
+    held: list[list[tuple[int, int]]] = [[(-1 - r, n)] for r, n in enumerate(own.tolist())]
+    keeps: list[set[int]] = [{-1 - rank} for rank in range(len(own))]
+    shared = np.flatnonzero(~alone)
+    for row in shared.tolist():
+        rank, group = int(table.ranks[row]), int(groups[row])
+        held[rank].append((group, int(sizes[row])))
+        if kept[row]:
+            keeps[rank].add(group)
+    more = copies_for(domains, held, keeps)
+    for row in shared.tolist():
+        extra[row] = int(groups[row]) in more[int(table.ranks[row])]
+    return extra
+
+
+def _used(table: Table) -> Flags:
+    """Which dimensions of places are there at all."""
+    dims = np.zeros(len(table.lengths), np.int64)
+    placed = table.places >= 0
+    dims[table.places[placed]] = table.dims[placed]
+    return np.asarray(np.arange(table.lengths.shape[1]) < dims[:, None], np.bool_)
+
+
+def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None:
+    """StateError, in stock's words, for keys whose pieces do not make one tensor."""
+    suspects = _suspects(table, keyed, bounds)
+    if not len(suspects):
+        return
+    odd = np.zeros(len(table.names), np.bool_)
+    odd[table.keys[keyed[bounds[suspects]]]] = True
+    plans = [
+        SavePlan([table.item(row) for row in range(a, b) if kept[row] and odd[table.keys[row]]])
+        for a, b in itertools.pairwise(table.starts.tolist())
+    ]
+    try:
+        DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
+    except Exception as error:  # a tensor after an object: stock runs into it
+        raise StateError(
+            f"the ranks' plans do not make one checkpoint: {error}",
+            hint="every rank must describe the same global tensors",
+        ) from error
+
+
+def _suspects(table: Table, keyed: Ints, bounds: Ints) -> Ints:
+    """Keys, by their place in ``bounds``, that stock would perhaps refuse."""
+    heads = bounds[:-1]
+    counts = np.diff(bounds)
+    several = np.repeat(counts > 1, counts)
+    kinds = table.kinds[keyed]
+    shapes = table.shapes[keyed]
+    first = np.repeat(np.arange(len(heads)), counts)
+    odd = several & (kinds != SHARD)
+    # Of pieces with one dtype and global size stock's checks are about their boxes alone.
+    odd |= shapes != np.repeat(shapes[heads], counts)
+    tensors = np.flatnonzero(kinds != OBJECT)
+    width = table.offsets.shape[1]
+    whole = np.zeros((len(table.sizes) + 1, width), np.int64)
+    for n, size in enumerate(table.sizes):
+        whole[n, : len(size)] = size
+    found = np.bincount(first, odd, len(heads)) > 0
+    tiled = is_tiled(
+        first[tensors],
+        table.boxes(table.offsets, keyed[tensors]),
+        table.boxes(table.lengths, keyed[tensors]),
+        whole[shapes[tensors]],
+        table.dims[keyed[tensors]],
+        filled=len(table.starts) > 2,  # noqa: PLR2004 - stock lets one rank leave holes
+    )
+    has_tensors = np.bincount(first[tensors], minlength=len(heads)) > 0
+    found[has_tensors] |= ~tiled
+    return np.flatnonzero(found)
+
+
+# -- whether the pieces of a tensor tile it -------------------------------------------------------
+
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in the box, and its sizes
+
+_AT_ONCE = 1024  # pieces that are compared with all others in one go
+
+
+def fills(pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]) -> bool:
+    """Whether these pieces, (offsets, lengths) each, fill a box of these sizes: every one inside of
+    it, none over another, nothing left out. The same piece twice counts once.
+
+    That the volumes add up proves nothing: two pieces at one place hide a hole of their size.
+    """
+    if not math.prod(sizes):
+        return True
+    found: list[Piece] = list(
+        dict.fromkeys((tuple(begin), tuple(length)) for begin, length in pieces)
+    )
+    volume = 0
+    for begin, length in found:
+        if len(begin) != len(sizes) or len(length) != len(sizes):
+            return False
+        if any(a < 0 or n < 0 or a + n > m for a, n, m in zip(begin, length, sizes, strict=True)):
+            return False
+        volume += math.prod(length)
+    if volume != math.prod(sizes):
+        return False
+    found = [piece for piece in found if 0 not in piece[1]]
+    return len(found) == 1 or _is_row(found, sizes) or not _any_overlap(found)
+
+
+def _is_row(pieces: list[Piece], sizes: Sequence[int]) -> bool:
+    """Whether they lie behind one another along one dimension: most shardings, without numpy."""
+    cut = [
+        dim
+        for dim, size in enumerate(sizes)
+        if any(begin[dim] or length[dim] != size for begin, length in pieces)
+    ]
+    if len(cut) != 1:
+        return False
+    ends = sorted((begin[cut[0]], begin[cut[0]] + length[cut[0]]) for begin, length in pieces)
+    return all(last[1] == following[0] for last, following in itertools.pairwise(ends))
+
+
+def _any_overlap(pieces: list[Piece]) -> bool:
+    """Whether two of them share an element."""
+    begins = np.array([begin for begin, _ in pieces], np.int64)
+    ends = begins + np.array([length for _, length in pieces], np.int64)
+    order = np.argsort(begins[:, 0], kind="stable")
+    begins, ends = begins[order], ends[order]
+    for first in range(0, len(pieces), _AT_ONCE):
+        low, high = begins[first : first + _AT_ONCE], ends[first : first + _AT_ONCE]
+        # Of those that begin behind the end of all of these none can meet one.
+        last = int(np.searchsorted(begins[:, 0], high[:, 0].max()))
+        meets = np.ones((len(low), last - first), np.bool_)
+        for dim in range(begins.shape[1]):
+            meets &= low[:, dim, None] < ends[None, first:last, dim]
+            meets &= begins[None, first:last, dim] < high[:, dim, None]
+        # Each meets itself.
+        if int(meets.sum()) > len(low) and bool(np.triu(meets, 1).any()):
+            return True
+    return False
+
+
+def is_tiled(
+    tensors: Ints, offsets: Ints, lengths: Ints, sizes: Ints, dims: Ints, *, filled: bool
+) -> Flags:
+    """One answer for each different number in ``tensors``, in order; equal ones stand together.
+
+    offsets, lengths, sizes (of the whole tensor): (pieces, widest), zeros beyond ``dims``. filled:
+    whether something left out is a no.
+    """
+    heads = np.flatnonzero(np.diff(tensors, prepend=-1))
+    if not len(heads):
+        return np.zeros(0, np.bool_)
+    counts = np.diff(np.append(heads, len(tensors)))
+    real = np.arange(offsets.shape[1]) < dims[:, None]
+    good = ((offsets >= 0) & (lengths >= 0) & (offsets + lengths <= sizes)).all(axis=1)
+    if filled:
+        volumes = np.prod(lengths, axis=1, initial=1, where=real)
+        whole = np.prod(sizes, axis=1, initial=1, where=real)[heads]
+        good &= np.repeat(np.add.reduceat(volumes, heads) == whole, counts)
+    several = np.repeat(counts > 1, counts)
+    good &= ~several | _apart(tensors, offsets, lengths, heads, counts)
+    told = np.logical_and.reduceat(good, heads)
+    # Of a number alone stock asks nothing, but that it has one piece, and that is asked elsewhere.
+    return np.asarray(told | (dims[heads] == 0), np.bool_)
+
+
+def _apart(tensors: Ints, offsets: Ints, lengths: Ints, heads: Ints, counts: Ints) -> Flags:
+    """Of each piece: its interval is that of another or apart from it along every dimension, and no
+    two pieces of its tensor begin at one place.
+    """
+    good = np.ones(len(tensors), np.bool_)
+    for start, length in zip(offsets.T, lengths.T, strict=True):
+        fine = _in_order(tensors, start, start + length)
+        bad = ~np.logical_and.reduceat(fine, heads)
+        if bad.any():
+            again = np.flatnonzero(np.repeat(bad, counts))
+            order = again[np.lexsort((start[again] + length[again], start[again], tensors[again]))]
+            fine[again] = _in_order(tensors[order], start[order], (start + length)[order])
+        good &= fine
+    unlike = np.zeros(len(tensors), np.bool_)
+    rising = np.zeros(len(tensors), np.bool_)
+    for start in offsets.T:
+        step = np.diff(start, prepend=0)
+        rising |= ~unlike & (step > 0)
+        unlike |= step != 0
+    rising[heads] = True
+    bad = ~np.logical_and.reduceat(rising, heads)
+    if bad.any():
+        again = np.flatnonzero(np.repeat(bad, counts))
+        order = again[np.lexsort((*offsets[again].T, tensors[again]))]
+        differs = np.any(np.diff(offsets[order], axis=0) != 0, axis=1)
+        differs |= np.diff(tensors[order]) != 0
+        good[order[1:]] &= differs
+    return good
+
+
+def _in_order(tensors: Ints, starts: Ints, ends: Ints) -> Flags:
+    """Of each interval: it is the one before it, or begins where that ends or later."""
+    fine = np.ones(len(tensors), np.bool_)
+    fine[1:] = (
+        (tensors[1:] != tensors[:-1])
+        | (starts[1:] >= ends[:-1])
+        | ((starts[1:] == starts[:-1]) & (ends[1:] == ends[:-1]))
+    )
+    return fine

@@ -1,0 +1,432 @@
+"""State dicts: what may stand for one, how it is flattened, and the keys that a rank has for itself.
+
+    as_state_dict(given)     a module, or another object with state_dict, in the place of a dict
+    unwrap_stateful(state)   every Stateful at the top level replaced by its own state dict
+
+Flattened as torch flattens it, in one pass:
+
+    {"a": {"b": t, 3: [u, {}]}}   ->   {"a.b": t, "a.3.0": u}   and   the path of each
+
+    flat_to_save(state)    None: a ShardedTensor is inside; torch takes those apart that hold others
+    flat_to_load(state)    None: that, a tensor on the meta device, or two values under one key
+    containers(state)      what is taken apart: key and path of each dict and list, empty ones too
+
+torch's load planner goes over the state three times: to give tensors on the meta device memory, to unwrap
+ShardedTensors in ShardedTensors, and to flatten. Most states need only the last. None says that there is
+something for the others to do.
+
+Keys that every rank keeps for itself:
+
+    state dict of rank 3, per_rank=["loader.*"]        in the checkpoint
+      {"loader": {"seed": 7, "pos": 12}}       ->      loader@rank3.seed, loader@rank3.pos
+
+The mark goes to the first component, so the checkpoint unflattens into one sub-tree per rank and
+stock DCP reads it like any other key. On loading, ``view_for`` shows each rank its own sub-tree
+under the plain name, so any load planner finds it. Patterns are those of fnmatch, on flattened keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from ckptfs import _torch
+from ckptfs.errors import StateError
+
+__all__ = [
+    "ROOT",
+    "Flat",
+    "LocalFacts",
+    "as_state_dict",
+    "containers",
+    "flat_to_load",
+    "flat_to_save",
+    "listed",
+    "marked_key",
+    "module_of",
+    "original_item",
+    "own_keys",
+    "rename_plan",
+    "renamed_metadata",
+    "stateful_keys",
+    "unmarked_key",
+    "unwrap_stateful",
+    "view_for",
+]
+
+Path = tuple[str | int, ...]
+
+ROOT = "state"  # where a state that is no dict lies in its checkpoint
+
+
+class _NamedModule:
+    """A module's state under the names that it has without wrappers (DistributedDataParallel, torch.compile),
+    so that it loads with another wrapper, as ``CheckpointManager`` has it.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module: torch.nn.Module = _torch.unwrapped(module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters and buffers."""
+        return {_torch.clean_name(name): v for name, v in self.module.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Through the module's own, so that its hooks run."""
+        full = {_torch.clean_name(name): name for name in self.module.state_dict()}
+        self.module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
+
+
+class _Stateless:
+    """Stands for what is no state dict."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def state_dict(self) -> dict[str, Any]:
+        """StateError."""
+        name = self._name
+        raise StateError(
+            f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is no state dict",
+            hint='give a dict, such as {"state": value}; a module or another object with state_dict is taken too',
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Never called: to load, its state is needed first."""
+
+
+def module_of(value: object) -> torch.nn.Module | None:
+    """The module whose state this is; None for any other object."""
+    if isinstance(value, _NamedModule):
+        return value.module
+    return value if isinstance(value, torch.nn.Module) else None
+
+
+def as_state_dict(given: Any) -> Any:
+    """What ``save`` and ``load`` were given as a state dict: a module, an optimizer or another object with
+    state_dict and load_state_dict lies under "state", as ``CheckpointManager`` has it.
+
+    What is neither, such as a tensor or a list, lies there as an object whose state_dict raises StateError:
+    within a step, so that the other ranks, which may have been given what they need, hear of it.
+    """
+    if isinstance(given, Mapping):
+        return given
+    if isinstance(given, torch.nn.Module):
+        return {ROOT: _NamedModule(given)}
+    if isinstance(given, Stateful) and not isinstance(given, (type, torch.Tensor)):
+        return {ROOT: given}
+    return {ROOT: _Stateless(type(given).__name__)}
+
+
+def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does.
+
+    They are called in sorted order of their keys: state dicts that talk to other ranks would wait for
+    each other for ever where two ranks were given them in another order.
+    """
+    found = {key: state_dict[key].state_dict() for key in stateful_keys(state_dict)}
+    return {key: found.get(key, value) for key, value in state_dict.items()}
+
+
+def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
+    """The keys of the Stateful objects, in the order in which every rank calls them."""
+    # Tensors first: asking whether something is Stateful costs more than planning it.
+    found = [
+        key
+        for key, value in state_dict.items()
+        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+    ]
+    return sorted(found, key=str)
+
+
+# -- flattening ------------------------------------------------------------------------------------
+
+Flat = tuple[dict[str, Any], dict[str, Path]]  # key -> leaf, key -> path, in torch's order
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes})
+# Leaves in which no ShardedTensor is looked for when they are saved: it could not be saved from there.
+_NOT_SHARDED = _TENSORS | _ATOMS | {complex, tuple, list, dict, DTensor}
+
+
+def flat_to_save(state: Mapping[str, Any]) -> Flat | None:
+    """As torch's ``flatten_state_dict``; ValueError for two values under one key. None: see above."""
+    flat, paths = _walked(state)
+    kinds = {type(value) for value in flat.values()} - _NOT_SHARDED
+    if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(
+        map(_torch.is_sharded_tensor, flat.values())
+    ):
+        return None
+    return flat, paths
+
+
+def flat_to_load(state: Mapping[Any, Any]) -> Flat | None:
+    """As torch's load planner flattens. None: torch's own way must be taken, see above."""
+    try:
+        flat, paths = _walked(state)
+    except ValueError:
+        return None
+    for value in flat.values():
+        kind = type(value)
+        # Written out: a call for each of 20,000 leaves would be a third of all this.
+        if kind in _TENSORS:
+            if value.is_meta:
+                return None
+        elif kind not in _ATOMS and _is_for_torch(value):
+            return None
+    return flat, paths
+
+
+def containers(state: Mapping[Any, Any]) -> Iterator[tuple[str, Path, Any]]:
+    """Key, path and value of each dict and list inside that flattening takes apart, outer ones first."""
+    return _containers(state, (), "")
+
+
+def _containers(value: Any, path: Path, before: str) -> Iterator[tuple[str, Path, Any]]:
+    named = isinstance(value, Mapping)
+    for part, inner in value.items() if named else enumerate(value):
+        if isinstance(inner, Mapping) or (isinstance(inner, list) and not _is_leaf(inner)):
+            own = (*path, str(part) if named else part)
+            yield f"{before}{part}", own, inner
+            yield from _containers(inner, own, f"{before}{part}.")
+
+
+def _walked(state: Mapping[Any, Any]) -> Flat:
+    walk = _Walk()
+    walk.mapping(state, (), "")
+    return walk.flat, walk.paths
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.flat: dict[str, Any] = {}
+        self.paths: dict[str, Path] = {}
+
+    def mapping(self, values: Mapping[Any, Any], path: Path, before: str) -> None:
+        flat, paths = self.flat, self.paths
+        for key, value in values.items():
+            name = str(key)
+            kind = type(value)
+            if kind in _TENSORS or kind in _ATOMS:  # most are; to ask for a Mapping is slow
+                whole = before + name
+                if whole in flat:
+                    raise _twice(whole)
+                flat[whole] = value
+                paths[whole] = (*path, name)
+            else:
+                self.anything(value, (*path, name), before + name)
+
+    def anything(self, value: Any, path: Path, key: str) -> None:
+        if isinstance(value, Mapping):
+            self.mapping(value, path, f"{key}.")
+        elif isinstance(value, list) and not _is_leaf(value):
+            for place, inner in enumerate(value):
+                self.anything(inner, (*path, place), f"{key}.{place}")
+        else:
+            if key in self.flat:
+                raise _twice(key)
+            self.flat[key] = value
+            self.paths[key] = path
+
+
+def _twice(key: str) -> ValueError:
+    return ValueError(f"duplicated flatten key {key}")  # torch's words
+
+
+def _is_leaf(values: list[Any]) -> bool:
+    """Whether torch keeps a list whole: there is no tensor and no mapping in it, however deep."""
+    return not any(
+        isinstance(value, (torch.Tensor, Mapping))
+        or (isinstance(value, list) and not _is_leaf(value))
+        for value in values
+    )
+
+
+def _is_for_torch(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # In this order: a ShardedTensor without a shard here, or with several, cannot be asked.
+        return _torch.is_sharded_tensor(value) or value.is_meta
+    if isinstance(value, (list, tuple)):
+        return any(_is_for_torch(inner) for inner in value)
+    if isinstance(value, Mapping):
+        return any(_is_for_torch(inner) for inner in value.values())
+    return _torch.is_sharded_tensor(value)
+
+
+# -- keys of one rank ------------------------------------------------------------------------------
+
+_MARKED = re.compile(r"(?P<root>.*?)@rank(?P<rank>\d+)(?P<rest>(\..*)?)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalFacts:
+    """What a rank's plan carries to the coordinator: key -> path, and key -> fingerprint."""
+
+    mappings: Mapping[str, Path]
+    fingerprints: Mapping[str, int]
+
+
+def marked_key(key: str, path: Path, rank: int) -> tuple[str, Path]:
+    """The key and path under which rank ``rank`` keeps ``key``."""
+    root = str(path[0]) if path else key
+    marked = f"{root}@rank{rank}"
+    return marked + key[len(root) :], (marked, *path[1:])
+
+
+def unmarked_key(key: str) -> tuple[str, int] | None:
+    """The plain key and the rank it belongs to; None for a key of all ranks."""
+    found = _MARKED.fullmatch(key)
+    return None if found is None else (found["root"] + found["rest"], int(found["rank"]))
+
+
+def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
+    """The plan with every key that a pattern matches stored for this rank alone.
+
+    StateError for keys that already look like that, and for sharded tensors: their parts belong
+    together.
+    """
+    mappings, rebuild = _mappings_of(plan)
+    # Asked of every key of every save, and few look like that.
+    marked = {i.index.fqn for i in plan.items if "@rank" in i.index.fqn}
+    if taken := sorted(filter(unmarked_key, marked)):
+        raise StateError(
+            f"keys with '@rank<number>' are reserved: {listed(taken)}",
+            rank=rank,
+            hint="rename them, or let per_rank= make such names",
+        )
+    mine = {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)} if patterns else ()
+    if not mine:
+        return plan
+    sharded = {i.index.fqn for i in plan.items if i.type is WriteItemType.SHARD} & mine
+    if sharded:
+        raise StateError(
+            f"per_rank= matches sharded tensors: {listed(sorted(sharded))}",
+            rank=rank,
+            hint="their parts are one tensor over all ranks; narrow the pattern",
+        )
+    names = {key: marked_key(key, mappings.get(key, (key,)), rank) for key in mine}
+    items = [_renamed(item, names) for item in plan.items]
+    return rebuild(items, names)
+
+
+def original_item(item: WriteItem, rank: int) -> WriteItem:
+    """The item as the planner knows it: without the mark of ``rank``."""
+    plain = unmarked_key(item.index.fqn)
+    if plain is None or plain[1] != rank:
+        return item
+    index = MetadataIndex(plain[0], item.index.offset, item.index.index)
+    return dataclasses.replace(item, index=index)
+
+
+def own_keys(
+    keys: Iterable[str], rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
+) -> dict[str, str]:
+    """Marked key -> plain key, of what rank ``rank`` of ``world`` kept for itself.
+
+    StateError when a key in ``wanted`` was saved per rank by another number of ranks
+    (``saved_world``; None: as many as left a mark).
+    """
+    marked = {key: found for key in keys if "@rank" in key and (found := unmarked_key(key))}
+    if not marked:
+        return {}
+    saved = saved_world or 1 + max(owner for _, owner in marked.values())
+    if saved != world:
+        needed = {plain for plain, _ in marked.values()} & set(wanted)
+        if needed:
+            raise StateError(
+                f"saved per rank by {saved} ranks, loaded by {world}: {listed(sorted(needed))}",
+                rank=rank,
+                hint="leave these keys out of the state dict, or load with as many ranks",
+            )
+        return {}
+    return {key: plain for key, (plain, owner) in marked.items() if owner == rank}
+
+
+def view_for(
+    metadata: Metadata, rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
+) -> Metadata:
+    """The metadata as rank ``rank`` of ``world`` sees it: its own keys under their plain names.
+
+    The other ranks' keys stay under their marked names. StateError as for ``own_keys``.
+    """
+    mine = own_keys(metadata.state_dict_metadata, rank, world, saved_world, wanted)
+    return renamed_metadata(metadata, mine) if mine else metadata
+
+
+def renamed_metadata(metadata: Metadata, mine: Mapping[str, str]) -> Metadata:
+    """The metadata with other names for some keys (as they are -> as they shall be)."""
+    paths: Mapping[str, Path] | None = metadata.planner_data
+    return dataclasses.replace(
+        metadata,
+        state_dict_metadata={mine.get(k, k): v for k, v in metadata.state_dict_metadata.items()},
+        planner_data=paths
+        and {mine.get(k, k): _unmarked_path(v) if k in mine else v for k, v in paths.items()},
+        storage_data={
+            MetadataIndex(mine.get(i.fqn, i.fqn), i.offset, i.index): info
+            for i, info in metadata.storage_data.items()
+        },
+    )
+
+
+def _unmarked_path(path: Path) -> Path:
+    found = unmarked_key(str(path[0]))
+    return path if found is None else (found[0], *path[1:])
+
+
+def _mappings_of(
+    plan: SavePlan,
+) -> tuple[
+    Mapping[str, Path], Callable[[list[WriteItem], Mapping[str, tuple[str, Path]]], SavePlan]
+]:
+    """The plan's key -> path, and how to make the plan anew with some keys renamed.
+
+    planner_data is ours (LocalFacts), stock's (a dict), or none (flatten_state_dict=False).
+    """
+    data = plan.planner_data
+    if isinstance(data, LocalFacts):
+
+        def facts(items: list[WriteItem], names: Mapping[str, tuple[str, Path]]) -> SavePlan:
+            renamed = LocalFacts(
+                _rekeyed(data.mappings, names),
+                {names[k][0] if k in names else k: v for k, v in data.fingerprints.items()},
+            )
+            return dataclasses.replace(plan, items=items, planner_data=renamed)
+
+        return data.mappings, facts
+    if isinstance(data, dict):
+        return data, lambda items, names: dataclasses.replace(
+            plan, items=items, planner_data=_rekeyed(data, names)
+        )
+    return {}, lambda items, _: dataclasses.replace(plan, items=items)
+
+
+def _rekeyed(
+    mappings: Mapping[str, Path], names: Mapping[str, tuple[str, Path]]
+) -> dict[str, Path]:
+    return dict(names.get(key, (key, path)) for key, path in mappings.items())
+
+
+def _renamed(item: WriteItem, names: Mapping[str, tuple[str, Path]]) -> WriteItem:
+    if item.index.fqn not in names:
+        return item
+    index = MetadataIndex(names[item.index.fqn][0], item.index.offset, item.index.index)
+    return dataclasses.replace(item, index=index)
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+
+def listed(keys: Sequence[str], most: int = 10) -> str:
+    """The first keys, and how many more there are."""
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(repr(key) for key in keys[:most]) + more

@@ -1,0 +1,390 @@
+"""Pieces of a load as ranges of their file, each with what is done with its bytes.
+
+    payload known    whole_wants     all of it, into place: most items of most checkpoints
+                     payload_wants   any parts of one saved tensor: into place, or through scratch
+                     head_want       first, where only torch's own head says that it is known
+    payload unknown  blob_wants      the whole item, for an unpickler
+
+Whole items are objects, and tensors in files without noted payloads (those of stock torch):
+
+    Blob           the item's bytes, from as many reads as it takes; any thread brings a piece
+    load_tensor    torch.load(weights_only=True) of them, with a typed error for anything it raises
+    ItemStream     the same item as a stream over the file: for disks, where seeking is cheap
+
+What is given to a want runs on any thread and never calls the planner.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckptfs.commit.digests import BLOCK_SIZE_BYTES, ItemDigests
+from ckptfs.dcp.metadata.pickle_scan import check_archive
+from ckptfs.dcp.read.boxes import narrowed, pieces_of, pieces_within, strides_of
+from ckptfs.dcp.read.data_file import Cutting, DataFile, Owner, Want, blob_cuts, payload_cuts
+from ckptfs.dcp.read.read_plan import Read
+from ckptfs.dcp.write.file_layout import frame, matches
+from ckptfs.dcp.write.host_memory import memory_of, tensor_over
+from ckptfs.errors import CkptfsError
+
+__all__ = [
+    "Blob",
+    "ItemStream",
+    "Payload",
+    "SavedItem",
+    "blob_wants",
+    "head_want",
+    "is_plain",
+    "payload_wants",
+    "unpickle",
+    "usual_want",
+    "whole_wants",
+]
+
+
+@dataclass(slots=True)
+class SavedItem:
+    """One saved item that is being read: what all of its wants share."""
+
+    file: DataFile
+    digests: ItemDigests | None
+    key: str
+    owner: Owner
+    cutting: Cutting
+
+    def check(self, low: int) -> Callable[[memoryview], float] | None:
+        """What compares whole blocks, from ``low`` of the item on; None: nothing to compare with."""
+        if self.digests is None or not self.file.verifies:
+            return None
+        return partial(self.file.compare, self.digests, low, self.key)
+
+    def blocks(self, low: int, high: int) -> Sequence[int]:
+        """Digests of the payload's bytes from ``low`` to ``high``; none: nothing to compare with."""
+        if self.digests is None or not self.file.verifies:
+            return ()
+        first = _blocks_in(self.digests.payload_offset) + low // BLOCK_SIZE_BYTES
+        return self.digests.blocks[first : first + _blocks_in(high - low)]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """A saved tensor's memory: where its item lies in the file, where in that it lies, its bytes.
+
+    is_sure: digests say so, and not only torch's usual head.
+    """
+
+    item: int
+    inside: int
+    length: int
+    is_sure: bool = True
+
+    @staticmethod
+    def of(read: Read, digests: ItemDigests | None, size_bytes: int) -> Payload | None:
+        """Where it lies, by its digests or as torch writes it now; None: only torch can tell."""
+        if digests is not None:
+            if digests.payload_length != size_bytes:
+                return None
+            return Payload(read.offset, digests.payload_offset, size_bytes)
+        usual = None if read.dtype is None else frame(read.dtype, tuple(read.sizes))
+        if usual is None or usual.length != read.length:
+            return None
+        return Payload(read.offset, len(usual.head), size_bytes, is_sure=False)
+
+
+def whole_wants(
+    file: DataFile,
+    digests: ItemDigests,
+    read: Read,
+    owner: Owner,
+    out: memoryview,
+    *,
+    window_bytes: int,
+) -> Sequence[Want]:
+    """All of a payload into ``out``, a window each."""
+    base, length, key = read.offset + digests.payload_offset, len(out), read.key
+    blocks: Sequence[int] = ()
+    if file.verifies:
+        first = -(-digests.payload_offset // BLOCK_SIZE_BYTES)
+        blocks = digests.blocks[first : first + -(-length // BLOCK_SIZE_BYTES)]
+    if length <= window_bytes:
+        return [Want(base, base + length, owner, key, out, blocks)]
+    each = window_bytes // BLOCK_SIZE_BYTES
+    return [
+        Want(
+            base + low,
+            base + min(low + window_bytes, length),
+            owner,
+            key,
+            out[low : low + window_bytes],
+            blocks[number * each : (number + 1) * each],
+        )
+        for number, low in enumerate(range(0, length, window_bytes))
+    ]
+
+
+def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> Want:
+    """An item without digests from its head to the end of its payload: its owner is strange, and
+    nothing is in ``out``, if the head is not torch's usual one.
+    """
+    stop = payload.item + payload.inside + payload.length
+    take = partial(_place_if_usual, owner, read, out)
+    return Want(payload.item, stop, owner, read.key, take=take)
+
+
+def head_want(saved: SavedItem, payload: Payload, read: Read) -> Want:
+    """The head of an item without digests; its owner is strange if it is not torch's usual one."""
+    take = partial(_look, saved.owner, read)
+    return Want(payload.item, payload.item + payload.inside, saved.owner, saved.key, take=take)
+
+
+def payload_wants(
+    saved: SavedItem, payload: Payload, parts: Sequence[tuple[Read, torch.Tensor]]
+) -> Iterator[Want]:
+    """Ranges of a payload that fill each tensor with the box that its Read asks for; no byte twice.
+
+    parts: of one saved tensor, their tensors as large as their boxes.
+    """
+    cutting, rounded = saved.cutting, saved.file.verifies
+    places = [_Place.of(read, tensor, cutting, rounded=rounded) for read, tensor in parts]
+    cuts = payload_cuts(
+        [span for place in places for span in place.spans],
+        [place.spans[0] for place in places if place.memory is not None],
+        payload.length,
+        cutting.window,
+        rounded=rounded,
+    )
+    base = payload.item + payload.inside
+    for low, high in cuts:
+        out, others = None, []
+        for place in places:
+            if place.stop <= low or place.start >= high:
+                continue
+            memory = place.memory
+            if out is None and memory is not None and place.start <= low and high <= place.stop:
+                out = memory[low - place.start : high - place.start]
+            else:
+                others.append(place)
+        yield Want(
+            base + low,
+            base + high,
+            saved.owner,
+            saved.key,
+            out,
+            saved.blocks(low, high),
+            take=partial(_deliver, low, others) if others else None,
+        )
+
+
+def blob_wants(saved: SavedItem, offset: int, blob: Blob) -> Iterator[Want]:
+    """Ranges that fill ``blob`` with the whole item at ``offset`` of the file."""
+    compared = saved.digests if saved.file.verifies else None
+    for low, high in blob_cuts(compared, len(blob.data), saved.cutting.window):
+        yield Want(
+            offset + low,
+            offset + high,
+            saved.owner,
+            saved.key,
+            blob.out(low, high),
+            check=saved.check(low),
+            take=lambda data: blob.arrived(len(data)),
+        )
+
+
+def unpickle(file: DataFile, parts: Sequence[tuple[Read, torch.Tensor]], stream: Any) -> None:
+    """Fill the tensors from what torch.save wrote of the whole chunk. Any thread."""
+    read = parts[0][0]
+    whole = load_tensor(file, stream, read.key)
+    if tuple(whole.shape) != tuple(read.sizes):
+        raise file.damaged(
+            f"{read.key!r} has shape {tuple(whole.shape)} instead of {tuple(read.sizes)}"
+        )
+    for part, target in parts:
+        _fill(target, narrowed(whole, part.box_offsets, part.box_lengths))
+
+
+def is_plain(target: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether its memory is the values as they were saved, one after the other, on the host."""
+    # Conjugated and negated views show other values than their memory holds.
+    return (
+        target.is_cpu
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and not (target.is_complex() and target.is_conj())
+        and not target.is_neg()
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One part of a saved tensor and where it goes. spans: bytes of the payload that hold it.
+
+    memory: of the tensor, where the part is one range of the payload and nothing has to be done to it.
+    """
+
+    read: Read
+    target: torch.Tensor
+    spans: Sequence[tuple[int, int]]
+    memory: memoryview | None
+
+    @property
+    def start(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def stop(self) -> int:
+        return self.spans[-1][1]
+
+    @staticmethod
+    def of(read: Read, target: torch.Tensor, cutting: Cutting, *, rounded: bool) -> _Place:
+        size = _size_of(read)
+        hole = BLOCK_SIZE_BYTES if rounded else cutting.gap
+        pieces = [
+            *pieces_of(
+                read.sizes,
+                read.box_offsets,
+                read.box_lengths,
+                max(1, cutting.window // size),
+                whole=True,
+                hole=hole // size,
+            )
+        ]
+        is_direct = pieces[0].is_contiguous and len(pieces) == 1 and is_plain(target, read.dtype)
+        spans = [(piece.start * size, piece.stop * size) for piece in pieces]
+        return _Place(read, target, spans, memory_of(target) if is_direct else None)
+
+    def put(self, low: int, data: memoryview) -> None:
+        """What these bytes, from ``low`` of the payload, hold of this part."""
+        if self.memory is not None:
+            first, last = max(low, self.start), min(low + len(data), self.stop)
+            self.memory[first - self.start : last - self.start] = data[first - low : last - low]
+            return
+        read = self.read
+        assert read.dtype is not None  # noqa: S101 - an object is no part of a tensor
+        size = read.dtype.itemsize
+        begin, end = low // size, (low + len(data)) // size
+        flat = tensor_over(data, read.dtype)
+        strides = strides_of(read.sizes)
+        for piece in pieces_within(read.sizes, read.box_offsets, read.box_lengths, begin, end):
+            values = flat.as_strided(piece.lengths, strides, piece.start - begin)
+            _fill(narrowed(self.target, piece.offsets, piece.lengths), values)
+
+
+def _blocks_in(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_SIZE_BYTES)
+
+
+def _size_of(read: Read) -> int:
+    return 1 if read.dtype is None else read.dtype.itemsize
+
+
+def _deliver(low: int, places: Sequence[_Place], data: memoryview) -> None:
+    """Bytes of a payload from ``low`` on, for everybody who has not read them into place."""
+    for place in places:
+        place.put(low, data)
+
+
+def _look(owner: Owner, read: Read, data: memoryview) -> None:
+    if read.dtype is None or matches(data, read.dtype, tuple(read.sizes)) is None:
+        owner.is_strange = True
+
+
+def _place_if_usual(owner: Owner, read: Read, out: memoryview, data: memoryview) -> None:
+    _look(owner, read, data)
+    if not owner.is_strange:
+        out[:] = data[len(data) - len(out) :]
+
+
+def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    # inference_mode is of one thread: tensors that were made in it refuse changes outside.
+    with torch.inference_mode(target.is_inference()):
+        target.detach().copy_(values)
+
+
+class Blob:
+    """``length`` bytes of one item; ``complete(stream)`` runs when all are there, on the thread that
+    brought the last.
+    """
+
+    def __init__(self, length: int, complete: Callable[[io.BytesIO], None] | None = None) -> None:
+        self.data = bytearray(length)
+        self._missing = length
+        self._complete = complete
+        self._lock = threading.Lock()
+
+    def out(self, low: int, high: int) -> memoryview:
+        """Where the bytes ``low`` to ``high`` of the item belong."""
+        return memoryview(self.data)[low:high]
+
+    def arrived(self, count: int) -> None:
+        """So many more bytes are where they belong. Any thread; nothing arrives twice."""
+        with self._lock:
+            self._missing -= count
+            is_last = not self._missing
+        if is_last and self._complete is not None:
+            self._complete(self.stream())
+
+    def stream(self) -> io.BytesIO:
+        """All bytes, to read from."""
+        return io.BytesIO(self.data)
+
+
+def load_tensor(file: DataFile, stream: Any, key: str) -> torch.Tensor:
+    """The tensor that ``torch.save`` wrote into this stream; IntegrityError for anything else."""
+    try:
+        check_archive(stream)
+        loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    except CkptfsError:
+        raise
+    except Exception as error:
+        # A damaged blob raises anything from RuntimeError to UnpicklingError.
+        raise file.damaged(f"{key!r} is not what torch.save wrote: {error}") from error
+    if not isinstance(loaded, torch.Tensor):
+        raise file.damaged(f"{key!r} holds a {type(loaded).__name__}, not a tensor")
+    return loaded
+
+
+class ItemStream(io.RawIOBase):
+    """A seekable view of one item; unverified."""
+
+    def __init__(self, file: DataFile, offset: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._at = 0
+        self.read_bytes = 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes from the item's start."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """As of any stream; the end is the item's."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer, or as much of it as the item has bytes left."""
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._at))
+        if count:
+            self._file.reader.read_into(self._offset + self._at, view[:count])
+            self._at += count
+            self.read_bytes += count
+        return count

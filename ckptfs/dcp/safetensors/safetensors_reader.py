@@ -1,0 +1,251 @@
+"""A directory of safetensors files, as the readers of checkpoints need it: metadata and places.
+
+    index, or the files that are there  ->  headers  ->  Metadata (torch's), places of payloads
+
+Written by anybody: one file, several with an index, or the shards of torch's HuggingFaceStorageWriter,
+which say in their own metadata where in its tensor each lies. Nothing of what they say is believed
+before it was held against the file's size, and against its digests where we wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ckptfs import _torch
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.digests import ItemDigests, first_bad_block
+from ckptfs.commit.operations import read_limited
+from ckptfs.dcp.read.data_file import Source, Verify, open_data, read_digests
+from ckptfs.dcp.safetensors.safetensors_format import (
+    INDEX,
+    SUFFIX,
+    Entry,
+    Header,
+    decode_header,
+    decode_index,
+    header_size,
+)
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, NotFoundError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.threads import Threads
+
+__all__ = ["Layout", "read_file_layout", "read_layout", "with_aliases"]
+
+_SHARDING = "DCP_SHARDING_INFO"  # torch's name in __metadata__
+_FIRST_BYTES = 64 << 10  # most headers fit: one request
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A box of a tensor: where it lies in the tensor, and in which file."""
+
+    file: str
+    offsets: tuple[int, ...]
+    entry: Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All tensors of a directory. aliases: a tied key -> the key under which its bytes lie."""
+
+    chunks: Mapping[str, tuple[_Chunk, ...]]
+    aliases: Mapping[str, str]
+
+    @property
+    def metadata(self) -> Metadata:
+        """Torch's description, with the place of every chunk."""
+        described: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        info = _torch.storage_info_type()
+        for key, chunks in self.chunks.items():
+            described[key] = TensorStorageMetadata(
+                TensorProperties(dtype=chunks[0].entry.dtype),
+                torch.Size(_size_of(chunks)),
+                [
+                    ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.entry.shape))
+                    for c in chunks
+                ],
+            )
+            for chunk in chunks:
+                index = MetadataIndex(key, torch.Size(chunk.offsets))
+                places[index] = info(chunk.file, chunk.entry.start, chunk.entry.size_bytes)
+        return Metadata(state_dict_metadata=described, storage_data=places)
+
+    def source(self, source: Source) -> Source:
+        """``source`` with the places of all payloads."""
+        layouts: dict[str, dict[int, ItemDigests]] = defaultdict(dict)
+        for chunk in (chunk for chunks in self.chunks.values() for chunk in chunks):
+            start, size = chunk.entry.start, chunk.entry.size_bytes
+            if size:
+                layouts[chunk.file][start] = ItemDigests(start, size, 0, size, ())
+        return replace(source, layouts=layouts)
+
+
+def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
+    """Local. Read the index and every header. NotFoundError: there is no safetensors file.
+
+    IncompleteCheckpointError: a file or a shard is missing. ManifestError, IntegrityError: it is none.
+    """
+    listed = _names(storage, found)
+    where = storage.uri(found.home)
+    weight_map: dict[str, str] | None = None
+    if INDEX in listed:
+        weight_map = decode_index(
+            read_limited(storage, f"{found.home}/{INDEX}"), f"{where}/{INDEX}"
+        )
+        names = sorted(set(weight_map.values()))
+    else:
+        # As transformers does: this one name, if it is there, is the whole.
+        shards = sorted(name for name in listed if name.endswith(SUFFIX))
+        names = ["model.safetensors"] if "model.safetensors" in shards else shards
+    if not names:
+        raise NotFoundError(
+            "no safetensors file there", uri=where, hint="it holds another kind of checkpoint"
+        )
+    sidecars = (
+        {f.path: f.digests for f in found.manifest.files if f.digests} if found.manifest else {}
+    )
+    source = Source(storage, found.home, sidecars, verify)
+    with Threads(min(_AT_ONCE, len(names)), "ckptfs-header") as pool:
+        headers = dict(zip(names, pool.map(lambda n: _read_header(source, n), names), strict=True))
+    return _laid_out(headers, weight_map, where)
+
+
+def read_file_layout(source: Source, name: str) -> Layout:
+    """Local. The tensors of one file by itself. Errors as for ``read_layout``."""
+    return _laid_out({name: _read_header(source, name)}, None, source.storage.uri(source.home))
+
+
+def with_aliases(layout: Layout, asked: Iterable[str]) -> Layout:
+    """The layout as the loader sees it, whose ranks ask for these keys: tied ones under the names
+    asked for. A tied group that nobody asks for keeps its own name.
+    """
+    wanted = set(asked)
+    groups: dict[str, list[str]] = defaultdict(list)
+    for alias, kept in layout.aliases.items():
+        groups[kept].append(alias)
+    chunks = dict(layout.chunks)
+    for kept, aliases in groups.items():
+        used = [alias for alias in aliases if alias in wanted]
+        for alias in used:
+            chunks[alias] = layout.chunks[kept]
+        if used and kept not in wanted:
+            del chunks[kept]
+    return Layout(chunks, {})
+
+
+def _names(storage: Storage, found: Found) -> set[str]:
+    if found.manifest is not None:
+        return {file.path for file in found.manifest.files}
+    return {entry.name for entry in storage.list(found.home) if not entry.is_dir}
+
+
+def _read_header(source: Source, name: str) -> Header:
+    where = source.storage.uri(source.key(name))
+    with open_data(source, name) as reader:
+        first = bytearray(min(_FIRST_BYTES, reader.size_bytes))
+        reader.read_into(0, memoryview(first))
+        size = header_size(first, reader.size_bytes, where)
+        raw = first[:size]
+        if size > len(first):
+            raw = bytearray(size)
+            reader.read_into(0, memoryview(raw))
+        header = decode_header(bytes(raw), reader.size_bytes, where)
+    digests = read_digests(source, name) if source.verify is Verify.READ else None
+    if digests is not None:
+        described = digests.get(0)
+        if described is None or described.length != size:
+            raise IntegrityError("its header has another size than was written", uri=where)
+        if first_bad_block(described, 0, memoryview(raw)) is not None:
+            raise IntegrityError("its header differs from what was written", uri=where)
+    return header
+
+
+def _laid_out(
+    headers: Mapping[str, Header], weight_map: Mapping[str, str] | None, where: object
+) -> Layout:
+    found: dict[str, list[_Chunk]] = defaultdict(list)
+    for name, header in headers.items():
+        offsets = _offsets(header, f"{where}/{name}")
+        for entry in header.entries:
+            if weight_map is None or weight_map.get(entry.key) == name:
+                at = offsets.get(entry.key, (0,) * len(entry.shape))
+                found[entry.key].append(_Chunk(name, at, entry))
+    lost = sorted(set(weight_map or ()) - set(found))
+    if lost:
+        raise ManifestError(
+            f"{lost[0]!r} is not in {(weight_map or {})[lost[0]]}, where the index says it is",
+            uri=str(where),
+            hint=f"{len(lost)} keys are missing",
+        )
+    for key, chunks in found.items():
+        # Uneven sharding leaves ranks without a row: they say where it would have been.
+        found[key] = [c for c in chunks if c.entry.size_bytes] or chunks[:1]
+        _check_chunks(key, found[key], where)
+    aliases = {
+        alias: kept
+        for header in headers.values()
+        for alias, kept in header.metadata.items()
+        if kept in found and alias not in found
+    }
+    return Layout({key: tuple(chunks) for key, chunks in found.items()}, aliases)
+
+
+def _check_chunks(key: str, chunks: Sequence[_Chunk], where: object) -> None:
+    """Every element is there, once. A hole would be loaded as whatever the memory held before."""
+    if len({(c.entry.dtype, len(c.entry.shape)) for c in chunks}) > 1:
+        raise ManifestError(f"the shards of {key!r} are of different tensors", uri=str(where))
+    total, there = math.prod(_size_of(chunks)), sum(math.prod(c.entry.shape) for c in chunks)
+    if len({c.offsets for c in chunks}) < len(chunks) or there > total:
+        files = ", ".join(sorted({c.file for c in chunks}))
+        raise ManifestError(
+            f"{key!r} is there more than once, in {files}",
+            uri=str(where),
+            hint="the directory holds files of two checkpoints; remove those of one",
+        )
+    if there < total:
+        raise IncompleteCheckpointError(
+            f"of {key!r} only {there} of {total} elements are there",
+            uri=str(where),
+            hint="a file of another rank is missing: copy it here",
+        )
+
+
+def _size_of(chunks: Sequence[_Chunk]) -> tuple[int, ...]:
+    ends = [tuple(o + s for o, s in zip(c.offsets, c.entry.shape, strict=True)) for c in chunks]
+    return tuple(max(dims) for dims in zip(*ends, strict=True))
+
+
+def _offsets(header: Header, where: object) -> dict[str, tuple[int, ...]]:
+    """Where the tensors of a shard that torch wrote lie in their own: key -> offsets."""
+    text = header.metadata.get(_SHARDING)
+    if text is None:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        told = json.loads(text)
+        for entry in header.entries:
+            offsets = told[entry.key]["saved_offsets"]
+            if len(offsets) != len(entry.shape) or any(
+                type(o) is not int or o < 0 for o in offsets
+            ):
+                raise ValueError(f"{entry.key!r} lies at {offsets!r}")
+            found[entry.key] = tuple(offsets)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ManifestError(f"{_SHARDING} is not torch's: {error}", uri=str(where)) from error
+    return found

@@ -1,0 +1,512 @@
+"""Staging: what a save needs of the caller's state, taken so that the caller may go on.
+
+    caller    stage(state)   plan, serialise leaves, copy tensors into a lease          -> Staged
+    thread    save_at(Staged, ...)   the ranks agree, write from the copy, commit
+
+    larger than the bound ("waves"): nothing is copied at first
+    thread    plans with the other ranks, writes items from the caller's own tensors ...
+    caller    ... blocked, until what is left to write fits the bound; copies that, and returns
+
+No rank is talked to here, so ranks may be in different modes. What fails here is kept in the Staged
+and raised by ``plan``, inside the ranks' common step: then it fails on all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptfs import _torch
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.dcp.planning.save_planner import SavePlanner, fingerprints
+from ckptfs.dcp.planning.state_dicts import LocalFacts, rename_plan, unwrap_stateful
+from ckptfs.dcp.python_gc import gc_paused
+from ckptfs.dcp.staging.buffers import HostBuffers, Lease
+from ckptfs.dcp.write.host_memory import Loan
+from ckptfs.errors import StateError
+
+__all__ = [
+    "ALIGN_BYTES",
+    "Packing",
+    "Staged",
+    "copy_into",
+    "failed",
+    "pack",
+    "packed_bytes",
+    "stage",
+]
+
+ALIGN_BYTES = 64  # a cache line, and a multiple of every dtype's size
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One copy to make. whole: it is all of that tensor; None: flat bytes that several are views of."""
+
+    source: torch.Tensor
+    offset: int
+    size_bytes: int
+    whole: Hashable = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Where a tensor begins in the memory, in bytes."""
+
+    offset: int
+    dtype: torch.dtype
+    shape: torch.Size
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Copies to make, and where each tensor is afterwards. size_bytes: memory that it takes."""
+
+    copies: tuple[_Copy, ...]
+    spots: Mapping[Hashable, _Spot]
+    size_bytes: int
+
+    @property
+    def on_device(self) -> bool:
+        """Whether anything comes from an accelerator."""
+        return any(copy.source.device.type != "cpu" for copy in self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A contiguous tensor: bytes ``begin`` to ``end`` of its storage."""
+
+    key: Hashable
+    tensor: torch.Tensor
+    begin: int
+    end: int
+
+
+def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
+    """Give every tensor a place. They may lie anywhere, overlap, be views or be empty."""
+    spans: dict[tuple[torch.device, int], list[_Span]] = defaultdict(list)
+    odd: dict[Hashable, list[tuple[Hashable, torch.Tensor]]] = defaultdict(list)
+    for key, given in tensors.items():
+        tensor = given.detach()
+        size = tensor.numel() * tensor.element_size()
+        if size and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            begin = int(tensor.storage_offset()) * tensor.element_size()
+            storage = (tensor.device, tensor.untyped_storage().data_ptr())
+            spans[storage].append(_Span(key, tensor, begin, begin + size))
+        else:
+            odd[_identity(tensor)].append((key, tensor))
+    copies: list[_Copy] = []
+    spots: dict[Hashable, _Spot] = {}
+    at = 0
+    for group in spans.values():
+        for run in _runs(group):
+            at = _place_run(run, at, copies, spots)
+    for twins in odd.values():
+        at = _place_odd(twins, at, copies, spots)
+    return Packing(tuple(copies), spots, at)
+
+
+def packed_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """No less than the size of any packing of these; counts shared memory as often as it occurs."""
+    return sum(t.numel() * t.element_size() + 2 * ALIGN_BYTES for t in tensors)
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """Equal for tensors that are the same view of the same memory."""
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _runs(spans: list[_Span]) -> list[list[_Span]]:
+    """Spans of one storage, those that touch or overlap together."""
+    if len(spans) == 1:
+        return [spans]
+    runs: list[list[_Span]] = []
+    end = -1
+    for span in sorted(spans, key=lambda s: (s.begin, s.end)):
+        if span.begin > end:
+            runs.append([])
+            end = span.end
+        runs[-1].append(span)
+        end = max(end, span.end)
+    return runs
+
+
+def _place_run(run: list[_Span], at: int, copies: list[_Copy], spots: dict[Hashable, _Spot]) -> int:
+    begin, end = run[0].begin, max(span.end for span in run)
+    # As far from a cache line as in the storage: every dtype in the run keeps its alignment.
+    at += (begin - at) % ALIGN_BYTES
+    first = run[0].tensor
+    if len(run) == 1:
+        copies.append(_Copy(first, at, end - begin, run[0].key))
+        spots[run[0].key] = _Spot(at, first.dtype, first.shape)
+        return at + end - begin
+    flat = torch.empty(0, dtype=torch.uint8, device=first.device)
+    flat.set_(first.untyped_storage(), begin, (end - begin,), (1,))
+    copies.append(_Copy(flat, at, end - begin))
+    for span in run:
+        spots[span.key] = _Spot(at + span.begin - begin, span.tensor.dtype, span.tensor.shape)
+    return at + end - begin
+
+
+def _place_odd(
+    twins: list[tuple[Hashable, torch.Tensor]],
+    at: int,
+    copies: list[_Copy],
+    spots: dict[Hashable, _Spot],
+) -> int:
+    first, tensor = twins[0]
+    size = tensor.numel() * tensor.element_size()
+    at += -at % ALIGN_BYTES
+    if size:
+        copies.append(_Copy(tensor, at, size, first))
+    for key, twin in twins:
+        spots[key] = _Spot(at, twin.dtype, twin.shape)
+    return at + size
+
+
+def copy_into(
+    memory: torch.Tensor, packing: Packing, *, is_pinned: bool
+) -> dict[Hashable, torch.Tensor]:
+    """Make the copies; the tensors in ``memory``, contiguous, good for as long as it is."""
+    devices = set()
+    with torch.no_grad():
+        tensors = {key: _tensor_at(memory, spot) for key, spot in packing.spots.items()}
+        for copy in packing.copies:
+            if copy.whole is not None:
+                target = tensors[copy.whole]
+            else:
+                target = memory[copy.offset : copy.offset + copy.size_bytes]
+            wait = is_pinned and copy.source.device.type != "cpu"
+            target.copy_(copy.source, non_blocking=wait)
+            if wait:
+                devices.add(copy.source.device)
+        for device in devices:
+            _torch.wait_for_device(device)
+    return tensors
+
+
+def _tensor_at(memory: torch.Tensor, spot: _Spot) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=spot.dtype, device="cpu")
+    if not spot.shape.numel():
+        return tensor.reshape(spot.shape)
+    begin = (memory.storage_offset() + spot.offset) // spot.dtype.itemsize
+    return tensor.set_(memory.untyped_storage(), begin, spot.shape, _contiguous(spot.shape))
+
+
+def _contiguous(shape: torch.Size) -> list[int]:
+    """The strides of a contiguous tensor; asking torch for them costs as much as a small copy."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= length
+    return strides[::-1]
+
+
+_Leaves = dict[MetadataIndex, io.BytesIO]
+_Tensors = dict[MetadataIndex, torch.Tensor]
+
+_WAKE_S = 1.0  # the longest that a Ctrl-C goes unnoticed while the caller is held
+
+
+@dataclass(slots=True)
+class _FlatState:
+    """One rank's state, flattened: its plan, and what each item of it is."""
+
+    plan: SavePlan
+    leaves: _Leaves = field(default_factory=dict)
+    tensors: _Tensors = field(default_factory=dict)
+    prints: dict[str, int] = field(default_factory=dict)
+
+
+def stage(
+    state_dict: Mapping[str, Any],
+    buffers: HostBuffers,
+    pending: PendingSave,
+    *,
+    compare_ranks: bool,
+) -> Staged:
+    """Local; the caller's thread. Copy what fits the bound; never raises but Ctrl-C and its like.
+
+    compare_ranks: whether other ranks take part, whose values are compared with these. Blocks while
+    earlier saves hold the buffers. Then submit the save, and call ``Staged.wait``.
+    """
+    try:
+        with torch.no_grad():
+            taken = _take(state_dict, compare_ranks=compare_ranks)
+            return _copied(taken, buffers, pending, compare_ranks=compare_ranks)
+    except Exception as error:  # noqa: BLE001 - raised on every rank, in the step "plan the save"
+        return failed(error, pending)
+
+
+def failed(error: BaseException, pending: PendingSave) -> Staged:
+    """What stands for a state that could not be staged: its plan raises the error."""
+    return Staged(_FlatState(SavePlan([])), pending, error=error)
+
+
+def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
+    planner = SavePlanner(compare_ranks=False)
+    planner.set_up_planner(unwrap_stateful(state_dict))
+    with gc_paused():
+        taken = _FlatState(planner.create_local_plan())
+        values = planner.state_dict
+        for item in taken.plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                data = planner.resolve_data(item)
+                assert isinstance(data, io.BytesIO)  # noqa: S101 - the type of the item says so
+                taken.leaves[item.index] = data
+            else:
+                taken.tensors[item.index] = planner.lookup_object(item.index)
+        if compare_ranks:
+            # Of objects now: the caller may change them. Of tensors later, from the copy.
+            early = [item for item in taken.plan.items if item.type is not WriteItemType.TENSOR]
+            taken.prints = fingerprints(early, lambda item: values[item.index.fqn])
+    return taken
+
+
+def _copied(
+    taken: _FlatState, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
+) -> Staged:
+    """All of it copied where it fits the bound; else live."""
+    with gc_paused():
+        packing = pack(taken.tensors)
+    leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in taken.leaves.values())
+    room = max(0, buffers.bound_bytes - leaves_bytes)
+    fits = packing.size_bytes <= room
+    # Borrowed before the save is queued, in both cases: a save that waited for buffers while its
+    # turn had come could wait for one that is queued behind it.
+    lease = buffers.lease(packing.size_bytes if fits else room, pinned=packing.on_device)
+    staged = Staged(taken, pending, lease, room, compare_ranks=compare_ranks)
+    try:
+        if fits:
+            staged.copy_all(packing)
+    except BaseException:
+        lease.release()
+        raise
+    staged.size_bytes += leaves_bytes
+    return staged
+
+
+class _Over(Exception):  # noqa: N818 - no error: all that was to be read was read
+    """The save is over."""
+
+
+class Staged:
+    """What was taken of one rank's state; a ``Share``. Closed when the save is over on this rank.
+
+    size_bytes: of copies and leaves. error: what staging raised.
+    """
+
+    def __init__(
+        self,
+        taken: _FlatState,
+        pending: PendingSave,
+        lease: Lease | None = None,
+        room_bytes: int = 0,
+        *,
+        compare_ranks: bool = False,
+        error: BaseException | None = None,
+    ) -> None:
+        self.error = error
+        self.planner = SavePlanner(compare_ranks=compare_ranks)
+        self.size_bytes = 0
+        self.complete = False
+        self._taken = taken
+        self._pending = pending
+        self._lease = lease
+        self._news = threading.Condition()
+        self._ready: dict[Any, torch.Tensor] = {}
+        self._live: _Tensors | None = dict(taken.tensors)  # None: nothing of the caller's is read
+        self._room_bytes = room_bytes
+        self._used_bytes = 0
+        self._taken_on = False
+        self._copying = False
+        self._reading: set[MetadataIndex] = set()
+        self._over: BaseException | None = None  # why nothing more may be read
+
+    # -- the caller's thread -----------------------------------------------------------------
+
+    def copy_all(self, packing: Packing) -> None:
+        """Copy every tensor now."""
+        self._copy(packing)
+        self._forget_live()
+
+    def wait(self) -> None:
+        """Return when the tensors may be changed: what is left was copied, or the save is over.
+
+        Whatever is raised here, Ctrl-C included, fails the save on all ranks.
+        """
+        try:
+            while (rest := self._next_window()) is not None:
+                self._copy(pack(rest))
+                with self._news:
+                    live = self._live or {}
+                    self._live = {k: v for k, v in live.items() if k not in rest}
+                    self._copying = False
+                    self._news.notify_all()
+            with self._news:
+                self.complete = not self._live or isinstance(self._over, _Over)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            self._forget_live()
+
+    def _next_window(self) -> _Tensors | None:
+        """Wait until what nobody reads yet fits, and hold off readers: it. None: nothing is left.
+
+        More than once where an item was looked at and put back after the others were copied.
+        """
+        with self._news:
+            # By the second: Python hears of a Ctrl-C that came just before the thread went to sleep only
+            # when it wakes, and the save that the caller waits for may hang.
+            while not self._news.wait_for(self._goes_on, timeout=_WAKE_S):
+                pass
+            if self._over is not None or not self._live:
+                return None
+            self._copying = True
+            return self._unread()
+
+    def give_up(self, why: BaseException) -> None:
+        """Nothing more may be read: the save fails, and a caller in ``wait`` returns."""
+        with self._news:
+            self._over = self._over or why
+            self._news.notify_all()
+
+    @property
+    def cut_short(self) -> BaseException | None:
+        """Why not all was staged, after ``wait``: staging failed, or the save before it was done."""
+        if self.error is not None:
+            return self.error
+        return None if self.complete else self._over
+
+    def _goes_on(self) -> bool:
+        """Whether a caller in ``wait`` has something to do, or nothing more."""
+        return self._over is not None or not self._live or self._fits()
+
+    def _fits(self) -> bool:
+        """Whether there is something that nobody reads yet, and it fits. What is read ends by itself."""
+        rest = self._unread()
+        room_bytes = self._room_bytes - self._used_bytes
+        return self._taken_on and bool(rest) and packed_bytes(rest.values()) <= room_bytes
+
+    def _unread(self) -> _Tensors:
+        return {k: v for k, v in (self._live or {}).items() if k not in self._reading}
+
+    def _copy(self, packing: Packing) -> None:
+        assert self._lease is not None  # noqa: S101 - it was made with one
+        memory = self._lease.memory[self._used_bytes :]
+        ready = copy_into(memory, packing, is_pinned=self._lease.is_pinned)
+        with self._news:
+            self._ready.update(ready)
+            self._used_bytes += packing.size_bytes + -packing.size_bytes % ALIGN_BYTES
+            self.size_bytes += packing.size_bytes
+
+    def _forget_live(self) -> None:
+        # Or the caller's tensors, perhaps replaced by now, would live as long as the save.
+        with self._news:
+            self._live = None
+            self._taken.tensors = {}
+
+    # -- the thread that saves ----------------------------------------------------------------
+
+    def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
+        """As ``Share.plan``. Raises what staging raised."""
+        if self.error is not None:
+            raise _told(self.error)
+        plan = self._taken.plan
+        if self.planner.compare_ranks:
+            late = [item for item in plan.items if item.type is WriteItemType.TENSOR]
+            prints = self._taken.prints | fingerprints(late, lambda item: self._tensor(item.index))
+            facts = plan.planner_data
+            mappings = facts.mappings if isinstance(facts, LocalFacts) else {}
+            plan = replace(plan, planner_data=LocalFacts(mappings, prints))
+        return rename_plan(plan, per_rank, rank)
+
+    def take_on(self, items: Sequence[WriteItem]) -> None:
+        """As ``Share.take_on``: the rest is nobody's any more."""
+        with self._news:
+            if self._live is not None:
+                mine = {item.index for item in items}
+                self._live = {k: v for k, v in self._live.items() if k in mine}
+            self._taken_on = True
+            self._news.notify_all()
+
+    def resolve(self, item: WriteItem) -> Loan:
+        """As ``Share.resolve``. A copy that stays, or the caller's own tensor until it is written."""
+        index = item.index
+        size = 0 if item.tensor_data is None else item.tensor_storage_size() or 0
+        if item.type is WriteItemType.BYTE_IO:
+            return Loan(self._taken.leaves[index], done=partial(self._wrote, index, size))
+        with self._news:
+            self._news.wait_for(lambda: self._over or not self._copying)
+            if self._over is not None:
+                raise StateError("the save was given up") from self._over
+            ready = self._ready.get(index)
+            if ready is None:
+                self._reading.add(index)
+                self._news.notify_all()  # what is left may fit now
+        # From here until ``done`` the caller does not return.
+        done = partial(self._wrote, index, size)
+        if ready is not None:
+            return Loan(ready, done=done)
+        back = partial(self._let_go, index, written=False)
+        return Loan(self._tensor(index), stays=False, done=done, back=back)
+
+    def _tensor(self, index: MetadataIndex) -> torch.Tensor:
+        with self._news:
+            ready = self._ready.get(index)
+            if ready is None and self._live is not None:
+                ready = self._live.get(index)
+        if ready is None:
+            raise StateError(f"{index.fqn!r} was not staged")
+        return ready
+
+    def _wrote(self, index: MetadataIndex, size_bytes: int) -> None:
+        self._let_go(index, written=True)
+        self._pending.wrote(size_bytes)
+
+    def _let_go(self, index: MetadataIndex, *, written: bool) -> None:
+        """Nobody reads the caller's tensor any more; not written: it will be resolved again."""
+        with self._news:
+            if index not in self._reading:
+                return
+            if self._over is not None:
+                # The caller may have changed it while it was read.
+                raise StateError("the save was given up") from self._over
+            self._reading.discard(index)
+            if written and self._live is not None:
+                self._live.pop(index, None)
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """The save is over on this rank, nobody reads anything any more. Harmless twice."""
+        self.give_up(_Over())
+        with self._news:
+            self._ready = {}
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+
+
+def _told(error: BaseException) -> Exception:
+    """Ctrl-C on one rank is a failure for the others; there it must not end a thread."""
+    if isinstance(error, Exception):
+        return error
+    return StateError(f"staging was interrupted by {type(error).__name__}")

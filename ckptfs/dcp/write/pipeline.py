@@ -1,0 +1,709 @@
+"""A save as a handful of functions, each local or one collective step.
+
+    plan_save (step)  ->  check_space (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
+
+All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
+rank sends its plan as columns, or a hash where the coordinator knows it from the save before. Downwards
+each gets a bitmap of which of its items it writes (DCP's deduplication gives every replicated item to
+one rank); ranks keep their own plans, so no plan is sent back. What a rank wrote returns as three
+numbers per item.
+
+What a rank sends, and what the coordinator makes of it:
+
+    rank         PlanMessage.of(plan, memory)     -> .whole, or .short where the coordinator knows the rest
+    coordinator  decide(received, memory, ...)    -> Described, or None: send it whole
+
+A message is a version, a hash of the plan's structure, fingerprints of values, and the structure
+itself. Whoever keeps a ``PlanMemory`` from save to save sends the structure once: the hash stands for
+it, and covers dtypes, shapes, pieces, keys and what ``per_rank`` made of them. A coordinator that does
+not know a hash asks for all plans whole, so a memory that is lost costs a step and nothing else. The
+decision is kept as well, for the same plans of all ranks in the same domains. Values are compared in
+every save.
+
+``check_space`` compares planned bytes and inodes with what is free, per domain, before a byte is written.
+
+``ckptfs.save`` puts these between ``Attempt.begin`` and ``Attempt.commit``; torch's own
+``dcp.save`` drives the same parts through ``ckptfs.dcp.torch_hooks.storage_writer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import logging
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from ckptfs.commit.delete.shared_data import stock_path
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.save.spec import SmallFile, WrittenPart
+from ckptfs.commit.session import Seat
+from ckptfs.control.control import Control
+from ckptfs.control.messages import apart
+from ckptfs.dcp.metadata.metadata_writer import (
+    PLACED,
+    Described,
+    describe,
+    encode_metadata,
+    is_known_layout,
+    placed_in,
+)
+from ckptfs.dcp.metadata.metadata_writer import places_for as places_in
+from ckptfs.dcp.planning.columns import (
+    SHARD,
+    Columns,
+    Interned,
+    Ints,
+    Names,
+    Prints,
+    decode_prints,
+    decode_structure,
+    prints_of,
+    structure_of,
+)
+from ckptfs.dcp.planning.global_plan import Place, Table, places_for, table_of, world_of
+from ckptfs.dcp.planning.save_planner import (
+    LiveShare,
+    SavePlanner,
+    Share,
+    refuse_divergence,
+    shard_fingerprint,
+)
+from ckptfs.dcp.planning.state_dicts import original_item
+from ckptfs.dcp.python_gc import gc_paused
+from ckptfs.dcp.write.host_memory import Loan, Resolve
+from ckptfs.dcp.write.rank_files import (
+    Placed,
+    WriteEngine,
+    Written,
+    auto_engine,
+    files_for,
+    sidecar_name,
+    write_files,
+)
+from ckptfs.errors import IncompleteCheckpointError, IntegrityError, NoSpaceError, StateError
+from ckptfs.progress import SILENT, Meter
+from ckptfs.storage.base import Space, Storage
+from ckptfs.uri import Uri
+
+__all__ = [
+    "Decision",
+    "PlanMemory",
+    "PlanMessage",
+    "PlannedSave",
+    "PlannedSpace",
+    "check_space",
+    "decide",
+    "decode_placed",
+    "encode_placed",
+    "finish_save",
+    "item_bytes",
+    "metadata_files",
+    "plan_save",
+    "storage_data_of",
+    "write",
+    "written_part",
+    "written_places",
+]
+
+_VERSION = 1
+_HEAD = struct.Struct("<BB16sI")  # version, whether it is whole, hash, bytes of prints
+
+_Key = tuple[tuple[bytes, ...], tuple[bool, ...], tuple[tuple[int, ...], ...], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """What was decided over which plans. structures: of all ranks, by their hashes."""
+
+    key: _Key
+    structures: Mapping[bytes, Columns]
+    described: Described
+
+
+@dataclass(slots=True)
+class PlanMemory:
+    """What is known of the last planned save, from one save of this process to the next.
+
+    agreed: hash of the structure that the coordinator has from this rank. decision: the last one, on
+    the coordinator. Saves may use it at once: each field changes as a whole, and a hash that is not
+    known any more costs a step.
+    """
+
+    agreed: bytes | None = None
+    decision: Decision | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanMessage:
+    """One rank's plan in bytes. digest: the hash of its structure."""
+
+    digest: bytes
+    prints: bytes
+    structure: bytes
+
+    @classmethod
+    def of(cls, plan: SavePlan) -> PlanMessage:
+        """StateError for items that ``SavePlanner`` does not make."""
+        structure = structure_of(plan)
+        return cls(xxhash.xxh3_128_digest(structure), prints_of(plan), structure)
+
+    @property
+    def whole(self) -> bytes:
+        """All of it."""
+        head = _HEAD.pack(_VERSION, 1, self.digest, len(self.prints))
+        return head + self.prints + self.structure
+
+    @property
+    def short(self) -> bytes:
+        """The hash in place of the structure."""
+        return _HEAD.pack(_VERSION, 0, self.digest, len(self.prints)) + self.prints
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedPlan:
+    """A rank's message, taken apart. columns: None where the hash says nothing here."""
+
+    digest: bytes
+    raw: bytes
+    prints: Prints
+    columns: Columns | None
+
+
+def decide(
+    received: Sequence[bytes],
+    memory: PlanMemory,
+    *,
+    domains: Sequence[Sequence[int]] = (),
+    to_lowest_rank: bool = False,
+) -> Described | None:
+    """Coordinator only. What all ranks agreed on; None where some plans have to be said whole.
+
+    StateError where values differ between ranks, where the plans do not make one checkpoint, and for
+    bytes that this version cannot read.
+    """
+    interned = Interned()
+    last = memory.decision
+    structures = dict(last.structures) if last else {}
+    plans = [_read(rank, data, structures, interned) for rank, data in enumerate(received)]
+    columns = [plan.columns for plan in plans if plan.columns is not None]
+    if len(columns) < len(plans):
+        return None
+    compared = tuple(plan.prints.compared for plan in plans)
+    places = tuple(tuple(ranks) for ranks in domains)
+    key = (tuple(plan.digest for plan in plans), compared, places, to_lowest_rank)
+    if last is not None and last.key == key:
+        described = last.described
+        _compare_values(described.world.table, plans, columns)
+    else:
+        table = table_of(columns)
+        if not _shards_agree(table, np.array(compared)):
+            _tell_divergence(plans, columns)
+        _compare_values(table, plans, columns)
+        world = world_of(table, domains=domains, to_lowest_rank=to_lowest_rank)
+        described = Described(world)
+    mine = {plan.digest: found for plan, found in zip(plans, columns, strict=True)}
+    memory.decision = Decision(key, mine, described)
+    return described
+
+
+def _read(
+    rank: int, data: bytes, structures: dict[bytes, Columns], interned: Interned
+) -> _ReceivedPlan:
+    if not data or data[0] != _VERSION:
+        raise StateError(
+            f"rank {rank} sent a save plan of version {data[0] if data else 'none'}, "
+            f"and version {_VERSION} is read here",
+            rank=rank,
+            hint="run the same version of ckptfs on all ranks",
+        )
+    try:
+        if len(data) < _HEAD.size:
+            raise ValueError("it ends too early")
+        _, is_whole, digest, length = _HEAD.unpack_from(data)
+        end = _HEAD.size + length
+        raw, rest = data[_HEAD.size : end], data[end:]
+        if len(raw) != length or is_whole > 1 or (rest and not is_whole):
+            raise ValueError("its parts do not fit together")
+        if is_whole and digest != xxhash.xxh3_128_digest(rest):
+            raise ValueError("its hash is another's")
+        if is_whole and digest not in structures:
+            structures[digest] = decode_structure(rest, interned)
+        columns = structures.get(digest)
+        prints = interned.get(raw, decode_prints)
+        if columns and len(prints.keys) and prints.keys[-1] >= len(columns.names.keys):
+            raise ValueError("a fingerprint of no key")
+    except ValueError as error:
+        raise StateError(
+            f"the save plan of rank {rank} cannot be read: {error}",
+            rank=rank,
+            hint="run the same version of ckptfs on all ranks",
+        ) from error
+    return _ReceivedPlan(digest, raw, prints, columns)
+
+
+# -- whether ranks have the same values -----------------------------------------------------------
+
+
+def _shards_agree(table: Table, compared: Ints) -> bool:
+    """Whether each key is sharded on all compared ranks, with one dtype and size, or on none."""
+    kinds: dict[object, int] = {}
+    properties = zip(table.properties, table.sizes, strict=True)
+    number = [kinds.setdefault((p.dtype, size), len(kinds)) for p, size in properties]
+    rows = np.flatnonzero(compared[table.ranks])
+    keys = table.keys[rows]
+    told = np.where(table.kinds[rows] == SHARD, np.array([*number, -1])[table.shapes[rows]], -1)
+    first = np.zeros(len(table.names), np.int64)
+    first[keys] = told
+    return bool(np.array_equal(first[keys], told))
+
+
+def _compare_values(
+    table: Table, plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]
+) -> None:
+    """StateError where two ranks have other fingerprints of one key."""
+    seen: set[tuple[Names, bytes]] = set()
+    values = np.zeros(len(table.names), np.uint64)
+    known = np.zeros(len(table.names), np.bool_)
+    for plan, mine in zip(plans, columns, strict=True):
+        if not len(plan.prints.keys) or (mine.names, plan.raw) in seen:
+            continue
+        seen.add((mine.names, plan.raw))
+        keys = table.numbers[mine.names][plan.prints.keys]
+        if np.any(known[keys] & (values[keys] != plan.prints.values)):
+            _tell_divergence(plans, columns)
+        values[keys] = plan.prints.values
+        known[keys] = True
+
+
+def _tell_divergence(plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]) -> None:
+    """StateError with keys and ranks, where any differ indeed."""
+    refuse_divergence(
+        [_prints_by_key(plan.prints, mine) for plan, mine in zip(plans, columns, strict=True)]
+    )
+
+
+def _prints_by_key(prints: Prints, columns: Columns) -> dict[str, int]:
+    names, rows, shapes = columns.names.keys, columns.rows, columns.shapes
+    found = {
+        names[key]: value
+        for key, value in zip(prints.keys.tolist(), prints.values.tolist(), strict=True)
+    }
+    if not prints.compared:
+        return found
+    keys, firsts = np.unique(rows.keys, return_index=True)
+    for key, row in zip(keys.tolist(), firsts.tolist(), strict=True):
+        if rows.kinds[row] == SHARD:
+            shape = columns.shape_of[rows.places[row]]
+            dtype, size = shapes.properties[shape].dtype, shapes.sizes[shape]
+            found[names[key]] = shard_fingerprint(dtype, size)
+    return found
+
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSave:
+    """A save that all ranks agreed on.
+
+    items: what this rank writes, in order. size_bytes: of their tensors. share: has their data.
+    described: on the coordinator, what all ranks write and what the metadata says of it.
+    """
+
+    rank: int
+    items: tuple[WriteItem, ...]
+    share: Share
+    plan_s: float
+    size_bytes: int
+    described: Described | None = None
+
+    @property
+    def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
+        """The items of every rank, as objects; on the coordinator."""
+        return () if self.described is None else self.described.world.indexes()
+
+    def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
+        """The data of one of ``items``. Any thread."""
+        return self.share.resolve(original_item(item, self.rank))
+
+    def counted(self, meter: Meter) -> Resolve:
+        """``resolve``, with each item counted when the writer is done with it."""
+        if meter is SILENT:
+            return self.resolve
+
+        def resolve(item: WriteItem) -> Loan:
+            data = self.resolve(item)
+            loan = data if isinstance(data, Loan) else Loan(data)
+
+            def done() -> None:
+                loan.done()
+                meter.advance(item_bytes(item))
+
+            return dataclasses.replace(loan, done=done)
+
+        return resolve
+
+
+def plan_save(
+    state_dict: Mapping[str, Any] | Share,
+    control: Control,
+    *,
+    per_rank: Sequence[str] = (),
+    planner: SavePlanner | None = None,
+    domains: Sequence[Sequence[int]] = (),
+    memory: PlanMemory | None = None,
+) -> PlannedSave:
+    """Collective. Who writes what, with every check that needs no file. Nothing is written.
+
+    state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
+    level; or what was staged of one. per_rank: fnmatch patterns of flattened keys that every rank
+    keeps for itself. domains: the ranks of each domain; where there are several, each gets its copy
+    of replicated items. memory: of this process's last save, or None; it is brought up to date. On every rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
+    """
+    started = time.perf_counter()
+    share: Share
+    if isinstance(state_dict, Mapping):
+        share = LiveShare(state_dict, planner or SavePlanner(compare_ranks=control.size > 1))
+    else:
+        share = state_dict
+    memory = PlanMemory() if memory is None else memory
+    held: list[tuple[SavePlan, PlanMessage]] = []
+    known: list[Described] = []
+
+    def local() -> bytes:
+        plan = share.plan(control.rank, per_rank)  # the state dict's owner may be asked for it
+        with gc_paused():
+            message = PlanMessage.of(plan)
+        held.append((plan, message))
+        return message.short if message.digest == memory.agreed else message.whole
+
+    def decide_all(received: list[bytes]) -> tuple[bool, bytes]:
+        lowest = share.planner.dedup_save_to_lowest_rank
+        with gc_paused():
+            described = decide(received, memory, domains=domains, to_lowest_rank=lowest)
+        if described is None:
+            return apart(False)  # noqa: FBT003 - not decided
+        known.append(described)
+        return apart(True, [described.world.bitmap(rank) for rank in range(len(received))])  # noqa: FBT003
+
+    decided, bitmap = control.step("plan the save", local, decide_all)
+    plan, message = held[0]
+    if not decided:
+        # The coordinator has forgotten what some hash stands for.
+        _, bitmap = control.step("plan the save", lambda: message.whole, decide_all)
+    memory.agreed = message.digest
+    keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(plan.items))
+    items = tuple(itertools.compress(plan.items, keep.tolist()))
+    # Only what per_rank matched has another name than the planner knows.
+    known_as = [original_item(item, control.rank) for item in items] if per_rank else items
+    share.take_on(known_as)
+    return PlannedSave(
+        rank=control.rank,
+        items=items,
+        share=share,
+        plan_s=time.perf_counter() - started,
+        size_bytes=sum(map(item_bytes, items)),
+        described=known[0] if known else None,
+    )
+
+
+def write(
+    planned: PlannedSave,
+    storage: Storage,
+    prefix: str,
+    save_id: str,
+    *,
+    domain: str | None = None,
+    threads: int | None = None,
+    engine: WriteEngine = auto_engine,
+    meter: Meter = SILENT,
+    sync_names: bool = True,
+) -> WrittenPart:
+    """Local. Write this rank's items below ``prefix``; durable on return, names too.
+
+    prefix: ``Attempt.prefix``. domain: the id of the domain that holds the files. meter: counts the bytes of
+    items that are written. sync_names: not where this process prepares the domain, which syncs the same
+    directory. Errors are the storage's; of several threads all are reported.
+    """
+    written = write_files(
+        storage,
+        prefix,
+        planned.rank,
+        planned.items,
+        planned.counted(meter),
+        engine=engine,
+        threads=threads,
+        sync_names=sync_names,
+    )
+    part = written_part(written, save_id, domain)
+    counters = dataclasses.replace(part.counters, plan_s=planned.plan_s)
+    return dataclasses.replace(part, counters=counters)
+
+
+def written_part(
+    written: Written, save_id: str, domain: str | None, origin: str | None = None
+) -> WrittenPart:
+    """What a rank tells the coordinator: its files for the manifest, its items for .metadata.
+
+    origin: ``save_id`` where later saves may use these files too.
+    """
+    files = []
+    for name, size, (sidecar_size, digest) in zip(
+        written.names, written.sizes_bytes, written.sidecars, strict=True
+    ):
+        path = f"{save_id}/{name}"
+        sidecar = sidecar_name(path)
+        files.append(FileRecord(path, size, domain, sidecar, origin=origin))
+        files.append(FileRecord(sidecar, sidecar_size, domain, digest=digest, origin=origin))
+    return WrittenPart(tuple(files), written.counters, encode_placed(written.placed))
+
+
+def finish_save(
+    planned: PlannedSave,
+    parts: Sequence[WrittenPart],
+    *,
+    save_id: str,
+    checkpoint_id: str,
+    domains: Mapping[str, Sequence[int]] | None = None,
+    root: Uri | None = None,
+) -> dict[str, SmallFile]:
+    """Coordinator only. The extra files of the commit: ``.metadata``. Pure.
+
+    checkpoint_id: the step's URI, bare. domains: id -> ranks; where there are several, each gets a
+    ``.metadata`` of its own that points to its own copies. root: of the run, for the paths of shared
+    files. IncompleteCheckpointError when what was written is not
+    what was planned: such a save must not be committed.
+    """
+    described = planned.described
+    if described is None:
+        raise RuntimeError("finish_save belongs to the coordinator")
+    if not is_known_layout():  # a torch whose metadata has fields that ours lacks
+        return metadata_files(
+            described.world.metadata(),
+            written_places(planned.indexes, parts, root),
+            domains or {},
+            checkpoint_id=checkpoint_id,
+            save_id=save_id,
+        )
+    with gc_paused():
+        placed = placed_in(described.world, parts, root)
+        meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
+
+        def encoded(ranks: Sequence[int]) -> bytes:
+            return described.encode(places_in(described.world, placed, ranks), meta)
+
+        return _per_domain(encoded, domains or {})
+
+
+def metadata_files(
+    metadata: Metadata,
+    written: Sequence[Mapping[MetadataIndex, Place]],
+    domains: Mapping[str, Sequence[int]],
+    *,
+    checkpoint_id: str,
+    save_id: str,
+) -> dict[str, SmallFile]:
+    """``.metadata``, one for all, or one for each of several domains. Coordinator only."""
+
+    def encoded(ranks: Sequence[int]) -> bytes:
+        places = places_for(ranks, written)
+        described = describe(metadata, places, checkpoint_id=checkpoint_id, save_id=save_id)
+        return encode_metadata(described)
+
+    return _per_domain(encoded, domains)
+
+
+def _per_domain(
+    encoded: Callable[[Sequence[int]], bytes], domains: Mapping[str, Sequence[int]]
+) -> dict[str, SmallFile]:
+    """One for all, or one for each of several domains' ranks."""
+    if len(domains) < 2:  # noqa: PLR2004
+        return {METADATA: encoded(())}
+    return {METADATA: {domain: encoded(ranks) for domain, ranks in domains.items()}}
+
+
+def storage_data_of(
+    indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
+) -> dict[MetadataIndex, Place]:
+    """Item -> (path, offset, length); IncompleteCheckpointError unless planned == written."""
+    return places_for((), written_places(indexes, parts))
+
+
+def written_places(
+    indexes: Sequence[Sequence[MetadataIndex]],
+    parts: Sequence[WrittenPart],
+    root: Uri | None = None,
+) -> list[dict[MetadataIndex, Place]]:
+    """Per rank: item -> place. IncompleteCheckpointError unless planned == written."""
+    if len(indexes) != len(parts):
+        raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, {len(parts)} wrote")
+    everything = []
+    for rank, (planned, part) in enumerate(zip(indexes, parts, strict=True)):
+        places: dict[MetadataIndex, Place] = {}
+        data_files = [record for record in part.files if record.digests is not None]
+        paths = [f.path if root is None else stock_path(f, root) for f in data_files]
+        placed = decode_placed(part.payload)
+        if len(placed) != len(planned):
+            raise IncompleteCheckpointError(
+                f"rank {rank} planned {len(planned)} items and wrote {len(placed)}",
+                rank=rank,
+                hint="nothing was committed; this is a bug of the write engine",
+            )
+        for index, (number, offset, length) in zip(planned, placed, strict=True):
+            if number >= len(data_files) or offset + length > data_files[number].size_bytes:
+                raise IntegrityError(
+                    f"rank {rank} says that {index.fqn!r} lies outside its files", rank=rank
+                )
+            places[index] = (paths[number], offset, length)
+        everything.append(places)
+    return everything
+
+
+def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
+    """File number, offset and length of every item, in the order of the rank's plan.
+
+    placed: for each data file of the rank's part its items.
+    """
+    flat = [
+        (place.position, (number, place.offset, place.length))
+        for number, places in enumerate(placed)
+        for place in places
+    ]
+    flat.sort()
+    return np.array([told for _, told in flat], PLACED).tobytes()
+
+
+def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
+    """What ``encode_placed`` wrote."""
+    told: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
+    return told
+
+
+def item_bytes(item: WriteItem) -> int:
+    """Bytes of its tensor; 0 of an object, which is as large as its pickle turns out."""
+    if item.tensor_data is None:
+        return 0
+    size = item.tensor_data.properties.dtype.itemsize
+    for length in item.tensor_data.chunk.sizes:
+        size *= length
+    return size
+
+
+logger = logging.getLogger("ckptfs.dcp")
+
+_SMALL_FILES = 8  # record, manifests, metadata, log entry and their directories
+
+
+@dataclass(frozen=True, slots=True)
+class _Need:
+    domain: str
+    size_bytes: int
+    files: int
+    space: Space | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSpace:
+    """What a save writes in the domain of this rank, and what was free there before it began.
+
+    warnings: a sentence for each domain that was too small. free_bytes: None where it is not known.
+    """
+
+    warnings: tuple[str, ...]
+    planned_bytes: int
+    free_bytes: int | None
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """A NoSpaceError that passes says how much is missing."""
+        try:
+            yield
+        except NoSpaceError as error:
+            error.message = f"{error.message}: {self._missing()}"
+            raise
+
+    def _missing(self) -> str:
+        text = f"{_megabytes(self.planned_bytes)} to write"
+        if self.free_bytes is None:
+            return text
+        text += f", {_megabytes(self.free_bytes)} were free"
+        missing = self.planned_bytes - self.free_bytes
+        return f"{_megabytes(missing)} missing ({text})" if missing > 0 else text
+
+
+def check_space(
+    seat: Seat, planned: PlannedSave, threads: int | None, *, required: bool
+) -> PlannedSpace:
+    """Collective. What is to be written and what is free, or NoSpaceError on all ranks.
+
+    Advice, not a reservation: others write to the disk too, and quotas need not show.
+    """
+    placement = seat.placement
+
+    def local() -> _Need:
+        at_once = files_for(seat.storage, "", planned.items, threads)
+        files = 2 * min(at_once, len(planned.items))
+        space = seat.storage.space() if placement.is_owner else None
+        return _Need(placement.mine.id, planned.size_bytes, files, space)
+
+    def decide(needs: Sequence[_Need]) -> tuple[tuple[str, ...], tuple[int, int | None]]:
+        short = tuple(text for text in _shortages(needs) if text)
+        if short and required:
+            raise NoSpaceError(
+                "; ".join(short),
+                uri=seat.storage.root,
+                hint="nothing was written; free space, or pass require_space=False to try",
+            )
+        rooms = _rooms(needs)
+        return apart(short, [rooms[need.domain] for need in needs])
+
+    warnings, (planned_bytes, free_bytes) = seat.control.step("space", local, decide)
+    if placement.is_owner:
+        for text in warnings:
+            logger.warning("%s: %s", seat.storage.root, text)
+    return PlannedSpace(warnings, planned_bytes, free_bytes)
+
+
+def _rooms(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
+    """For each domain the planned bytes of its ranks and what is free. Pure."""
+    rooms: dict[str, tuple[int, int | None]] = {}
+    for need in needs:
+        planned, free = rooms.get(need.domain, (0, None))
+        here = None if need.space is None else need.space.free_bytes
+        rooms[need.domain] = (planned + need.size_bytes, free if here is None else here)
+    return rooms
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def _shortages(needs: Sequence[_Need]) -> list[str]:
+    """What each domain lacks, as a sentence. Pure."""
+    lacking = []
+    for domain in dict.fromkeys(need.domain for need in needs):
+        here = [need for need in needs if need.domain == domain]
+        space = next((need.space for need in here if need.space is not None), None)
+        if space is None:
+            continue
+        size = sum(need.size_bytes for need in here)
+        files = sum(need.files for need in here) + _SMALL_FILES
+        if space.free_bytes is not None and size > space.free_bytes:
+            lacking.append(f"domain {domain}: {size} bytes planned, {space.free_bytes} free")
+        if space.free_inodes is not None and files > space.free_inodes:
+            lacking.append(
+                f"domain {domain}: {files} files planned, {space.free_inodes} inodes free"
+            )
+    return lacking

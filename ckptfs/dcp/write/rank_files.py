@@ -1,0 +1,481 @@
+"""The data files of a rank: which items each holds, the engines that write one, the threads that write all.
+
+    <save_id>/__{rank}_{n}.distcp     blobs, one after another: exactly what torch.save wrote of a
+                                      tensor, or the bytes that the planner made of an object
+    <save_id>/__{rank}_{n}.xxh3       block digests of the file beside it (commit/digests.py)
+
+One file per writer thread, by default as many as the storage gains by (one, but in memory), no file for a
+rank that has nothing to save.
+``write_files`` plans the files, runs one engine call per file and counts. The errors of all threads count: the
+first stops the others, every one is reported. An *engine* writes one file:
+
+    layout known, storage takes windows     parallel_windows   several threads, direct or buffered
+    anything else                           stream             one stream in order, one pump thread
+
+Both write the same bytes: what torch writes around a tensor comes from ``file_layout.frame``, and in between lies
+the tensor's memory, so nothing is copied to be framed and no CRC is computed. What has no frame,
+torch.save writes into the stream itself. Where items begin, ``digests.padding_before`` tells both.
+
+``engine_for`` is the caller's word. By default the storage says: windows past the page cache on a disk
+that takes them, through it on other mounts, a stream to object stores, memory and HDFS.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from ckptfs import _torch
+from ckptfs.commit.digests import (
+    ALIGNMENT_BYTES,
+    FileDigests,
+    ItemDigests,
+    encode_digests,
+    padding_before,
+)
+from ckptfs.commit.manifest import digest_of
+from ckptfs.dcp.write.file_layout import ItemLayout, framed, lay_out
+from ckptfs.dcp.write.host_memory import Loan, Resolve, host_tensor, memory_of
+from ckptfs.dcp.write.parallel_windows import Cancelled, DiffersError, Windows, run_all
+from ckptfs.dcp.write.stream import FileStream, save_blob
+from ckptfs.errors import ArgumentChoice, StateError, StorageError
+from ckptfs.events import Counters
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.io import DataWriter, Engine, ParallelWriter
+from ckptfs.storage.threads import Pump
+
+__all__ = [
+    "DATA_SUFFIX",
+    "SIDECAR_SUFFIX",
+    "Cancelled",
+    "FileTask",
+    "FileWritten",
+    "Placed",
+    "WriteEngine",
+    "WriteEngineName",
+    "Written",
+    "auto_engine",
+    "data_name",
+    "engine_for",
+    "files_for",
+    "sidecar_name",
+    "split_items",
+    "stream_engine",
+    "write_files",
+]
+
+_log = logging.getLogger("ckptfs.dcp")
+
+DATA_SUFFIX = ".distcp"
+SIDECAR_SUFFIX = ".xxh3"
+
+
+def data_name(rank: int, number: int) -> str:
+    """The name of a rank's ``number``-th data file, as stock DCP names it."""
+    return f"__{rank}_{number}{DATA_SUFFIX}"
+
+
+def sidecar_name(data: str) -> str:
+    """The name (or path) of the sidecar of a data file."""
+    return data.removesuffix(DATA_SUFFIX) + SIDECAR_SUFFIX
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where the item at ``position`` of the rank's plan lies in its file, in bytes."""
+
+    position: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """One file to write: its key and the items, each with its position in the rank's plan.
+
+    at_once: files that this rank writes at the same time, which share its threads. beside: writes what lies
+    beside the file. An engine may call it when all bytes of the file are handed over; else its caller does.
+    """
+
+    key: str
+    items: Sequence[tuple[int, WriteItem]]
+    at_once: int = 1
+    beside: Callable[[FileDigests], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileWritten:
+    """One file that is complete and durable (its name is, after a sync of the directory).
+
+    direct_bytes: of them, those that went past the page cache. engine: how it was written.
+    """
+
+    size_bytes: int
+    payload_bytes: int
+    placed: tuple[Placed, ...]
+    digests: FileDigests
+    stage_s: float
+    write_s: float
+    engine: Engine = Engine.STREAMED
+    direct_bytes: int = 0
+
+
+class WriteEngine(Protocol):
+    """Writes one file; called from several threads at once, each with its own task.
+
+    It asks ``resolve`` for a tensor when it writes it, not before, for objects as soon as it likes
+    (their sizes are part of the file's), and calls ``cancelled.raise_if_set()`` between items. On any exception nothing of the file is left.
+    """
+
+    def __call__(
+        self, storage: Storage, task: FileTask, resolve: Resolve, cancelled: Cancelled
+    ) -> FileWritten:
+        """Write the file of ``task``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What one rank wrote. ``names`` of data files; ``placed[n]`` are the items of the n-th, and
+    ``digests[n]`` theirs, in the same order. sidecars: size and digest of each data file's sidecar.
+    """
+
+    names: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    sidecars: tuple[tuple[int, str], ...]
+    placed: tuple[tuple[Placed, ...], ...]
+    counters: Counters
+    digests: tuple[FileDigests, ...] = ()
+
+
+_Done = tuple[FileWritten, tuple[int, str], float]  # of one file; size and digest of its sidecar
+
+
+def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, WriteItem]]]:
+    """Share items among at most ``files`` files of about equal size.
+
+    In each file objects come first and tensors then, both in the order of the plan: stock's order.
+    """
+    numbered = sorted(enumerate(items), key=lambda pair: _order(*pair))
+    if files <= 1 or len(items) <= 1:
+        return [numbered] if numbered else []
+    buckets: list[list[tuple[int, WriteItem]]] = [[] for _ in range(min(files, len(items)))]
+    loads = [0] * len(buckets)
+    for position, item in sorted(numbered, key=lambda pair: -_weight_bytes(pair[1])):
+        lightest = loads.index(min(loads))
+        buckets[lightest].append((position, item))
+        loads[lightest] += _weight_bytes(item)
+    return [sorted(bucket, key=lambda pair: _order(*pair)) for bucket in buckets]
+
+
+def files_for(
+    storage: Storage, prefix: str, items: Sequence[WriteItem], threads: int | None
+) -> int:
+    """How many files a rank writes at once: what was asked for, else what pays there."""
+    if threads is not None:
+        return threads
+    return storage.files_at_once(prefix.rstrip("/"), sum(map(_weight_bytes, items)))
+
+
+def write_files(
+    storage: Storage,
+    prefix: str,
+    rank: int,
+    items: Sequence[WriteItem],
+    resolve: Resolve,
+    *,
+    engine: WriteEngine,
+    threads: int | None = None,
+    buckets: Sequence[Sequence[tuple[int, WriteItem]]] | None = None,
+    first: int = 0,
+    sync_names: bool = True,
+) -> Written:
+    """Write a rank's items into data files and sidecars under ``prefix`` (ends with "/").
+
+    threads: files written at once; None: as many as pay here. buckets: which items (with their
+    positions) make a file, instead of one file for each thread. first: the number of the first file.
+    On return all of it is durable, names too; without sync_names the caller syncs the directory. After an
+    error or a crash there may be whole files of an attempt that will never be committed; none is partial.
+    Errors are the storage's.
+    """
+    threads = files_for(storage, prefix, items, threads)
+    buckets = split_items(items, threads) if buckets is None else buckets
+    names = [data_name(rank, first + number) for number in range(len(buckets))]
+    at_once = max(1, min(threads, len(names)))
+    tasks = [
+        FileTask(prefix + name, bucket, at_once)
+        for name, bucket in zip(names, buckets, strict=True)
+    ]
+    cancelled = Cancelled()
+
+    def job(task: FileTask) -> _Done:
+        sidecars: list[tuple[int, str]] = []
+
+        def beside(digests: FileDigests) -> None:
+            sidecar = encode_digests(digests)
+            with storage.open_write(sidecar_name(task.key), size_hint_bytes=len(sidecar)) as out:
+                out.write(sidecar)
+            sidecars.append((len(sidecar), digest_of(sidecar)))
+
+        written = engine(storage, replace(task, beside=beside), resolve, cancelled)
+        started = time.perf_counter()
+        if not sidecars:
+            beside(written.digests)
+        return written, sidecars[0], time.perf_counter() - started
+
+    done = run_all([functools.partial(job, task) for task in tasks], cancelled, threads)
+    started = time.perf_counter()
+    if done and sync_names:
+        storage.sync(prefix.rstrip("/"))
+    sync_s = time.perf_counter() - started
+    return Written(
+        names=tuple(names),
+        sizes_bytes=tuple(written.size_bytes for written, _, _ in done),
+        sidecars=tuple(sidecar for _, sidecar, _ in done),
+        placed=tuple(written.placed for written, _, _ in done),
+        counters=Counters(
+            size_bytes=sum(written.size_bytes + size for written, (size, _), _ in done),
+            payload_bytes=sum(written.payload_bytes for written, _, _ in done),
+            files=2 * len(done),
+            items=sum(len(written.placed) for written, _, _ in done),
+            direct_bytes=sum(written.direct_bytes for written, _, _ in done),
+            stage_s=max((written.stage_s for written, _, _ in done), default=0.0),
+            write_s=max((written.write_s + extra for written, _, extra in done), default=0.0),
+            sync_s=sync_s,
+        ),
+        digests=tuple(written.digests for written, _, _ in done),
+    )
+
+
+def _order(position: int, item: WriteItem) -> tuple[bool, int]:
+    return item.type is not WriteItemType.BYTE_IO, position
+
+
+def _weight_bytes(item: WriteItem) -> int:
+    if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
+        return 1
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + 1
+
+
+_FRAME_BYTES = 4 << 10  # torch.save's own bytes around a tensor: 1.5 KiB, and some for its future
+_DIMENSION_BYTES = 64  # and for each dimension
+
+
+class WriteEngineName(ArgumentChoice, parameter="engine"):
+    """auto: what the storage is fast with. direct: past the page cache wherever it is possible.
+    buffered: through it. The last two mean files; other stores are always written in a stream.
+    """
+
+    AUTO = "auto"
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+_WANTED = {
+    WriteEngineName.AUTO: None,
+    WriteEngineName.DIRECT: Engine.DIRECT,
+    WriteEngineName.BUFFERED: Engine.BUFFERED,
+}
+
+
+def engine_for(name: WriteEngineName) -> WriteEngine:
+    """The engine of that name."""
+    return functools.partial(_write_file, wanted=_WANTED[name])
+
+
+def auto_engine(
+    storage: Storage, task: FileTask, resolve: Resolve, cancelled: Cancelled
+) -> FileWritten:
+    """Write one file as the storage is fast with. A ``WriteEngine``."""
+    return _write_file(storage, task, resolve, cancelled, wanted=None)
+
+
+def stream_engine(
+    storage: Storage, task: FileTask, resolve: Resolve, cancelled: Cancelled
+) -> FileWritten:
+    """Write one file in order through ``Storage.open_write``. A ``WriteEngine``."""
+    started = time.perf_counter()
+    objects = _objects(task, resolve)
+    return _streamed(storage, task, resolve, cancelled, objects, started)
+
+
+def _write_file(
+    storage: Storage,
+    task: FileTask,
+    resolve: Resolve,
+    cancelled: Cancelled,
+    *,
+    wanted: Engine | None,
+) -> FileWritten:
+    started = time.perf_counter()
+    objects = _objects(task, resolve)
+    layout = lay_out(task.items, {position: _bytes_of(loan) for position, loan in objects.items()})
+    if layout:
+        size_bytes = layout[-1].offset + layout[-1].length
+        writer = storage.open_parallel(task.key, size_bytes=size_bytes, engine=wanted)
+        if writer is not None:
+            windows = Windows(layout, writer, resolve, cancelled)
+            try:
+                return _windowed(windows, writer, task, layout, objects, started)
+            except DiffersError as error:
+                if windows.gave_back:
+                    raise StateError(
+                        "a tensor is not of the dtype and shape that was planned for it",
+                        uri=storage.uri(task.key),
+                        hint="state must not change while it is saved",
+                    ) from error
+                # A planner that converts what it resolves: such a file is written in order.
+    return _streamed(storage, task, resolve, cancelled, objects, started)
+
+
+def _windowed(  # noqa: PLR0917 - as below
+    windows: Windows,
+    writer: ParallelWriter,
+    task: FileTask,
+    layout: Sequence[ItemLayout],
+    objects: Mapping[int, Loan],
+    started: float,
+) -> FileWritten:
+    made_s = time.perf_counter() - started
+    with writer:
+        windows.write(max(1, writer.concurrency // task.at_once))
+        digests = windows.digests  # of all items, or nothing is published
+        for loan in objects.values():
+            loan.done()
+    stage_s = made_s + windows.stage_s
+    return FileWritten(
+        size_bytes=layout[-1].offset + layout[-1].length,
+        payload_bytes=_payload_bytes(digests),
+        placed=tuple(Placed(one.position, one.offset, one.length) for one in layout),
+        digests=FileDigests(digests),
+        stage_s=stage_s,
+        write_s=max(0.0, time.perf_counter() - started - stage_s),
+        engine=writer.engine,
+        direct_bytes=writer.direct_bytes,
+    )
+
+
+def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
+    storage: Storage,
+    task: FileTask,
+    resolve: Resolve,
+    cancelled: Cancelled,
+    objects: Mapping[int, Loan],
+    started: float,
+) -> FileWritten:
+    placed: list[Placed] = []
+    stage_s = time.perf_counter() - started
+    hint = _size_bound(task.items, objects)
+    writer = storage.open_write(task.key, size_hint_bytes=hint)
+    try:
+        with FileStream(Pump(writer)) as stream:
+            for position, item in task.items:
+                cancelled.raise_if_set()
+                began = time.perf_counter()
+                loan = objects.get(position) or _loan(resolve(item))
+                data = loan.data
+                if isinstance(data, torch.Tensor):
+                    data = host_tensor(data)
+                stage_s += time.perf_counter() - began
+                digests = _append(stream, data, stays=loan.stays)
+                stream.after_item(loan.done)
+                placed.append(Placed(position, digests.offset, digests.length))
+                del data, loan  # or a staged copy would live while the next one is made
+        _close(storage, writer, task, FileDigests(tuple(stream.items)))
+    except BaseException:
+        writer.abort()
+        raise
+    return FileWritten(
+        size_bytes=stream.position,
+        payload_bytes=_payload_bytes(stream.items),
+        placed=tuple(placed),
+        digests=FileDigests(tuple(stream.items)),
+        stage_s=stage_s,
+        write_s=time.perf_counter() - started - stage_s,
+        engine=Engine.STREAMED,
+    )
+
+
+def _close(storage: Storage, writer: DataWriter, task: FileTask, digests: FileDigests) -> None:
+    """Close the file, and on an object store write what lies beside it meanwhile: each is a request."""
+    if task.beside is None or storage.capabilities.shape is not Shape.OBJECT:
+        writer.close()
+        return
+    calls: list[Callable[[], None]] = [writer.close, functools.partial(task.beside, digests)]
+    for answer in storage.at_once(calls):
+        if isinstance(answer, StorageError):
+            raise answer
+
+
+def _append(stream: FileStream, data: torch.Tensor | io.BytesIO, *, stays: bool) -> ItemDigests:
+    if isinstance(data, torch.Tensor):
+        stream.pad(padding_before(stream.position))
+    stream.begin_item(stays=stays)
+    if isinstance(data, io.BytesIO):
+        stream.append(_memory_of_object(data))
+        return stream.end_item(0, 0)
+    around = framed(data.dtype, data.shape)
+    if around is None or data.is_quantized or _torch.is_wrapper_subclass(data):
+        return stream.end_item(*save_blob(stream, data))
+    stream.append(around.head)
+    size = around.frame.payload_length
+    if size:
+        start = stream.cut()
+        stream.append(memory_of(data))
+        stream.cut()
+        stream.append(around.tail)
+        return stream.end_item(start, size)
+    return stream.end_item(0, 0)
+
+
+def _objects(task: FileTask, resolve: Resolve) -> dict[int, Loan]:
+    """Objects are as large as their pickles turn out: made first, they tell the size of the file."""
+    return {
+        position: _loan(resolve(item))
+        for position, item in task.items
+        if item.type is WriteItemType.BYTE_IO
+    }
+
+
+def _loan(data: torch.Tensor | io.BytesIO | Loan) -> Loan:
+    return data if isinstance(data, Loan) else Loan(data)
+
+
+def _bytes_of(loan: Loan) -> memoryview:
+    assert isinstance(loan.data, io.BytesIO)  # noqa: S101 - the type of its item says so
+    return _memory_of_object(loan.data)
+
+
+def _memory_of_object(data: io.BytesIO) -> memoryview:
+    """What it holds, without a copy.
+
+    Not getbuffer(): an error that is kept would keep its view, and from Python 3.13 on a BytesIO that is collected
+    together with a view of it is told as a BufferError, in the middle of somebody else's code.
+    """
+    return memoryview(data.getvalue())
+
+
+def _payload_bytes(items: Sequence[ItemDigests]) -> int:
+    return sum(item.payload_length or item.length for item in items)
+
+
+def _size_bound(items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, Loan]) -> int:
+    """No less than the file's size and little more: stores limit the number of a file's parts."""
+    total = 0
+    for position, item in items:
+        made = objects.get(position)
+        if made is not None:
+            total += len(_bytes_of(made))
+        elif item.tensor_data is not None:
+            chunk = item.tensor_data.chunk
+            total += math.prod(chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            total += _FRAME_BYTES + _DIMENSION_BYTES * len(chunk.sizes) + ALIGNMENT_BYTES
+    return total

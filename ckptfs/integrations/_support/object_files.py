@@ -1,0 +1,295 @@
+"""Files of one process, one object each, whose names and whose end a framework decides.
+
+    files = ObjectFiles(mode="async")
+    files.save(state, "s3://bucket/run/epoch=1.ckpt")     back when it is pickled
+    files.remove("s3://bucket/run/epoch=0.ckpt")          when the save before this call is committed
+    files.close()                                         all done; raises what failed
+
+Saves are written in the order of the calls by one thread. What one fails of is logged at once, and
+raised by the next ``save``, ``wait``, ``load`` or ``close``: nothing is lost by not asking. The first save
+into a directory removes what killed processes of this machine left there half-written, and, once it is
+written, what has lain so for a day.
+
+What may be removed is decided here, since whoever asks may be mistaken about what it replaces:
+
+    written by this object                                   yes
+    written by the run that this one goes on with, in a
+    directory that this object writes into (``adopt``)       yes
+    what this object has loaded                              not before ``close``
+    a symbolic link in a directory that this object writes
+    into, to a file in such a directory                      the link, yes
+    anything else                                            no
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from ckptfs.dcp.object_file import (
+    freeze,
+    read_object,
+    remove_object,
+    remove_partials,
+    write_object,
+)
+from ckptfs.dcp.worker import SaveWorker
+from ckptfs.errors import CkptfsError, StateError, UriError
+from ckptfs.uri import Uri, options_of
+
+__all__ = ["ObjectFiles", "written_before"]
+
+logger = logging.getLogger("ckptfs.integrations")
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """Where a file is, as it was called, and what opens its storage."""
+
+    target: Uri
+    called: str
+    options: Mapping[str, Any]
+
+
+def _tell_nobody(uri: str) -> None:
+    """Nobody listens."""
+
+
+class ObjectFiles:
+    """Saves, loads and removes single objects by URI. One thread calls it.
+
+    mode: "async" returns from ``save`` when the object is pickled into host memory. max_in_flight: so
+    many of these at once; a save more waits for the oldest. storage_options: for all of them. changed:
+    called with the URI as it was given after a file was written or removed, on the thread that did it.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str = "sync",
+        max_in_flight: int = 2,
+        storage_options: Mapping[str, Any] | None = None,
+        changed: Callable[[str], None] = _tell_nobody,
+    ) -> None:
+        if mode not in ("sync", "async"):
+            raise StateError(f'mode is {mode!r}; it is "sync" or "async"')
+        if max_in_flight < 1:
+            raise StateError(f"max_in_flight is {max_in_flight}; one save at least")
+        self._aside, self._limit = mode == "async", max_in_flight
+        self._options = dict(storage_options or {})
+        self._changed = changed
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._worker: SaveWorker | None = None
+        self._flight: deque[Future[None]] = deque()
+        self._begun = self._committed = 0  # numbers of saves
+        self._doomed: dict[Uri, tuple[int, _Written]] = {}  # removed when that save is committed
+        self._written: dict[Uri, _Written] = {}
+        self._adopted: set[Uri] = set()
+        self._loaded: set[Uri] = set()
+        self._cleared: set[Uri] = set()  # directories without what dead writers left
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A launcher that spawns pickles it before it has saved anything."""
+        return {name: vars(self)[name] for name in ("_aside", "_limit", "_options", "_changed")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset()
+
+    # -- saving -------------------------------------------------------------------------
+
+    def save(
+        self, obj: object, uri: Any, *, storage_options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save one object under ``uri``, over what is there: the old one stays until the new one is
+        committed. Raises first what an earlier one failed of, and saves nothing then: call again.
+        """
+        file = self._file(uri, storage_options)
+        self._settle(self._limit)
+        if not self._aside:
+            number = self._begin(file)
+            with self._on_its_way(number, file):
+                write_object(obj, file.target, file.options)
+            return
+        frozen = freeze(obj)  # everything as it is now; of what the caller changes next, nothing
+        number = self._begin(file)
+
+        def job() -> None:
+            with self._on_its_way(number, file):
+                frozen.write(file.target, file.options)
+
+        if self._worker is None:
+            self._worker = SaveWorker("ckptfs-files")
+        self._flight.append(self._worker.submit(f"saving {file.target}", job))
+
+    def _begin(self, file: _Written) -> int:
+        with self._lock:
+            self._doomed.pop(file.target, None)  # it is wanted again
+            self._begun += 1
+            return self._begun
+
+    @contextlib.contextmanager
+    def _on_its_way(self, number: int, file: _Written) -> Iterator[None]:
+        """The write of one save, and what follows its commit: that cannot fail the save any more."""
+        folder = file.target.parent
+        if folder not in self._cleared:
+            remove_partials(folder, file.options)  # before: a full disk may need the space
+        yield
+        if folder not in self._cleared:
+            remove_partials(folder, file.options, file.target.name)
+            self._cleared.add(folder)
+        logger.info("%s is saved", file.target)
+        with self._lock:
+            self._committed = number
+            self._written[file.target] = file
+            due = [at for at, (after, _) in self._doomed.items() if after <= number]
+            gone = [self._doomed.pop(at)[1] for at in due]
+        self._changed(file.called)
+        for other in gone:
+            self._remove_if_ours(other)
+
+    def _settle(self, limit: int) -> None:
+        """Wait until fewer than ``limit`` are on their way; raise what failed so far, once."""
+        failures: list[BaseException] = []
+        while self._flight and (len(self._flight) >= limit or self._flight[0].done()):
+            error = self._flight.popleft().exception()
+            if error is not None:
+                failures.append(error)
+        if failures:
+            for also in failures[1:]:
+                failures[0].add_note(f"and another save failed: {type(also).__name__}: {also}")
+            raise failures[0]
+
+    def wait(self) -> None:
+        """Return when all saves are committed; raise what one failed of."""
+        self._settle(1)
+
+    def close(self) -> None:
+        """As ``wait``; then nothing runs any more, and nothing that was loaded is held back. It may be
+        used again.
+        """
+        try:
+            self._settle(1)
+        finally:
+            worker, self._worker = self._worker, None
+            if worker is not None:
+                worker.close()
+            self._loaded.clear()
+            for target in self._doomed:
+                logger.warning("%s stays: no save after it was committed", target)
+
+    # -- loading ------------------------------------------------------------------------
+
+    def load(self, uri: Any, *, map_location: Any = "cpu", weights_only: bool | None = None) -> Any:
+        """Load one object, as ``read_object``. It is not removed before ``close``."""
+        file = self._file(uri, None)
+        self.wait()
+        obj = read_object(
+            file.target, file.options, map_location=map_location, weights_only=weights_only
+        )
+        self.loaded(file.target)
+        return obj
+
+    def loaded(self, target: Uri) -> None:
+        """Someone else loaded this file for this run: it is not removed before ``close`` either."""
+        self._loaded.add(target)
+        if target.is_local:
+            # `last.ckpt` may be a link to the file that would be removed.
+            self._loaded.add(Uri.parse(os.path.realpath(target.local_path)))
+
+    # -- removing -----------------------------------------------------------------------
+
+    def adopt(self, uris: Iterable[object]) -> None:
+        """These were written by the run that this process goes on with."""
+        for uri in uris:
+            try:
+                self._adopted.add(Uri.parse(uri))  # type: ignore[arg-type] # the parser says
+            except UriError as error:
+                logger.debug("what an earlier process wrote is not to be read: %s", error)
+
+    def remove(self, uri: Any) -> None:
+        """Remove a file when the last save that was begun is committed; now, if it is. What must not
+        go stays, with a line in the log; so does what cannot be removed, until the next commit.
+        """
+        file = self._file(uri, None)
+        with self._lock:
+            if self._begun > self._committed:
+                self._doomed[file.target] = (self._begun, file)
+                return
+        self._remove_if_ours(file)
+
+    def _remove_if_ours(self, file: _Written) -> None:
+        with self._lock:
+            why_not = self._why_not(file.target)
+            file = self._written.get(file.target, file)
+        if why_not is None:
+            self._remove(file)
+        else:
+            logger.warning("%s is not removed: %s", file.target, why_not)
+
+    def _why_not(self, target: Uri) -> str | None:
+        if target in self._loaded:
+            return "this run was resumed from it"
+        if target in self._written:
+            return None
+        here = {written.parent for written in self._written}
+        if target in self._adopted and target.parent in here:
+            return None
+        # A framework makes links by itself (save_last="link"). The bytes behind them stay.
+        if target.parent in here and _leads_into(target, here):
+            return None
+        return "this run did not write it, as far as it knows"
+
+    def _remove(self, file: _Written) -> None:
+        try:
+            remove_object(file.target, file.options)
+        except CkptfsError as error:
+            # No reason to stop training; a later commit tries again.
+            logger.warning("%s is removed later: %s", file.target, error)
+            with self._lock:
+                self._doomed.setdefault(file.target, (self._committed, file))
+            return
+        logger.info("%s is removed", file.target)
+        with self._lock:
+            self._written.pop(file.target, None)
+        self._changed(file.called)
+
+    def _file(self, uri: Any, more: Mapping[str, Any] | None) -> _Written:
+        options = {**self._options, **options_of(uri), **(more or {})}
+        target = Uri.parse(uri)
+        return _Written(target, str(uri), options)
+
+
+def _leads_into(target: Uri, folders: Collection[Uri]) -> bool:
+    """Whether a symbolic link is there that leads to a name in one of these directories."""
+    if not target.is_local or not os.path.islink(target.local_path):
+        return False
+    behind = os.path.dirname(os.path.realpath(target.local_path))
+    return any(
+        behind == os.path.realpath(folder.local_path) for folder in folders if folder.is_local
+    )
+
+
+def written_before(checkpoint: object) -> list[str]:
+    """The files that the ModelCheckpoint callbacks in a checkpoint of Lightning remember: an earlier
+    process of the run wrote them. [] for any other object.
+    """
+    callbacks = checkpoint.get("callbacks") if isinstance(checkpoint, Mapping) else None
+    if not isinstance(callbacks, Mapping):
+        return []
+    found: list[str] = []
+    for state in callbacks.values():
+        if isinstance(state, Mapping) and "best_model_path" in state:
+            names = ("best_model_path", "last_model_path", "kth_best_model_path")
+            found += [*state.get("best_k_models", ()), *(str(state.get(name)) for name in names)]
+    return [path for path in found if path not in ("", "None")]

@@ -1,0 +1,794 @@
+"""Directories of files that a framework wrote: the manager, and the two sides of a checkpoint of parts.
+
+DirectoryManager: checkpoints that a framework writes as files, kept like any other.
+
+    manager = ckptfs.DirectoryManager("s3://bucket/run", keep_latest=3, mode="async")
+    trainer.save_checkpoint("/scratch/step_100")                   every framework's own way
+    manager.save(100, "/scratch/step_100", consume=True)           committed whole, then removed here
+
+    with manager.writing(100) as path: ...       or: write straight into what will be committed
+    with manager.reading() as opened: ...        a local path to the newest committed one
+
+Frameworks that save state dicts are better served by CheckpointManager: sharded, resharded, read in
+place. This is for those that insist on ``open``.
+
+    saver = PartSaver(is_async=True)          one group's side of parts that are directories
+    saver.save(part, framework.save)          part: of a driver's ticket, which decides over all parts
+    saver.wait()                              raises what the last one failed of, on all ranks
+    with reading_part(uri, place, only) as path: framework.load(path)
+
+StepDriver: one process outside of every group, which decides over a step and all its parts.
+
+    driver = StepDriver("s3://bucket/run", name="global_step_{N}", keep_latest=3)
+    with driver.saving(40, ["actor", "critic"]) as step:
+        every rank of a group saves step.part("actor")     PartSaver, or commit.part_dir
+        files of the driver's own go to step.path          data.pt
+    driver.close()
+
+Leaving the block is the commit. In async mode it follows as soon as the groups have sealed their
+parts, from a thread: what the run's log says of parts needs no messenger.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog.catalog import Found
+from ckptfs.commit.catalog.locate import locate_directory, reading_seat
+from ckptfs.commit.catalog.unlogged import Unlogged
+from ckptfs.commit.directory_checkpoints.read import NodeScratch, Wanted, fetched
+from ckptfs.commit.directory_checkpoints.write import leaving_together, writing_directory
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.ownership.claim import Takeover
+from ckptfs.commit.parts.directory_parts import publish_part, wait_sealed, writing_part
+from ckptfs.commit.parts.tickets import SealedPart, Ticket, TicketPart
+from ckptfs.commit.paths import MANIFEST, is_save_id
+from ckptfs.commit.save.spec import Committed, SaveSpec
+from ckptfs.commit.session import Place, Seat, agree_uri, control_for, open_seat
+from ckptfs.control.control import Control, SoloControl
+from ckptfs.control.framework_collectives import meeting_at_barriers
+from ckptfs.dcp.pending import PendingSave
+from ckptfs.dcp.worker import SaveWorker
+from ckptfs.errors import CollectiveError, IncompleteCheckpointError, NotFoundError
+from ckptfs.events import Restored, SaveBegan, SaveResult, SaveSkipped
+from ckptfs.manager.claimed_run import Ground, Pointer, Where
+from ckptfs.manager.listeners import Listener
+from ckptfs.manager.options import IfSlow, Names, SaveMode, Settings, Template, metrics_of
+from ckptfs.manager.preemption import SignalName
+from ckptfs.manager.restore import Opened as Checked
+from ckptfs.manager.restore import Places, check
+from ckptfs.manager.restore_candidates import Candidate, Damage, Fallback, RestoreRequest, doubt_of
+from ckptfs.manager.run_manager import RunManager
+from ckptfs.manager.schedule import Rules
+from ckptfs.manager.session import Crew, FilesJob, StartingPoint
+from ckptfs.replication.tiers import copies_of, open_copies
+from ckptfs.retention.policy import Best, Keep
+from ckptfs.storage.base import Storage
+from ckptfs.uri import Uri, options_of
+
+__all__ = [
+    "DirectoryManager",
+    "OpenedDirectory",
+    "PartSaver",
+    "Saving",
+    "StepDriver",
+    "reading_part",
+]
+
+_PREFIX = "ckptfs-write-"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDirectory:
+    """A committed directory as a local path.
+
+    Attributes:
+        path: The path; no process may write into it.
+        step: Completed optimizer steps.
+        uri: Where it was read, maybe in a copy.
+        skipped: Newer ones that are damaged, and why.
+        parts: The parts of a checkpoint that several groups wrote.
+    """
+
+    path: str
+    step: int
+    uri: Uri
+    skipped: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+
+class DirectoryManager(RunManager):
+    """Saves, retains and opens the directories of one run. Every rank makes one.
+
+    Files with fixed names cannot be replaced: what an earlier job committed under a step that comes again is
+    deleted first, if something was committed after it, and in a copy before that one follows. What is true
+    after a crash, and the other arguments are as for ``ckptfs.CheckpointManager``.
+
+    Args:
+        mode: "sync" commits before ``save`` returns; "async" commits in the background.
+        name: Template of the names, matched exactly: what it does not match is never deleted.
+        scratch: Where files are kept that the storage has no path for; it has to hold one checkpoint of a
+            node. None: the temporary directory.
+        pointer: A small file in the run that names the newest checkpoint, for readers that are not ours;
+            None: no such file.
+    """
+
+    def __init__(
+        self,
+        uri: Any,
+        *,
+        keep_latest: int | None = None,
+        keep_every: int | None = None,
+        keep_best: Best | None = None,
+        mode: Literal["sync", "async"] = "sync",
+        name: str = "step_{N}",
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        preempt_signals: Iterable[SignalName] = (),
+        grace_s: float = 30.0,
+        max_in_flight: int = 1,
+        if_slow: Literal["delay", "skip"] = "delay",
+        delete_grace_s: float = 0.0,
+        scratch: str | os.PathLike[str] | None = None,
+        pointer: str | Pointer | None = None,
+        copies: Sequence[Any] = (),
+        listeners: Sequence[Listener] = (),
+        on_commit: Callable[[str], None] | None = None,
+        takeover: Literal["auto", "never", "force"] = "auto",
+        begin_again: bool = False,
+        unlogged: Literal["error", "ignore"] = "error",
+        process_group: Any = None,
+        timeout_s: float | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        scope: Literal["auto", "shared", "node"] = "auto",
+        domain: str | None = None,
+        ground: Ground | None = None,
+    ) -> None:
+        place = Place({**options_of(uri), **(storage_options or {})}, scope, domain)
+        where = Where(uri, place, process_group, timeout_s, Takeover(takeover))
+        settings = Settings(
+            names=Names.of_directories(Template(name)),
+            keep=Keep(keep_latest, keep_every, keep_best),
+            mode=SaveMode(mode),
+            if_slow=IfSlow(if_slow),
+            max_in_flight=max_in_flight,
+            delete_grace_s=delete_grace_s,
+            listeners=tuple(listeners),
+            on_commit=on_commit,
+            copies=copies_of(copies, uri),
+            takeover=where.takeover,
+            begin_again=begin_again,
+            unlogged=Unlogged(unlogged),
+            pointer=Pointer(pointer) if isinstance(pointer, str) else pointer,
+        )
+        rules = Rules(every_steps, every_s, grace_s)
+        super().__init__(ground or Ground(where), settings, rules, preempt_signals)
+        self._scratch = None if scratch is None else os.fspath(scratch)
+
+    # -- saving -------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        path: str | os.PathLike[str],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        consume: bool = False,
+    ) -> SaveResult | PendingSave | SaveSkipped:
+        """Commit what a framework wrote below ``path`` as the checkpoint of ``step``. Collective.
+
+        Every node lists what it sees, each file is sent once, by ranks that see it, and several nodes may
+        hold the same file. All ranks have to have written when the last one calls. The files have to stay as
+        they are until the commit, with ``mode="async"`` too: that is when ``PendingSave.result()`` returns.
+        What failed, in the source too, failed on all ranks, and ``path`` stays. After a crash the checkpoint
+        is there whole or not at all.
+
+        Args:
+            step: Completed optimizer steps.
+            path: The directory, on this rank's node.
+            metrics: Numbers for ``keep_best`` and the log; None: none.
+            consume: Remove ``path`` when it is committed.
+
+        Returns:
+            A SaveResult; in async mode a PendingSave; or a SaveSkipped (``if_slow="skip"``) when the save
+            before it is still under way on some rank.
+
+        Raises:
+            CommitConflictError: This manager committed the step already, it is the newest commit or what the
+                job was restored from, or this manager read nothing and the run has come as far.
+            StateError: An earlier job's checkpoint of the step is pinned.
+            CkptfsError: As for ``CheckpointManager.save``.
+        """
+        started = time.perf_counter()
+        told = metrics_of(metrics)
+        prepared = self._prepare(step, told)
+        if isinstance(prepared, SaveSkipped):
+            return prepared
+        target, spec = prepared
+        return self._run_job(FilesJob(os.fspath(path), target, spec, started, consume))
+
+    @contextlib.contextmanager
+    def writing(self, step: int, metrics: Mapping[str, float] | None = None) -> Iterator[str]:
+        """A path to write the checkpoint of ``step`` into, committed when all ranks leave. Collective.
+
+        All ranks of a node get the same path: on a mounted filesystem that of the attempt itself, shared by
+        all that see it; elsewhere one in ``scratch``, uploaded on leaving. Synchronous in any mode. An
+        exception inside, on any rank, commits nothing and is raised on all. Errors and the arguments are as
+        for ``ckptfs.DirectoryManager.save``.
+
+        Yields:
+            The path.
+        """
+        started = time.perf_counter()
+        told = metrics_of(metrics)
+        self._settle(1)
+        prepared = self._prepare(step, told)
+        assert not isinstance(prepared, SaveSkipped)  # noqa: S101 - nothing is on its way
+        target, spec = prepared
+        crew = self._hired()
+        crew.retirer.make_room()
+        seat = crew.run.seat
+        self._tell(SaveBegan(str(target), step, Kind.DIRECTORY.value, SaveMode.SYNC.value))
+        try:
+            if seat.storage.local_path("") is None:
+                with self._scratch_on(seat) as path:
+                    with leaving_together(seat.control):
+                        yield path
+                    result = FilesJob(path, target, spec, started).run(seat, self._tell, None)
+            else:
+                done: list[Committed] = []
+                with writing_directory(seat, spec, done) as path:
+                    yield path
+                wall_s = time.perf_counter() - started
+                result = done[0].result(str(target), step, seat.control.rank, wall_s)
+        except BaseException as error:
+            crew.saver.failed(target, spec, error)
+            raise
+        crew.saver.follow(Kind.DIRECTORY, seat, result, time.perf_counter() - started)
+        self._schedule.took(result.wall_s)
+        self._saved(Kind.DIRECTORY, step)
+
+    def begin(
+        self,
+        step: int,
+        parts: Sequence[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Ticket:
+        """Begin a checkpoint of directories that several groups of processes write. Collective over this
+        manager's ranks.
+
+        See ``ckptfs.commit.parts.directory_parts``. The arguments are as for
+        ``ckptfs.CheckpointManager.begin``.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            CommitConflictError: The step is committed.
+            CkptfsError: As for ``CheckpointManager.begin``.
+        """
+        name = self._settings.names.of(Kind.DIRECTORY).name(step)
+        self._ground.check_open()
+        self._settle(1)
+        crew = self._begun(name, step)
+        given = self._ground.where.place.storage_options
+        ticket = crew.begin(
+            name, step, parts, given if storage_options is None else storage_options, Kind.DIRECTORY
+        )
+        self._saved(Kind.DIRECTORY, step)
+        return ticket
+
+    def _prepare(
+        self, step: int, metrics: tuple[tuple[str, float], ...]
+    ) -> tuple[Uri, SaveSpec] | SaveSkipped:
+        name = self._settings.names.of(Kind.DIRECTORY).name(step)
+        self._ground.check_open()
+        skipped = self._make_way(step, name)
+        if skipped is not None:
+            return skipped
+        crew = self._begun(name, step)
+        spec = SaveSpec(
+            name, step, artifact=Kind.DIRECTORY, run=crew.run.generation, metrics=metrics
+        )
+        return self._ground.root / name, spec
+
+    def _begun(self, name: str, step: int) -> Crew:
+        """Collective. The crew, once this step may be saved and its name is free of earlier jobs' saves."""
+        crew = self._hired()
+        crew.check_beginning(Kind.DIRECTORY, name, step)
+        if crew.comes_again(name, step):
+            self._settle(1)
+            crew.free_name(name)
+        return crew
+
+    @contextlib.contextmanager
+    def _scratch_on(self, seat: Seat) -> Iterator[str]:
+        """Collective. One directory per node, for its ranks; an exception inside reaches all ranks."""
+        control = seat.control
+        place = NodeScratch(control, _PREFIX, self._scratch)
+        try:
+            told = control.step(
+                "make scratch", lambda: (place.node, place.make()) if place.is_lead else None
+            )
+        except BaseException:
+            place.discard()
+            raise
+        place.target = next(one[1] for one in told if one is not None and one[0] == place.node)
+        try:
+            yield place.path
+        finally:
+            place.leave()
+
+    # -- reading ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def reading(
+        self,
+        step: int | None = None,
+        *,
+        into: str | os.PathLike[str] | None = None,
+        fallback: Literal["error", "older"] = "error",
+        only: Wanted | None = None,
+        unlogged: Literal["error", "ignore"] | None = None,
+    ) -> Iterator[OpenedDirectory | None]:
+        """The newest committed directory as a local path, or that of ``step``; decided once for all ranks.
+        Collective to enter, read-only.
+
+        The path is good inside the block, and no process may write into it: on a mounted filesystem it is the
+        checkpoint. Elsewhere, and with ``into``, it is downloaded, see ``ckptfs.checkpoint_dir``.
+
+        Args:
+            step: Exactly this one; None: the newest.
+            into: A directory to download to and to keep; None: the checkpoint itself, or a directory that is
+                removed.
+            fallback: What happens where the newest is damaged: "error" never uses an older one, "older" uses
+                the newest whole one, and says so in ``skipped``.
+            only: Which files this node needs, of their paths and its ranks, where it is downloaded; None:
+                all.
+            unlogged: "error" or "ignore": what happens where stock torch saved into the run after the newest
+                commit; None: as the manager was made.
+
+        Yields:
+            The directory. None only where nothing was ever saved.
+
+        Raises:
+            AlreadyExistsError: ``into`` has files.
+            CkptfsError: As for ``CheckpointManager.restore``.
+        """
+        self._settle(1)
+        request = RestoreRequest(
+            self._settings.names.of(Kind.DIRECTORY).step_of,
+            step,
+            Kind.DIRECTORY,
+            fallback=Fallback(fallback),
+            unlogged=self._settings.unlogged_of(unlogged),
+        )
+        kept = None if into is None else os.fspath(into)
+        with self._opened(request, kept, lambda _: only) as opened:
+            yield opened
+
+    @contextlib.contextmanager
+    def _opened(
+        self, request: RestoreRequest, kept: str | None, only_of: Callable[[Seal], Wanted | None]
+    ) -> Iterator[OpenedDirectory | None]:
+        """kept: where to download to, for good. only_of: what this node needs of the chosen one."""
+        with (
+            self._ground.reading() as seat,
+            open_copies(self._settings.copies, self._ground.control) as copies,
+        ):
+            chosen = _choose([seat, *copies], request)
+            if chosen is None:
+                self._found_nothing(Kind.DIRECTORY)
+                yield None
+                return
+            seal, began = chosen.candidate.seal, time.perf_counter()
+            step, place = chosen.candidate.step, chosen.seat
+            only = only_of(seal)
+            with fetched(place, chosen.found, into=kept, scratch=self._scratch, only=only) as path:
+                self._needed = frozenset({seal.save_id})
+                self._set_start(StartingPoint(step))
+                uri = place.storage.uri(seal.name)
+                wall_s = time.perf_counter() - began
+                copy_of = None if place is seat else str(seat.storage.root)
+                self._tell(Restored(str(uri), step, chosen.skipped, wall_s, copy_of=copy_of))
+                # The claim, and retention, may come inside the block: this save stays until a commit.
+                parts = tuple(ref.name for ref in seal.parts)
+                yield OpenedDirectory(path, step, uri, chosen.skipped, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is to be opened. seat: of the place that has it whole. skipped: newer ones, and why."""
+
+    seat: Seat
+    candidate: Candidate
+    found: Found
+    skipped: tuple[str, ...]
+
+
+def _choose(seats: Sequence[Seat], request: RestoreRequest) -> _Chosen | None:
+    """Collective. The newest whole one, and which newer ones are not; None: truly empty.
+
+    seats: of the run, then of its copies; a copy serves a save that the run has lost.
+    """
+    places = Places(seats, request)
+    home = places.home()
+    if home is None:
+        return None
+    skipped: list[str] = []
+    for candidate in places.survey(home).choice.candidates:
+        damage: Damage | None = None
+        for source in (home, *(n for n in range(len(places)) if n != home)):
+            there = places.survey(source).choice.of(candidate.seal.save_id)
+            if there is None:
+                continue
+            held: list[Checked] = []
+            seat = seats[source]
+            why = _doubt(there) or check(seat, there.seal, held, _no_metadata)
+            if why is None:
+                return _Chosen(seat, there, held[0][0], tuple(skipped))
+            damage = damage or why
+        if damage is None:
+            raise AssertionError("a candidate is one of its own place")
+        if request.fallback is Fallback.ERROR or request.step is not None:
+            raise damage.error(candidate.seal.name, places.uri(home) / candidate.seal.name)
+        skipped.append(f"{candidate.seal.name}: {damage.why}")
+    raise IncompleteCheckpointError(
+        f"none of {len(skipped)} checkpoints is whole: {'; '.join(skipped)}",
+        uri=places.uri(home),
+        hint="bring one of them back; the run is not begun anew by itself",
+    )
+
+
+def _doubt(candidate: Candidate) -> Damage | None:
+    return doubt_of(candidate.doubt, None) if candidate.doubt else None
+
+
+def _no_metadata(_storage: Storage, _found: Found) -> Metadata:
+    """Files are read by whoever wrote them."""
+    return Metadata(state_dict_metadata={})
+
+
+class PartSaver:
+    """On every rank of a group; calls are collective. scratch: where an asynchronous save lies until
+    it is uploaded, by default the temporary directory.
+    """
+
+    def __init__(
+        self, *, is_async: bool, scratch: str | None = None, process_group: Any = None
+    ) -> None:
+        self._is_async = is_async
+        self._scratch = scratch
+        self._group = process_group
+        self._worker: SaveWorker | None = None
+        self._going: Future[SealedPart] | None = None
+
+    def save(
+        self,
+        part: TicketPart,
+        write: Callable[[str], None],
+        then: Callable[[SealedPart], object] = lambda _: None,
+        failed: Callable[[], None] = lambda: None,
+    ) -> SealedPart | None:
+        """Seal what ``write(path)`` writes. Returns the sealed part; in async mode None, when it is
+        written to scratch. First raises what the save before failed of.
+
+        write: somebody's own code, with barriers of its own. then, failed: called when it is sealed or
+        is not, on every rank, in async mode by a thread. Any rank's failure is one of all.
+        """
+        self.wait()
+        try:
+            with contextlib.ExitStack() as stack:
+                control = stack.enter_context(control_for(self._group, None))
+                place = Place(part.storage_options)
+                seat = stack.enter_context(open_seat(part.run, control, place, write=True))
+                if not self._is_async:
+                    done: list[SealedPart] = []
+                    with writing_part(seat, part, done) as path, meeting_at_barriers(control):
+                        write(path)
+                    then(done[0])
+                    return done[0]
+                scratch = NodeScratch(control, "ckptfs-part-", self._scratch)
+                scratch.mates = [control.rank]  # of this rank alone
+                # In the block: of a disk that is full on one rank, all hear.
+                with meeting_at_barriers(control):
+                    path = scratch.make()
+                    stack.callback(scratch.leave)
+                    write(path)
+                after = stack.pop_all()
+        except BaseException:
+            failed()
+            raise
+
+        def publish() -> SealedPart:
+            with after:
+                try:
+                    sealed = publish_part(seat, part, scratch.path)
+                    then(sealed)
+                except BaseException:
+                    failed()
+                    raise
+                return sealed
+
+        if self._worker is None:
+            self._worker = SaveWorker("ckptfs-part")
+        self._going = self._worker.submit(f"saving {part.uri}", publish)
+        return None
+
+    def wait(self) -> None:
+        """Wait for what is on its way, and raise what it failed of, on all ranks at the same call."""
+        going, self._going = self._going, None
+        if going is not None:
+            going.result()
+
+    def close(self) -> None:
+        """As ``wait``, for good. Harmless twice."""
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+
+
+@contextlib.contextmanager
+def reading_part(
+    uri: Any,
+    place: Place,
+    only: Wanted | None = None,
+    *,
+    otherwise: Callable[[], bool] = lambda: False,
+    process_group: Any = None,
+) -> Iterator[tuple[str | None, Control]]:
+    """Collective, read-only. A path with what this node needs of a directory, or of a part.
+
+    otherwise: asked on every rank where there is no such directory; if all say True, the path is None.
+    NotFoundError, IncompleteCheckpointError: it is nowhere, or not whole. Also yields the control, for
+    ``meeting_at_barriers``, which the block is run in.
+    """
+    with contextlib.ExitStack() as stack:
+        control = stack.enter_context(control_for(process_group, None))
+        target = agree_uri(control, uri)
+        path = None
+        try:
+            seat, name = stack.enter_context(reading_seat(target, control, place))
+            found = locate_directory(seat, name)
+        except CollectiveError:
+            raise  # what single ranks met is a failure: nobody said that nothing is there
+        except NotFoundError:
+            if not control.step("otherwise", otherwise, all):
+                raise
+        else:
+            path = stack.enter_context(fetched(seat, found, only=only))
+        with meeting_at_barriers(control):
+            yield path, control
+
+
+_SEEN_S = 5.0  # a reader on NFS sees another client's entry a little late
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """A step on its way. path: a local directory with the step's name, for the driver's own files."""
+
+    path: str
+    ticket: Ticket = field(repr=False)
+
+    def part(self, group: str) -> TicketPart:
+        """What that group saves."""
+        return self.ticket.part(group)
+
+
+class _StepDirectories(DirectoryManager):
+    """Directories of parts, of which a driver reads its own files alone."""
+
+    @contextlib.contextmanager
+    def reading_own_files(self, step: int | None = None) -> Iterator[OpenedDirectory | None]:
+        """Collective to enter. As ``reading``, of a checkpoint of parts: what lies beside them, and no more
+        of it is downloaded. On a mounted filesystem the parts lie below the path too.
+        """
+        self._settle(1)
+        names, unlogged = self._settings.names, self._settings.unlogged
+        step_of = names.of(Kind.DIRECTORY).step_of
+        request = RestoreRequest(step_of, step, Kind.DIRECTORY, unlogged=unlogged)
+
+        def beside(seal: Seal) -> Wanted:
+            parts = {ref.name for ref in seal.parts}
+            return lambda path, _: path.split("/", 1)[0] not in parts
+
+        with self._opened(request, None, beside) as opened:
+            yield opened
+
+
+class StepDriver:
+    """One process alone. mode: "async" leaves ``saving`` before the commit. seal_timeout_s: how long
+    the groups may take after that. seen_s: how late an entry that a group has written may be seen, in
+    sync mode: a part that is missing longer is an error. flush: lets all groups finish what they upload and raises what
+    failed there; called before a commit is waited for, which without it a dead group holds up for
+    seal_timeout_s. options: of ``ckptfs.DirectoryManager``.
+    """
+
+    def __init__(
+        self,
+        uri: Any,
+        *,
+        mode: Literal["sync", "async"] = "sync",
+        seal_timeout_s: float = 3600.0,
+        seen_s: float = _SEEN_S,
+        flush: Callable[[], object] = lambda: None,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self._flush = flush
+        self.is_async = mode == "async"
+        self._seal_timeout_s = seal_timeout_s
+        self._seen_s = seen_s
+        self._options = dict(storage_options or {})
+        # Alone, also where a launcher's variables say that there are others.
+        ground = Ground(Where(uri, Place(self._options)), control=SoloControl())
+        self._manager = _StepDirectories(uri, ground=ground, **options)
+        self._worker: SaveWorker | None = None
+        self._stopped = threading.Event()
+        self._going: Future[None] | None = None
+        self._fetched: dict[int, Uri] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, oldest commit first."""
+        return self._manager.steps
+
+    @contextlib.contextmanager
+    def saving(self, step: int, groups: Sequence[str]) -> Iterator[Saving]:
+        """Begin a step; commit it when the block is left, or in async mode when all is sealed.
+
+        An exception inside gives the step up.
+
+        Args:
+            step: Completed optimizer steps.
+            groups: The name of each group's part.
+
+        Yields:
+            The parts for the groups, and a directory for files of the driver's own.
+
+        Raises:
+            CommitConflictError: The step is committed already.
+            IncompleteCheckpointError: A part is missing.
+            CkptfsError: That of the step before, which is raised first; or as for
+                ``CheckpointManager.begin``.
+        """
+        self.wait()
+        ticket = self._manager.begin(step, groups, storage_options=self._options)
+        path: str | None = None
+        try:
+            path = os.path.join(tempfile.mkdtemp(prefix="ckptfs-step-"), ticket.uri.name)
+            os.mkdir(path)
+            yield Saving(path, ticket)
+            if not self.is_async:
+                self._commit(ticket, path, self._seen_s)
+                return
+            if self._worker is None:
+                self._worker = SaveWorker("ckptfs-driver")
+            self._going = self._worker.submit(
+                f"committing {ticket.uri}",
+                lambda: self._commit_later(ticket, path),
+            )
+        except BaseException:
+            _give_up(ticket, path)
+            raise
+
+    def _commit_later(self, ticket: Ticket, path: str) -> None:
+        try:
+            self._commit(ticket, path, self._seal_timeout_s)
+        except BaseException:
+            _give_up(ticket, path)
+            raise
+
+    def _commit(self, ticket: Ticket, path: str, timeout_s: float) -> None:
+        sealed = wait_sealed(ticket, timeout_s, self._stopped)
+        ticket.commit(sealed, beside=path if os.listdir(path) else None)
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+    def wait(self) -> None:
+        """Wait for the commit on its way; raises what it failed of."""
+        going, self._going = self._going, None
+        if going is None:
+            return
+        try:
+            self._flush()
+        except BaseException:
+            self._stopped.set()  # its part will never come
+            futures.wait([going])
+            self._stopped.clear()
+            raise
+        going.result()
+
+    def give_up(self) -> None:
+        """A group failed: wait for no part any more. That the step is not committed is in the log."""
+        self._stopped.set()
+        with contextlib.suppress(Exception):
+            self.wait()
+        self._stopped.clear()
+
+    def fetch(self, folder: Callable[[int], str], step: int | None = None) -> int | None:
+        """Copy the driver's own files of ``step``, None: of the newest, to what ``folder`` gives for it; each
+        appears whole.
+
+        Returns:
+            The step; None where nothing was ever saved.
+        """
+        self.wait()
+
+        with self._manager.reading_own_files(step) as opened:
+            if opened is None:
+                return None
+            parts = opened.parts
+
+            def is_drivers(path: str) -> bool:
+                top = path.split("/", 1)[0]
+                return top not in parts and top != MANIFEST and not is_save_id(top)
+
+            _copy(opened.path, folder(opened.step), is_drivers)
+            self._fetched = {opened.step: opened.uri}
+            return opened.step
+
+    def fetched_from(self, step: int) -> Uri | None:
+        """Return where the last ``fetch`` read ``step``: in the run, or in a copy of it; None: it was another
+        step.
+        """
+        return self._fetched.get(step)
+
+    def close(self) -> None:
+        """Finish what is on its way and leave the run; raises what failed. Harmless twice."""
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._worker.close()
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
+        """As ``close``. After an exception of the block, a step whose parts are not sealed is given up."""
+        if exc is not None:
+            self.give_up()
+        self.close()
+
+
+def _give_up(ticket: Ticket, path: str | None) -> None:
+    ticket.abandon()
+    if path is not None:
+        shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+
+
+def _copy(source: str, folder: str, mine: Callable[[str], bool]) -> None:
+    if os.path.realpath(source) == os.path.realpath(folder):
+        return
+    os.makedirs(folder, exist_ok=True)
+    for top, _, names in os.walk(source):
+        for name in names:
+            path = os.path.relpath(os.path.join(top, name), source)
+            if mine(path):
+                target = os.path.join(folder, path)
+                os.makedirs(os.path.dirname(target), exist_ok=True)
+                shutil.copyfile(os.path.join(top, name), f"{target}.partial")
+                os.replace(f"{target}.partial", target)

@@ -1,0 +1,652 @@
+"""Restore: which places are read, which checkpoint is whole, and the load.
+
+Restore: from the newest checkpoint that is whole on all domains, decided once for all ranks.
+
+    survey    one process per node folds its domain's log      -> candidates, newest commit first
+    check     every rank finds the save, reads `.metadata`, looks at its share of the files
+                                                               -> whole, or damaged: what, where
+    load      plan, read, verify, hand over                    -> outcome
+    again     damaged: a copy of the same save; an older one if the caller allows that; else an error
+
+Collective and read-only. None means that the run is truly empty: nothing was ever committed and
+nothing there looks like a checkpoint. Everything else is an error that says what it is.
+
+The places that a restore may read from, as all ranks know them together: the run and its copies.
+
+    survey(n)         one process per node folds its domain's log    -> candidates of one place
+    refuse_unfit(n)   checkpoints are there, and none may be taken     -> StateError
+    check_nothing()   nowhere is anything that looks like a checkpoint, or an error says what it is
+
+Each is collective; verdicts are the same on every rank.
+
+Whether one save is whole, found out by all ranks of a place together. Collective, read-only.
+
+check the checkpoint    every rank finds the save, reads `.metadata`, looks at its share of the files
+name what is missing    only when something is
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ckptfs.commit.catalog.catalog import Found, find, part_of, refuse_no_run
+from ckptfs.commit.catalog.unlogged import Unlogged, newer_unlogged, unlogged_at, unlogged_error
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import FileRecord
+from ckptfs.commit.operations import drive
+from ckptfs.commit.paths import number_order
+from ckptfs.commit.session import Seat
+from ckptfs.dcp.loading import Loadable, load_into, read_metadata
+from ckptfs.dcp.planning.state_dicts import unmarked_key, view_for
+from ckptfs.errors import (
+    CollectiveError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    StaleError,
+    StateError,
+    StorageError,
+)
+from ckptfs.events import LoadResult, Restored
+from ckptfs.manager.load_targets import Blank, Marks, Moving, Reshard, blank_of, moved_keys
+from ckptfs.manager.restore_candidates import (
+    FAILURES,
+    ODD_NAMES,
+    Candidate,
+    Choice,
+    Contents,
+    Damage,
+    Fallback,
+    Flaw,
+    PerRankPolicy,
+    Report,
+    RestoreRequest,
+    ahead,
+    choose,
+    contents_of,
+    damage_of,
+    describe,
+    doubt_of,
+    is_forked,
+    is_passed,
+    judge,
+    listed,
+)
+from ckptfs.manager.saved_state import Saved
+from ckptfs.manager.survey import Sight, leftovers, look, missing, share_of
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.inflight import log_fields
+from ckptfs.uri import Uri
+
+__all__ = ["Opened", "Places", "RestoreOutcome", "Surveyed", "check", "restore"]
+
+logger = logging.getLogger("ckptfs.manager")
+
+# A save that this rank found, and its metadata.
+Opened = tuple[Found, Metadata]
+ReadMetadata = Callable[[Storage, Found], Metadata]
+
+
+def check(
+    seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata = read_metadata
+) -> Damage | None:
+    """Collective. None when every rank finds the save and every file is there with its size.
+
+    held: gets what this rank found, for the load that follows. read: directories have no metadata.
+    """
+    reports: list[Report] = []
+
+    def decide(answers: list[Report]) -> Flaw | None:
+        reports.extend(answers)
+        return judge(seal, answers)
+
+    flaw = seat.control.step(
+        "check the checkpoint", lambda: _report(seat, seal, held, read), decide
+    )
+    if flaw is None:
+        return None
+
+    def contents() -> Contents | None:
+        manifest = held[0][0].manifest if held else None
+        return None if manifest is None else contents_of(manifest)
+
+    def tell(answers: Sequence[Contents | None]) -> str:
+        known = next((a for a in answers if a is not None), None)
+        return describe(seal, reports, seat.control.worlds, known)
+
+    return Damage(flaw, seat.control.step("name what is missing", contents, tell))
+
+
+def _report(seat: Seat, seal: Seal, held: list[Opened], read: ReadMetadata) -> Report:
+    """Local. What this rank finds of a save."""
+    mine, storage, shape = seat.placement.mine, seat.storage, seat.caps.shape
+    try:
+        found = drive(find(seal, shape, storage.uri(seal.name)), storage)
+        held.append((found, read(storage, found)))
+        files = () if found.manifest is None else found.manifest.files
+        # One listing on an object store; elsewhere the ranks of a domain share the looking.
+        ranks = mine.ranks[:1] if shape is Shape.OBJECT else mine.ranks
+        share: list[FileRecord] = []
+        if seat.control.rank in ranks:
+            share = share_of(files, mine.id, ranks.index(seat.control.rank), len(ranks))
+        return Report(mine.id, missing=drive(missing(share, found.home, shape), storage))
+    except (NotFoundError, StaleError, IncompleteCheckpointError) as error:
+        return Report(mine.id, Flaw.INCOMPLETE, error.message)
+    except IntegrityError as error:
+        return Report(mine.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
+    except ManifestError as error:
+        return Report(mine.id, Flaw.UNREADABLE, f"{error.message} ({error.uri})")
+    except StorageError as error:
+        if type(error) is not StorageError:
+            raise  # no permission, no network: an older checkpoint would fare no better
+        return Report(mine.id, Flaw.CHANGED, f"{error.message} ({error.uri})")
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """What all ranks know of one source. unreached: why nothing could be read, None if it could.
+    unlogged: what another program saved there after the newest commit.
+    """
+
+    choice: Choice
+    has_log: bool
+    unreached: str | None = None
+    unlogged: tuple[str, ...] = ()
+
+
+class Places:
+    """Where a restore may read from, the run first."""
+
+    def __init__(self, seats: Sequence[Seat], request: RestoreRequest) -> None:
+        self.seats = tuple(seats)
+        self._request = request
+        self._surveyed: dict[int, Surveyed] = {}
+
+    def __len__(self) -> int:
+        return len(self.seats)
+
+    def forget(self) -> None:
+        """Look at everything anew."""
+        self._surveyed.clear()
+
+    def uri(self, source: int) -> Uri:
+        """The run there."""
+        return self.seats[source].storage.root
+
+    def survey(self, source: int) -> Surveyed:
+        """Collective, once per source. Candidates, from the logs of the reached domains."""
+        if source not in self._surveyed:
+            self._surveyed[source] = self.look_again(source)
+        return self._surveyed[source]
+
+    def look_again(self, source: int) -> Surveyed:
+        """Collective. The same, as it is now."""
+        seat = self.seats[source]
+
+        def local() -> Sight | StorageError | None:
+            if not _looks(seat):
+                return None
+            try:
+                sight = drive(look(), seat.storage)
+                return self._with_unlogged(source, sight)
+            except StorageError as error:
+                if len(self.seats) == 1:
+                    raise
+                return error  # a copy may stand in for a place that is down
+
+        def decide(answers: Sequence[Sight | StorageError | None]) -> Surveyed:
+            errors = [a for a in answers if isinstance(a, StorageError)]
+            if errors:
+                return Surveyed(Choice(), has_log=False, unreached=str(errors[0]))
+            sights = [a for a in answers if isinstance(a, Sight)]
+            unread = next((s.unread for s in sights if s.unread), None)
+            if unread is not None:
+                raise IncompleteCheckpointError(
+                    f"the run log cannot be read to its end: {unread}",
+                    uri=self.uri(source),
+                    hint="entries are never removed: bring the directory back as it was",
+                )
+            views: dict[str, LogState] = {}
+            for sight in sights:
+                if sight.domain is None or sight.state is None:
+                    continue
+                known = views.get(sight.domain)
+                # Two nodes of one domain: one of them may see less of its log yet.
+                if known is None or known.next < sight.state.next:
+                    views[sight.domain] = sight.state
+            foreign = {name for sight in sights for name in sight.unlogged}
+            unlogged = tuple(sorted(foreign, key=number_order))
+            found = choose(views, self._request)
+            return Surveyed(found, has_log=bool(views), unlogged=unlogged)
+
+        return seat.control.step("survey the run", local, decide)
+
+    def _with_unlogged(self, source: int, sight: Sight) -> Sight:
+        """With what another program saved after the newest commit; asked of the run, by one process of
+        each domain.
+        """
+        seat, request = self.seats[source], self._request
+        is_asked = source == 0 and request.kind is not Kind.WEIGHTS
+        if not is_asked or request.unlogged is Unlogged.IGNORE or not seat.placement.is_owner:
+            return sight
+        if sight.domain is None or sight.state is None:
+            return sight
+        views, shape = {sight.domain: sight.state}, seat.caps.shape
+        if request.step is None:
+            names = newer_unlogged(views, shape)
+        else:
+            seals = [candidate.seal for candidate in choose(views, request).candidates]
+            names = unlogged_at(
+                views, seals, lambda name: request.step_of(name) == request.step, shape
+            )
+        return replace(sight, unlogged=drive(names, seat.storage))
+
+    def refuse_unlogged(self) -> None:
+        """AmbiguousCheckpointError where stock torch, say, saved into the run after its newest commit, or
+        over the step that was asked for: to go back to ours would lose what came later.
+        """
+        mine = self.survey(0)
+        if mine.unlogged:
+            ours = mine.choice.candidates[0].seal if mine.choice.candidates else None
+            raise unlogged_error(mine.unlogged, ours, self.uri(0))
+
+    def allow_unreached(self, why: str) -> None:
+        """IncompleteCheckpointError where the run cannot be read and nobody allowed older copies."""
+        if len(self.seats) > 1 and self._request.fallback is Fallback.OLDER:
+            logger.warning("%s cannot be read, looking at its copies: %s", self.uri(0), why)
+            return
+        raise IncompleteCheckpointError(
+            f"the run cannot be read: {why}",
+            uri=self.uri(0),
+            hint='copies may be behind it: fallback="older" takes the newest of them'
+            if len(self.seats) > 1
+            else "whether there is a checkpoint is not known: make the storage reachable",
+        )
+
+    def is_passed(self) -> bool:
+        """Collective. Whether a copy knows the primary's newest and went on from there: node-local
+        disks of an earlier allocation look like that.
+        """
+        mine = self.survey(0).choice
+        return any(is_passed(mine, self.survey(n).choice) for n in range(1, len(self.seats)))
+
+    def refuse_fork(self) -> None:
+        """Collective. StateError where a copy has a later step that this run never heard of, and this
+        run's newest was never copied: which of the two is the run is somebody's decision.
+        """
+        mine = self.survey(0).choice
+        for n in range(1, len(self.seats)):
+            other = self.survey(n).choice
+            if self._request.step is None and is_forked(mine, other):
+                here, there = mine.candidates[0].seal.name, other.candidates[0].seal.name
+                raise StateError(
+                    f"the run and its copy {self.uri(n)} went on apart: {here} is not in the copy, "
+                    f"and the run does not know {there}",
+                    uri=self.uri(0),
+                    hint="this is what an earlier allocation left, or the copy is another job's: "
+                    "restore one by its step=, or move the one aside that is not to be gone on with",
+                )
+
+    def home(self) -> int | None:
+        """Collective. The place whose newest checkpoint counts; None: nothing was ever committed anywhere.
+
+        The run decides what is newest. A copy serves all of it where the run is empty, and where it went on
+        from a copy elsewhere. Errors as for ``restore``.
+        """
+        primary = self.survey(0)
+        if primary.unreached is not None:
+            self.allow_unreached(primary.unreached)
+        home: int | None = 0
+        if not primary.choice.candidates:
+            self.refuse_unfit(0)
+            home = self.furthest_copy()
+        elif self.is_passed():
+            home = self.furthest_copy()
+            logger.warning("%s is what the run left here: it went on elsewhere", self.uri(0))
+        else:
+            self.refuse_fork()
+            self.refuse_unlogged()
+        if home is None:
+            self.check_nothing()
+        elif home:
+            logger.warning(
+                "restoring from a copy of %s, which is ahead of it: %s", self.uri(0), self.uri(home)
+            )
+        return home
+
+    def furthest_copy(self) -> int | None:
+        """The copy to go on from where the primary has nothing."""
+        choices = [self.survey(n).choice for n in range(1, len(self.seats))]
+        found = ahead(choices)
+        return None if found is None else found + 1
+
+    def refuse_unfit(self, source: int) -> None:
+        """StateError where there are checkpoints and none that may be taken."""
+        unfit = self.survey(source).choice.unfit
+        where = self.uri(source)
+        if FAILURES in unfit and self._request.step is None:
+            raise StateError(
+                f"the run holds only what failing runs saved: {listed(unfit[FAILURES])}",
+                uri=where,
+                hint="restore one by its step, or allow them: include_failures=True",
+            )
+        if ODD_NAMES in unfit and self._request.step is None:
+            raise StateError(
+                f"the run holds checkpoints that are not named by the template: "
+                f"{listed(unfit[ODD_NAMES])}",
+                uri=where,
+                hint="give the manager the name= that they were saved with",
+            )
+
+    def check_nothing(self) -> None:
+        """StateError, NotFoundError or IncompleteCheckpointError unless nothing was ever committed."""
+        if self._request.step is not None:
+            self.refuse_unlogged()
+        for source, seat in enumerate(self.seats):
+            self.refuse_unfit(source)
+            self._refuse_leftovers(source, seat)
+        if self._request.step is not None:
+            steps = sorted({s for x in self._surveyed.values() for s in x.choice.steps})
+            there = f"there are {listed([str(s) for s in steps])}" if steps else "there is none"
+            raise NotFoundError(
+                f"no checkpoint of step {self._request.step}: {there}", uri=self.uri(0)
+            )
+        unreached = next((x.unreached for x in self._surveyed.values() if x.unreached), None)
+        if unreached is not None:
+            raise IncompleteCheckpointError(
+                f"a place that may hold checkpoints cannot be read: {unreached}", uri=self.uri(0)
+            )
+        logger.info("%s is empty: nothing to restore", self.uri(0))
+
+    def _refuse_leftovers(self, source: int, seat: Seat) -> None:
+        surveyed = self.survey(source)
+        if surveyed.unreached is not None:
+            return
+
+        def local() -> tuple[str, ...] | StateError:
+            if not _looks(seat):
+                return ()
+            step_of, known = self._request.step_of, surveyed.choice.names
+            if not surveyed.has_log:
+                try:
+                    drive(refuse_no_run(self.uri(source), seat.caps.shape), seat.storage)
+                except StateError as error:
+                    return error  # a value, so that it is raised as its type
+            return drive(leftovers(step_of, known, has_log=surveyed.has_log), seat.storage)
+
+        def decide(answers: Sequence[tuple[str, ...] | StateError]) -> None:
+            for answer in answers:
+                if isinstance(answer, StateError):
+                    raise answer
+            found = {name for one in answers if isinstance(one, tuple) for name in one}
+            names = sorted(found, key=number_order)
+            if names:
+                raise StateError(
+                    f"no log knows what lies in this run: {listed(names)}",
+                    uri=self.uri(source),
+                    hint="load one with ckptfs.load() and begin a run elsewhere, or remove them: "
+                    "beginning at step 0 beside them is not what a restart means",
+                )
+
+        seat.control.step("look for leftovers", local, decide)
+
+
+def _looks(seat: Seat) -> bool:
+    """One process per node where nodes may see different things; one of all on an object store."""
+    if seat.caps.shape is Shape.OBJECT:
+        return seat.placement.is_owner
+    return seat.placement.is_node_lead
+
+
+TRIES = 5  # a run whose saves move under a reader settles at the second look
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreOutcome:
+    """A restore that is done. source: which of the places it was read from, 0 is the primary.
+
+    save_id: retention must not delete this save before the next commit.
+    """
+
+    restored: Restored
+    save_id: str
+    source: int
+    loaded: LoadResult
+
+
+class _MovedError(Exception):
+    """The run changed while it was read: look again, all ranks together."""
+
+
+def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> RestoreOutcome | None:
+    """Collective, read-only. Restore ``state`` in place from the newest whole checkpoint.
+
+    sources: the run, then its copies; their controls are one. The run decides what is newest; a copy
+    serves a save that the run has lost, and all of them when the run is truly empty. None: nothing
+    was ever committed anywhere. NotFoundError: no such step. IncompleteCheckpointError,
+    IntegrityError, ManifestError: the newest is damaged, lost in part, or in doubt, and what is
+    missing where. StateError: the state does not fit, or the place holds checkpoints that are not
+    this run's, or that another program saved after its newest commit. After an error while reading, tensors are undefined.
+    """
+    if request.part is not None and request.fallback is Fallback.OLDER:
+        raise StateError(
+            f'part {request.part!r} with fallback="older": each group might take another step',
+            hint="choose the step once, for all groups, and restore it by number",
+        )
+    work = _Restore(sources, state, request)
+    run = sources[0]
+    for _ in range(TRIES):
+        try:
+            with log_fields(run=str(run.storage.root), rank=run.control.rank):
+                return work.run()
+        except _MovedError:
+            continue
+    raise IncompleteCheckpointError(
+        f"the run changed at each of {TRIES} looks",
+        uri=sources[0].storage.root,
+        hint="its owner deletes faster than this process reads: keep more, or set delete_grace_s",
+    )
+
+
+class _Restore:
+    """One restore. Every branch depends on verdicts only, so all ranks take the same one."""
+
+    def __init__(self, sources: Sequence[Seat], state: Any, request: RestoreRequest) -> None:
+        self._places = Places(sources, request)
+        self._control = sources[0].control
+        self._state = state
+        self._request = request
+        self._skipped: list[tuple[Candidate, str]] = []
+        self._started = time.perf_counter()
+
+    def run(self) -> RestoreOutcome | None:
+        """Take the newest whole one; None: truly empty."""
+        places = self._places
+        places.forget()
+        self._skipped.clear()
+        home = places.home()
+        if home is None:
+            return None
+        return self._take(home)
+
+    # -- taking one ----------------------------------------------------------------------------
+
+    def _take(self, home: int) -> RestoreOutcome:
+        candidates = self._places.survey(home).choice.candidates
+        only = self._request.fallback is Fallback.ERROR or self._request.step is not None
+        for candidate in candidates:
+            outcome = self._take_one(home, candidate)
+            if isinstance(outcome, RestoreOutcome):
+                return outcome
+            if only:
+                raise outcome.error(
+                    candidate.seal.name, self._places.uri(home) / candidate.seal.name
+                )
+            self._skipped.append((candidate, outcome.why))
+        why = "; ".join(f"{c.seal.name}: {text}" for c, text in self._skipped)
+        raise IncompleteCheckpointError(
+            f"none of {len(candidates)} checkpoints is whole: {why}",
+            uri=self._places.uri(home),
+            hint="bring one of them back; the run is not begun anew by itself",
+        )
+
+    def _take_one(self, home: int, candidate: Candidate) -> RestoreOutcome | Damage:
+        """The save where it was found, else wherever a copy of the same save is whole."""
+        first = self._try(home, candidate)
+        if isinstance(first, RestoreOutcome):
+            return first
+        for other in range(len(self._places)):
+            same = None
+            if other != home:
+                same = self._places.survey(other).choice.of(candidate.seal.save_id)
+            if same is None:
+                continue
+            logger.warning(
+                "%s: %s; trying its copy in %s", same.seal.name, first.why, self._places.uri(other)
+            )
+            again = self._try(other, same)
+            if isinstance(again, RestoreOutcome):
+                return again
+        return first
+
+    def _try(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
+        first = self._try_now(source, candidate)
+        if isinstance(first, Damage) and first.flaw is Flaw.INCOMPLETE:
+            # It may have been projected between the look and the read: what is missing is missed twice.
+            return self._try_now(source, candidate)
+        return first
+
+    def _try_now(self, source: int, candidate: Candidate) -> RestoreOutcome | Damage:
+        seat = self._places.seats[source]
+        seal = self._piece(source, candidate)
+        held: list[Opened] = []
+        damage = check(seat, seal, held)
+        if candidate.doubt:
+            damage = doubt_of(candidate.doubt, damage)
+        if damage is None:
+            try:
+                return self._load(source, candidate, seal, held[0])
+            except CollectiveError as error:
+                damage = damage_of(error, self._control.worlds)
+                if damage is None:
+                    raise
+        if self._places.look_again(source).choice.of(candidate.seal.save_id) is None:
+            raise _MovedError
+        return damage
+
+    def _piece(self, source: int, candidate: Candidate) -> Seal:
+        """The save to look for: the candidate, or the part of it that was asked for."""
+        if candidate.doubt:
+            return candidate.seal
+        where = self._places.uri(source) / candidate.seal.name
+        return part_of(candidate.seal, self._request.part, where)[0]
+
+    # -- loading -------------------------------------------------------------------------------
+
+    def _load(
+        self, source: int, candidate: Candidate, seal: Seal, opened: Opened
+    ) -> RestoreOutcome:
+        seat, control = self._places.seats[source], self._control
+        found, metadata = opened
+        manifest = found.manifest
+        world = control.size if manifest is None else manifest.world_size
+        view = view_for(metadata, control.rank, control.size, world, ())
+        saved = Saved(view)
+        marks = Marks(saved, moves=world != control.size)
+        hooks, dropped = self._decide_moves(marks, world)
+        moving = Moving(marks, hooks, control.rank, control.size)
+        blanks: list[Blank] = []
+        # A step, because an object that does not fit may do so on one rank only.
+        control.step(
+            "look at the state", lambda: blanks.append(blank_of(self._state, saved, moving))
+        )
+        uri = self._places.uri(source) / seal.name
+        loaded = load_into(
+            Loadable(blanks[0].state_dict, blanks[0].give_back),
+            _without(metadata, hooks) if dropped else metadata,
+            seat,
+            uri,
+            found,
+            strict=self._request.strict,
+            allow=self._request.allow,
+            objects=self._request.objects,
+            started=self._started,
+        )
+        restored = Restored(
+            uri=str(uri),
+            step=candidate.step,
+            skipped=self._tell_skipped(candidate),
+            wall_s=time.perf_counter() - self._started,
+            dropped=dropped,
+            copy_of=str(self._places.uri(0)) if source else None,
+        )
+        if dropped:
+            logger.warning("per-rank state of %d ranks was dropped: %s", world, listed(dropped))
+        return RestoreOutcome(restored, candidate.seal.save_id, source, loaded)
+
+    def _decide_moves(
+        self, marks: Marks, world: int
+    ) -> tuple[Mapping[str, Reshard], tuple[str, ...]]:
+        """Collective where ranks of another world size kept state: hooks by key, and what is dropped."""
+        if not marks.keys:
+            return {}, ()
+
+        def decide(told: Sequence[tuple[str, ...]]) -> tuple[dict[str, str], tuple[str, ...]]:
+            keys = sorted({key for one in told for key in one})
+            hooked = {k: p for k in keys if (p := self._pattern(k)) is not None}
+            unused = [k for k in keys if k not in hooked]
+            if self._request.per_rank is PerRankPolicy.ERROR:
+                if unused:
+                    raise StateError(
+                        f"{world} ranks kept state of their own, {self._control.size} restore: "
+                        f"{listed(unused)} of ranks 0 to {world - 1} would be unused",
+                        hint='reshard={"key": function} makes the new state, per_rank="drop" goes '
+                        "on without it",
+                    )
+                return hooked, ()
+            return hooked, tuple(unused)
+
+        patterns, unused = self._control.step(
+            "per-rank state", lambda: moved_keys(self._state, marks), decide
+        )
+        hooks = {key: self._request.reshard[p] for key, p in patterns.items()}
+        if self._request.per_rank is PerRankPolicy.ERROR:
+            return hooks, ()
+        asked = (*unused, *hooks)
+        unasked = (k for k in marks.keys if not any(a == k or a.startswith(f"{k}.") for a in asked))
+        return hooks, (*unused, *unasked)
+
+    def _pattern(self, key: str) -> str | None:
+        return next((p for p in self._request.reshard if fnmatch.fnmatchcase(key, p)), None)
+
+    def _tell_skipped(self, taken: Candidate) -> tuple[str, ...]:
+        told = tuple(
+            f"{one.seal.name}, {one.step - taken.step} steps later: {why}"
+            for one, why in self._skipped
+        )
+        if told:
+            lost = self._skipped[0][0].step - taken.step
+            logger.warning(
+                "restored step %d, and %d steps are lost: %s", taken.step, lost, "; ".join(told)
+            )
+        return told
+
+
+def _without(metadata: Metadata, hooks: Collection[str]) -> Metadata:
+    """The metadata without what old ranks kept for themselves, but for what hooks make new."""
+
+    def is_wanted(key: str) -> bool:
+        own = unmarked_key(key)
+        return own is None or any(own[0] == k or own[0].startswith(f"{k}.") for k in hooks)
+
+    kept = {k: v for k, v in metadata.state_dict_metadata.items() if is_wanted(k)}
+    return replace(metadata, state_dict_metadata=kept)

@@ -1,0 +1,751 @@
+"""What a manager keeps from its first save on: the run it holds, who works for it, and how a save runs.
+
+    Crew.hire(ground, settings, tell)      claims the run; collective
+      run        the generation that all saves carry
+      retirer    retention, after each commit
+      copier     copies elsewhere, in the background
+      saver      the saves themselves
+      worker     the thread of asynchronous saves, with a control of its own
+    crew.check_beginning(kind, name, step) refuses a job that would begin over what earlier ones saved
+
+**A job's place in its run.** A manager has one once it restored a step (or was told of one), was made with
+``begin_again``, claimed the run right behind an overwrite, or saved a full checkpoint. Until then a full
+checkpoint has to be further than the newest one of earlier jobs, and whatever is saved needs a name that
+they did not take. From then on nothing is checked: a step of theirs that comes again is replaced, with a line
+in the log, and retention lets nothing go that is further than the job has come.
+
+Controls are cloned in one order on all ranks, and closed before the one that they were cloned from.
+
+One save of the manager, on whatever thread it runs, and what follows its commit.
+
+    job.run        stage or list, write, seal, project   fails: SaveFailed, raised
+    committed      events, on_commit
+    followers      retention, copies, in this order       fail: logged, tried again at the next commit
+
+Both the synchronous save, on the caller's thread, and the asynchronous one, on the worker's, are
+this; only the seat differs, because its control belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from ckptfs.commit.catalog.catalog import read_view
+from ckptfs.commit.directory_checkpoints.write import (
+    Listed,
+    Publication,
+    list_files,
+    refuse_own,
+    remove_source,
+    share_files,
+)
+from ckptfs.commit.log.entries import Generation, Kind
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.tickets import Decision, SealedPart, Ticket, begin_parts
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, WrittenPart
+from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.state import Views, catalog, name_taken
+from ckptfs.control.control import hearing
+from ckptfs.dcp.async_api import Aside, begin_aside, submit_pending
+from ckptfs.dcp.pending import PendingSave, Phase, Watch
+from ckptfs.dcp.planning.save_planner import Share
+from ckptfs.dcp.saving import Tell, WriteOptions, followed, save_at
+from ckptfs.dcp.staging.buffers import HostBuffers
+from ckptfs.dcp.worker import SaveWorker
+from ckptfs.errors import CkptfsError, CommitConflictError, DeadlineError
+from ckptfs.events import Counters, Event, SaveCommitted, SaveFailed, SaveResult, Written
+from ckptfs.manager.claimed_run import Ground
+from ckptfs.manager.options import Settings
+from ckptfs.replication.tiers import Copier, open_copies
+from ckptfs.retention.deletion import Retirer
+from ckptfs.uri import Uri
+
+__all__ = ["Crew", "FilesJob", "Follower", "Job", "Saver", "StartingPoint", "StateJob"]
+
+logger = logging.getLogger("ckptfs.manager")
+
+# Called on every rank after each commit, on the thread and control that saved. Collective.
+Follower = Callable[[Seat, SaveResult], None]
+
+
+class Job(Protocol):
+    """One save: where to, how it is recorded, and how it is made. started: by perf_counter."""
+
+    @property
+    def target(self) -> Uri:
+        """What it will be called."""
+
+    @property
+    def spec(self) -> SaveSpec:
+        """As the attempt takes it."""
+
+    @property
+    def started(self) -> float:
+        """When the user called, by ``perf_counter``."""
+
+    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+        """Collective. Committed when it returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateJob:
+    """A state, live or staged."""
+
+    state: Mapping[str, Any] | Share
+    target: Uri
+    spec: SaveSpec
+    options: WriteOptions
+    started: float
+
+    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+        """As ``Job.run``."""
+        return save_at(
+            self.state,
+            seat,
+            self.target,
+            self.spec,
+            self.options,
+            started=self.started,
+            tell=tell,
+            watch=watch,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FilesJob:
+    """A local directory, as each node sees it. consume: it goes when it is committed."""
+
+    path: str
+    target: Uri
+    spec: SaveSpec
+    started: float
+    consume: bool = False
+
+    def run(self, seat: Seat, tell: Tell, watch: Watch | None) -> SaveResult:
+        """As ``Job.run``."""
+        control, watch = seat.control, watch or Watch()
+        watch.enter(Phase.PLAN)
+        nodes = [world.node for world in control.worlds]
+        domains = [domain.ranks for domain in seat.placement.domains]
+        is_lead = nodes.index(control.world.node) == control.rank
+        # A node's lead may come first: it must not list what the other ranks are still writing.
+        control.step("all have written", lambda: None)
+        shares = control.step(
+            "list files",
+            lambda: self._list(seat) if is_lead else None,
+            lambda listings: share_files(listings, nodes, domains),
+        )
+        mine = shares[control.rank]
+        watch.planned(sum(file.size_bytes for file in mine.send), len(mine.send))
+        attempt = Attempt(seat, self.spec)
+        try:
+            with followed(attempt, watch, self._result_of(control.rank)):
+                attempt.begin()
+                part = Publication(attempt, seat, self.path, mine)
+
+                def write() -> WrittenPart:
+                    watch.enter(Phase.WRITE)
+                    written = part.write()
+                    tell(Written(str(self.target), self.spec.step, written.counters))
+                    watch.durable(written.counters)
+                    watch.enter(Phase.COMMIT)
+                    return written
+
+                committed = attempt.commit(write, part.finish)
+        except BaseException:
+            attempt.abandon()
+            raise
+        if self.consume and is_lead:
+            remove_source(self.path)
+        return self._result_of(control.rank)(committed)
+
+    def _result_of(self, rank: int) -> Callable[[Committed], SaveResult]:
+        def result_of(committed: Committed) -> SaveResult:
+            wall_s = time.perf_counter() - self.started
+            return committed.result(str(self.target), self.spec.step, rank, wall_s)
+
+        return result_of
+
+    def _list(self, seat: Seat) -> tuple[Listed, ...]:
+        run = seat.storage.local_path("")
+        if self.consume and run is not None:
+            refuse_own(self.path, run, self.spec.name)
+        return list_files(self.path)
+
+
+class Saver:
+    """Runs jobs, one at a time. tell: the listeners' bell. before: local, ahead of every save."""
+
+    def __init__(
+        self,
+        tell: Callable[[Event], None],
+        before: Callable[[], None],
+        followers: Sequence[Follower],
+    ) -> None:
+        self._tell = tell
+        self._before = before
+        self._followers = tuple(followers)
+
+    def run(self, job: Job, seat: Seat, watch: Watch | None = None) -> SaveResult:
+        """Collective. Committed when it returns. Errors are those of ``ckptfs.save``."""
+        try:
+            self._before()
+            return job.run(seat, self._tell, watch)
+        except BaseException as error:
+            self.failed(job.target, job.spec, error)
+            raise
+
+    def failed(self, target: Uri, spec: SaveSpec, error: BaseException) -> None:
+        """Local. Tell the listeners."""
+        outcome = error.outcome if isinstance(error, CkptfsError) else "failed"
+        told = f"{type(error).__name__}: {error}"
+        self._tell(SaveFailed(str(target), spec.step or 0, told, outcome))
+
+    def follow(self, kind: Kind, seat: Seat, result: SaveResult, stall_s: float) -> None:
+        """Collective. What follows a commit; a failure is logged, the checkpoint is there.
+
+        stall_s: how long training stood still for the save.
+        """
+        self._tell(SaveCommitted(result, kind.value, stall_s))
+        for follower in self._followers:
+            try:
+                follower(seat, result)
+            except CkptfsError as error:
+                # What could not be done now is done after the next commit.
+                logger.warning("after the commit of %s: %s", result.uri, error)
+            except Exception:
+                # It is committed: a fault in what comes after must not make it look failed.
+                logger.exception("after the commit of %s", result.uri)
+
+
+_NOTICED_S = 5.0  # only a number in an event waits for it
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class StartingPoint:
+    """Where a job goes on in its run: the same on every rank.
+
+    step: that it was restored from, None where it has restored nothing. is_empty: it looked, and the run
+    and its copies held no full checkpoint to restore.
+    """
+
+    step: int | None = None
+    is_empty: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A live save of an earlier job under one of the manager's names. where: its URI, maybe in a copy.
+
+    is_full: a healthy save of the manager's main kind, which a restore goes on from.
+    """
+
+    where: Uri
+    step: int | None
+    save_id: str
+    is_full: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier jobs saved into a run, or into its copies where the run is empty: equal on all ranks.
+
+    saves: in commit order. is_overwritten: an overwrite behind which nothing was committed took them out
+    of the catalog, until this job's claim brought them back.
+    """
+
+    saves: tuple[Earlier, ...] = ()
+    is_overwritten: bool = False
+
+
+class Crew:
+    """Made by ``hire``, on every rank."""
+
+    def __init__(
+        self,
+        run: Run,
+        settings: Settings,
+        tell: Callable[[Event], None],
+        start: StartingPoint = StartingPoint(),
+    ) -> None:
+        self.run = run
+        self._start = start
+        self._at: int | None = None  # the step of the last commit since then
+        self._has_begun = False  # a full checkpoint was accepted from a job that restored nothing
+        self._past = Past()
+        self._settings = settings
+        self._tell = tell
+        self._aside: Aside | None = None
+        self._hurried = False
+        self._stack = contextlib.ExitStack()
+        self.retirer = Retirer(
+            run, settings.keep, settings.names.is_ours, grace_s=settings.delete_grace_s, tell=tell
+        )
+        self._stack.callback(self.retirer.close)
+        try:
+            self._copier = self._hire_copier() if settings.copies else None
+        except BaseException:
+            self._stack.close()
+            raise
+        self.saver = Saver(tell, self._before, (self._point, self._retain))
+        self._told_needs = False
+
+    @classmethod
+    def hire(
+        cls,
+        ground: Ground,
+        settings: Settings,
+        tell: Callable[[Event], None],
+        needed: frozenset[str],
+        start: StartingPoint = StartingPoint(),
+    ) -> Crew:
+        """Collective. Claim the run and start working for it. RunBusyError: somebody else does.
+
+        needed: save_ids that stay until the next commit: what this job was restored from.
+        """
+        run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
+        try:
+            crew = cls(run, settings, tell, start)
+        except BaseException:
+            run.release()  # or the next try finds the run held, by this very process
+            raise
+        ground.before_release(crew.close)
+        crew._follow_pointer()
+        knows_its_place = crew._has_place
+        # Directories cannot be replaced, so a job that knows its place has to know their names too.
+        if not knows_its_place or settings.names.main is Kind.DIRECTORY:
+            crew._look_back()
+        # What a job without a place would let go is another job's.
+        if knows_its_place:
+            # A job that died between a commit and its deletes left one more than fits beside the next.
+            crew._let_go(run.seat, needed)
+        return crew
+
+    def _hire_copier(self) -> Copier:
+        settings = self._settings
+        copier = Copier(
+            self.run,
+            settings.copies,
+            settings.names.is_ours,
+            takeover=settings.takeover,
+            grace_s=settings.delete_grace_s,
+            begin_again=settings.begin_again,
+            tell=self._tell,
+        )
+        self._stack.callback(copier.close)
+        return copier
+
+    def hurry(self) -> None:
+        """Local. The block was left by an exception: saves under way get a bounded time."""
+        self._hurried = True  # close would wait for them again, and for ever
+        if self._aside is not None:
+            self._aside.leave()
+
+    def close(self) -> None:
+        """Local. Everybody finishes and goes home; harmless twice."""
+        self._stack.close()
+
+    # -- going on, or beginning -----------------------------------------------------------
+
+    def set_start(self, start: StartingPoint) -> None:
+        """Local, on every rank, with nothing on its way: the job restored again, or found nothing."""
+        self._start = start
+        if start.step is not None:
+            self._at = None
+
+    @property
+    def _begins_again(self) -> bool:
+        return self._settings.begin_again or self._past.is_overwritten
+
+    @property
+    def _has_place(self) -> bool:
+        return self._start.step is not None or self._begins_again or self._has_begun
+
+    def check_beginning(self, kind: Kind, name: str, step: int, *, failure: bool = False) -> None:
+        """Local, the same on all ranks, before each save. CommitConflictError where it would begin over
+        what earlier jobs saved, and this one has no place in the run.
+        """
+        main = self._settings.names.main
+        if not self._has_place:
+            is_full = kind is main and not failure
+            earlier = self._past.saves
+            if self._start.is_empty and not is_full:
+                # Left by a job that died before its first full checkpoint: nobody goes on from it.
+                earlier = tuple(one for one in earlier if one.is_full)
+            refuse_beginning(earlier, name, step, is_full=is_full, main=main)
+            self._has_begun = is_full
+        if main is not Kind.DIRECTORY:
+            self._tell_replaced(name)
+
+    def comes_again(self, name: str, step: int) -> bool:
+        """Local, the same on all ranks. Whether an earlier job saved a directory of this name, which is not
+        what this one was restored from or lies before that.
+        """
+        start = self._start.step
+        is_ahead = start is None or step > start
+        return is_ahead and any(one.where.name == name for one in self._past.saves)
+
+    def free_name(self, name: str) -> None:
+        """Collective, with nothing on its way. Delete the directory that an earlier job saved under a name
+        that comes again, if something was committed after it: files with fixed names cannot be replaced.
+        """
+        seat, is_ours = self.run.seat, self._settings.names.is_ours
+
+        def decide(views: Views) -> str | None:
+            seals = [live.seal for live in catalog(views) if is_ours(live.seal)]
+            passed = (s for s in seals[:-1] if s.name == name and s.base != self.run.generation)
+            return next((seal.save_id for seal in passed), None)
+
+        save_id = _ask(seat, "what has the name", lambda: seat.known.state, decide)
+        if save_id is None:
+            return  # retention took it, or it is the newest: the save says so
+        if seat.control.rank == 0:
+            self._warn_of_replacing(name, save_id)
+        self._follow_pointer(save_id)
+        self.retirer.delete(seat, save_id, reason="its step comes again", at_once=True)
+
+    def _look_back(self) -> None:
+        """Collective. What other jobs saved into the run; where it is empty, into its copies."""
+        seat, copies = self.run.seat, self._settings.copies
+        self._past = self._past_of(seat, lambda: seat.known.state)
+        if self._past.saves or self._past.is_overwritten or self._start.is_empty or not copies:
+            return
+        try:
+            with open_copies(copies, seat.control) as there:
+                found = [self._past_of(one, partial(_state_of, one)) for one in there]
+        except CkptfsError as error:
+            # A copy that is out of reach keeps nobody from saving.
+            logger.warning("whether a copy is further than the run is not known: %s", error)
+            return
+        self._past = Past(tuple(save for past in found for save in past.saves))
+
+    def _past_of(self, seat: Seat, look: Callable[[], LogState | None]) -> Past:
+        """Collective. What other jobs saved there under this manager's names."""
+        mine, names = self.run.generation, self._settings.names
+
+        def saves(views: Views) -> tuple[Earlier, ...]:
+            seals = (live.seal for live in catalog(views))
+            return tuple(
+                Earlier(
+                    seat.storage.uri(seal.name),
+                    seal.step,
+                    seal.save_id,
+                    seal.artifact is names.main and not seal.failure,
+                )
+                for seal in seals
+                if seal.base != mine and names.is_ours(seal)
+            )
+
+        def decide(views: Views) -> Past:
+            before = {domain: _before(mine, view) for domain, view in views.items()}
+            found = saves(before)
+            return Past(found or saves(views), is_overwritten=not found and bool(saves(views)))
+
+        return _ask(seat, "what earlier jobs saved", look, decide)
+
+    def _tell_replaced(self, name: str) -> None:
+        """Coordinator: a line in the log where a save is about to replace an earlier job's."""
+        seat = self.run.seat
+        state = seat.known.state
+        if seat.control.rank != 0 or state is None or not state.saves.knows_name(name):
+            return
+        taken = name_taken(name, {seat.placement.mine.id: state})
+        if taken is not None and taken.base != self.run.generation:
+            self._warn_of_replacing(name, taken.save_id)
+
+    def _warn_of_replacing(self, name: str, save_id: str) -> None:
+        if self._start.step is not None:
+            why = f"restored step {self._start.step}"
+        else:
+            why = "begins again" if self._begins_again else "has come there by itself"
+        uri = self.run.seat.storage.uri(name)
+        logger.warning("%s replaces save %s of an earlier job: this one %s", uri, save_id, why)
+
+    # -- saving -------------------------------------------------------------------------
+
+    def save(self, job: Job) -> SaveResult:
+        """Collective, on the manager's thread. Committed when it returns."""
+        result = self.saver.run(job, self.run.seat)
+        self.saver.follow(
+            job.spec.artifact, self.run.seat, result, time.perf_counter() - job.started
+        )
+        return result
+
+    def save_aside(self, job: Job, begun: Callable[[PendingSave], None]) -> PendingSave:
+        """Collective. Returns when the tensors may be changed; the rest is the worker's.
+
+        begun: gets what is returned, also where Ctrl-C is raised instead: the others wait for it.
+        """
+        aside, seat = self._aside_opened()
+        pending = PendingSave(str(job.target), job.spec.step)
+        if not isinstance(job, StateJob):
+            return self._save_later(job, aside, seat, pending, begun)
+        state, job = job.state, replace(job, state={})  # the worker must not keep tensors alive
+
+        def save(staged: Share, watch: Watch) -> SaveResult:
+            result = self.saver.run(replace(job, state=staged), seat, watch)
+            # A small state is committed before the caller has noticed that it was staged.
+            futures.wait([pending.staged], timeout=_NOTICED_S)
+            self._follow(job, seat, result, pending)
+            return result
+
+        assert isinstance(state, Mapping)  # noqa: S101 - staged below, never twice
+        compare = seat.control.size > 1
+        try:
+            return begin_aside(state, pending, save, aside, compare_ranks=compare, tell=self._tell)
+        finally:
+            begun(pending)
+
+    def _save_later(
+        self,
+        job: Job,
+        aside: Aside,
+        seat: Seat,
+        pending: PendingSave,
+        begun: Callable[[PendingSave], None],
+    ) -> PendingSave:
+        """Nothing is staged: what is saved stays as it is until it is committed."""
+
+        def save() -> SaveResult:
+            result = self.saver.run(job, seat, pending.watch())
+            self._follow(job, seat, result, pending)
+            return result
+
+        pending.has_staged(None)
+        submit_pending(aside.worker, pending, save)
+        begun(pending)
+        return pending
+
+    def _follow(self, job: Job, seat: Seat, result: SaveResult, pending: PendingSave) -> None:
+        """Collective, on the worker's thread. Where this rank hangs in its storage, its caller is told what
+        all others have by then: the save is committed.
+        """
+
+        def hangs(error: CkptfsError) -> None:
+            logger.warning("after the commit of %s: %s", result.uri, error)
+            pending.succeed(result)
+
+        with hearing(seat.control, hangs):
+            self.saver.follow(job.spec.artifact, seat, result, pending.stall_s)
+
+    def begin(
+        self,
+        name: str,
+        step: int,
+        parts: Sequence[str],
+        storage_options: Mapping[str, Any] | None,
+        artifact: Kind = Kind.CHECKPOINT,
+    ) -> Ticket:
+        """Collective, with nothing on its way. A checkpoint of parts; it is followed like a save."""
+        began = time.perf_counter()
+        self._before()
+        # Files with fixed names cannot be replaced.
+        if_exists = IfExists.ERROR if artifact is Kind.DIRECTORY else IfExists.REPLACE
+
+        def then(decision: Decision, sealed: Sequence[SealedPart]) -> None:
+            result = self._result_of(decision, sealed, time.perf_counter() - began)
+            self.saver.follow(artifact, self.run.seat, result, 0.0)
+
+        return begin_parts(
+            self.run,
+            name,
+            step,
+            parts,
+            if_exists=if_exists,
+            artifact=artifact,
+            storage_options=storage_options,
+            then=then,
+        )
+
+    def _result_of(
+        self, decision: Decision, sealed: Sequence[SealedPart], wall_s: float
+    ) -> SaveResult:
+        """The checkpoint's counters: those of its parts, of all their ranks, together."""
+        parts = {part.part: part.result for part in sealed}.values()
+        per_rank = tuple(counters for part in parts for counters in part.per_rank)
+        return SaveResult(
+            uri=str(decision.uri),
+            step=decision.step,
+            save_id=decision.seal.save_id,
+            mine=Counters(),
+            total=Counters.together(per_rank),
+            per_rank=per_rank,
+            wall_s=wall_s,
+        )
+
+    def wait_for_copies(self, timeout_s: float | None, *, alike: bool = False) -> None:
+        """Collective, with nothing on its way. Copy what was committed so far, or try it once more;
+        then let go what waited for that. alike: DeadlineError on all ranks if on one, for those who
+        go on; without it a rank leaves alone.
+        """
+        copier = self._copier
+        if copier is None:
+            return
+        if alike:
+            late = partial(_late, copier, timeout_s)
+            self.run.seat.control.step("wait for copies", late, _raise_first)
+        else:
+            copier.wait(timeout_s)
+        if self._start.step is not None or self._begins_again or self._at is not None:
+            self._let_go(self.run.seat)
+
+    def pin(self, save_id: str, *, pinned: bool) -> None:
+        """Collective, with nothing on its way."""
+        self.retirer.pin(self.run.seat, save_id, pinned=pinned)
+
+    def delete(self, save_id: str) -> None:
+        """Collective, with nothing on its way."""
+        # Before the entry: the pointer never names what is deleted.
+        self._follow_pointer(save_id)
+        try:
+            self.retirer.delete(self.run.seat, save_id)
+        finally:
+            self._follow_pointer()  # back to it, where it may not go
+
+    def _follow_pointer(self, going: str | None = None) -> None:
+        """Collective. What fails is no reason not to save: it moves after the next commit."""
+        pointer, is_ours = self._settings.pointer, self._settings.names.is_ours
+        if pointer is None:
+            return
+        try:
+            pointer.follow(self.run.seat, lambda s: is_ours(s) and s.save_id != going)
+        except CkptfsError as error:
+            logger.warning("%s moves after the next commit: %s", pointer.file, error)
+
+    def _aside_opened(self) -> tuple[Aside, Seat]:
+        """The worker's thread, buffers and seat. Every rank comes here at the same save."""
+        if self._aside is None or self._aside.seat is None:
+            control = self.run.seat.control.clone()
+            seat = replace(self.run.seat, control=control)
+            buffers = HostBuffers(
+                self._settings.host_memory_bytes, local_ranks=control.world.local_size
+            )
+            self._aside = Aside(SaveWorker("ckptfs-manager"), buffers, seat)
+            self._stack.callback(self._close_aside)
+            # Of a run that is collected nothing is under way, or its job would refer to the manager.
+            self.run.closing.callback(self._aside.close, 0.0)
+        assert self._aside.seat is not None  # noqa: S101 - made with one
+        return self._aside, self._aside.seat
+
+    def _close_aside(self) -> None:
+        if self._aside is not None and not self._hurried:
+            self._aside.close()
+
+    # -- around each save ---------------------------------------------------------------
+
+    def _before(self) -> None:
+        """What was let go makes room first, so that retention's own need is enough space."""
+        self.retirer.make_room()
+
+    def _point(self, seat: Seat, result: SaveResult) -> None:
+        # Before retention: the pointer never names what that takes.
+        if self._settings.pointer is not None:
+            self._settings.pointer.move(seat, Uri.parse(result.uri).name)
+
+    def _retain(self, seat: Seat, result: SaveResult) -> None:
+        # First the copier: from here on it needs this save, and retention asks it.
+        if self._copier is not None:
+            self._copier.after_commit(result)
+        self._at = result.step
+        self._let_go(seat)
+        if not self._told_needs and len(result.per_rank) == seat.control.size:
+            self._told_needs = True
+            self.retirer.log_needs(result.per_rank)
+
+    def _let_go(self, seat: Seat, needed: frozenset[str] = frozenset()) -> None:
+        """Collective: retention. What is further than this job has come stays."""
+        at = self._start.step if self._at is None else self._at
+        self.retirer.after_commit(
+            seat, self._roots() | needed, at=None if self._begins_again else at
+        )
+
+    def _roots(self) -> frozenset[str]:
+        """What a copy waits for stays."""
+        return frozenset() if self._copier is None else self._copier.waiting()
+
+
+def refuse_beginning(
+    earlier: Sequence[Earlier], name: str, step: int, *, is_full: bool, main: Kind
+) -> None:
+    """CommitConflictError unless a save of a job without a place in the run takes no name of what earlier
+    jobs saved and, if it is a full checkpoint, is further than their newest one. Pure.
+
+    earlier: in commit order. is_full: as for ``Earlier``.
+    """
+    newest = next((one for one in reversed(earlier) if one.is_full), None)
+    taken = next((one for one in earlier if one.where.name == name), None)
+    reads = "restore()" if main is Kind.CHECKPOINT else "reading() or the framework's own load"
+    hint = (
+        f"{reads} goes on from the newest; else save to another run, or make the manager with "
+        "begin_again=True: retention then deletes the old ones as new ones come"
+    )
+    if is_full and newest is not None and newest.step is not None and step <= newest.step:
+        raise CommitConflictError(
+            f"step {step} would begin the run again: {newest.where.name} is its newest commit (save "
+            f"{newest.save_id}), and this job restored nothing",
+            uri=newest.where,
+            hint=hint,
+        )
+    if taken is not None:
+        raise CommitConflictError(
+            f"{name} is committed already (save {taken.save_id}), and this job restored nothing",
+            uri=taken.where,
+            hint=hint,
+        )
+
+
+def _ask(
+    seat: Seat, label: str, look: Callable[[], LogState | None], decide: Callable[[Views], R]
+) -> R:
+    """Collective. Decide once, by the logs of all owners. look: an owner's log, None without one."""
+
+    def view(ids: Collection[str]) -> View | None:
+        state = look() if seat.placement.is_owner else None
+        return None if state is None else (seat.placement.mine.id, state.to_send(ids))
+
+    def decide_all(found: Sequence[View | None]) -> R:
+        return decide(dict(one for one in found if one is not None))
+
+    return step_with_views(seat.control, label, view, lambda one: one, decide_all)
+
+
+def _before(mine: Generation, view: LogState) -> LogState:
+    """A log as it was before the fence of ``mine``, where the fence before that was an overwrite: while that
+    was the newest, what it hid was in no catalog.
+    """
+    last = view.overwrites[-1].generation if view.overwrites else None
+    if last is None or view.generation != mine or last.number != mine.number - 1:
+        return view
+    return replace(view, fence=replace(view.fence, generation=last))
+
+
+def _state_of(seat: Seat) -> LogState | None:
+    found = drive(read_view(), seat.storage)
+    return None if found is None else found[1]
+
+
+def _late(copier: Copier, timeout_s: float | None) -> DeadlineError | None:
+    try:
+        copier.wait(timeout_s)
+    except DeadlineError as error:
+        return error
+    return None
+
+
+def _raise_first(late: Sequence[DeadlineError | None]) -> None:
+    for error in late:
+        if error is not None:
+            raise error

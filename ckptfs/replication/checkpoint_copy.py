@@ -1,0 +1,575 @@
+"""One committed checkpoint once more, at another place: collective, whole or not at all.
+
+    Original    the source as its catalog describes it: sealed in a log, or lying there without one
+    find_held   every rank finds the save's files on its own disk; each listed domain is found by some rank
+    begin       an attempt at the target, as for any save
+    write       each file by one rank that sees it, compared with its digests on the way
+    seal        the target's ordinary commit                        -> SaveResult
+
+Shards that lie on the disks of several nodes become one checkpoint by this: on shared storage the copy is
+one domain, with one ``.metadata`` that points to one of the nodes' copies of what is replicated. Stock torch
+opens it. A source that is damaged is never committed as a copy. What no log vouches for is believed as
+``ckptfs.load`` believes it: by its manifest, or, where stock torch wrote it, by its ``.metadata``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import xxhash
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+
+from ckptfs.commit.catalog.catalog import Found, find
+from ckptfs.commit.catalog.locate import locate
+from ckptfs.commit.directory_checkpoints.write import PlainNames
+from ckptfs.commit.log.entries import Generation, Kind, Seal
+from ckptfs.commit.manifest import FileRecord, Manifest
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.parts.parts import PartAttempt
+from ckptfs.commit.parts.tickets import SealedPart, Ticket, begin_parts
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.attempt import Attempt
+from ckptfs.commit.save.shared_attempt import AGAIN, origin_of
+from ckptfs.commit.save.spec import Committed, IfExists, SaveSpec, SmallFile, WrittenPart
+from ckptfs.commit.session import Seat, step_of
+from ckptfs.commit.state import part_name, piece
+from ckptfs.dcp.loading import read_metadata
+from ckptfs.dcp.metadata.metadata_reader import decode_metadata
+from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
+from ckptfs.dcp.planning.global_plan import Place, places_for
+from ckptfs.errors import IncompleteCheckpointError, NotFoundError, StaleError, StateError
+from ckptfs.events import Counters, SaveResult
+from ckptfs.progress import SILENT, progress
+from ckptfs.replication.copied_files import (
+    CopyTask,
+    Readable,
+    Tally,
+    Writable,
+    copy_share,
+    new_path,
+    share_out,
+    tasks_of,
+)
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.registry import open_storage
+
+__all__ = [
+    "Manner",
+    "Original",
+    "copy_checkpoint",
+    "copy_files",
+    "copy_parts",
+    "find_held",
+    "spec_of",
+    "stock_manifest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Original:
+    """What is copied. name: in its run; of a part ``step_100/actor``. seal: None where no log knows it."""
+
+    name: str
+    seal: Seal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What is copied, the same on all ranks but for ``found``: None on ranks that see none of it.
+
+    readers: the ranks that see the files of a listed domain; None: files that each of them has.
+    """
+
+    manifest: Manifest
+    found: Found | None
+    readers: Mapping[str | None, Sequence[int]]
+
+    @property
+    def everybody(self) -> Sequence[int]:
+        """The ranks that see any of it."""
+        return self.readers[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one rank tells: owners send the manifest, for ranks that find none."""
+
+    found: bool
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """The manifest, where some rank has found none by itself."""
+
+    manifest: Manifest | None
+
+
+def find_held(source: Seat, original: Original) -> Held:
+    """Collective. Where all of it lies.
+
+    IncompleteCheckpointError: files of it, or a domain, are missing, and which nodes hold them.
+    """
+    if original.seal is None:
+        return _find_unlogged(source, original.name)
+    return _find_sealed(source, original.seal)
+
+
+# -- sealed in a log ------------------------------------------------------------------------------
+
+
+def _find_sealed(source: Seat, seal: Seal) -> Held:
+    kept: list[Found] = []
+
+    def look() -> _Seen:
+        if source.placement.mine.id not in seal.domains:
+            return _Seen(found=False, manifest=None)  # a node that came later
+        kept.append(_found_here(source, seal))
+        return _Seen(found=True, manifest=kept[0].manifest if source.placement.is_owner else None)
+
+    def decide(answers: Sequence[_Seen]) -> _Shown:
+        here = {d.id for d in source.placement.domains}
+        manifest = next((a.manifest for a in answers if a.manifest is not None), None)
+        lost = [d for d in seal.domains if d not in here]
+        if lost or manifest is None:
+            raise _lost(lost, manifest, source, seal)
+        # They are equal by the sealed digest; thousands of ranks need not be sent one.
+        return _Shown(None if all(a.found for a in answers) else manifest)
+
+    shown = source.control.step("find the source", look, decide)
+    found = kept[0] if kept else None
+    manifest = shown.manifest if found is None else found.manifest
+    if manifest is None:
+        raise AssertionError("a sealed save has a manifest")
+    listed = [d for d in source.placement.domains if d.id in seal.domains]
+    readers: dict[str | None, Sequence[int]] = {d.id: d.ranks for d in listed}
+    readers[None] = tuple(sorted(rank for d in listed for rank in d.ranks))
+    return Held(manifest, found, readers)
+
+
+def _found_here(source: Seat, seal: Seal) -> Found:
+    try:
+        return drive(find(seal, source.caps.shape, source.storage.root), source.storage)
+    except (NotFoundError, StaleError) as error:
+        raise IncompleteCheckpointError(
+            f"{seal.name} cannot be copied: {error.message}",
+            uri=source.storage.uri(seal.name),
+            rank=source.control.rank,
+            hint="it was removed by hand, or this node does not see the disk that holds it",
+        ) from error
+
+
+def _lost(
+    lost: Sequence[str], manifest: Manifest | None, source: Seat, seal: Seal
+) -> IncompleteCheckpointError:
+    hosts = {d.id: ", ".join(d.hosts) for d in (() if manifest is None else manifest.domains)}
+    places = ", ".join(f"{d} ({hosts[d]})" if hosts.get(d) else d for d in lost)
+    return IncompleteCheckpointError(
+        f"{seal.name} cannot be copied: no rank sees its domains {places}",
+        uri=source.storage.uri(seal.name),
+        hint="start on the nodes that hold them",
+    )
+
+
+# -- without a log --------------------------------------------------------------------------------
+
+
+def _find_unlogged(source: Seat, name: str) -> Held:
+    if len(source.placement.domains) > 1:
+        raise StateError(
+            "no log tells what of it lies on which node",
+            uri=source.storage.uri(name),
+            hint="copy it from one node, where all of its files are",
+        )
+    found = locate(source, name)
+    manifest = found.manifest
+    if manifest is None:
+        told = source.control.step(
+            "what stock torch wrote",
+            lambda: None,
+            lambda _: _Shown(stock_manifest(source.storage, name)),
+        )
+        manifest = told.manifest
+    if manifest is None:
+        raise AssertionError("the coordinator described it")
+    ranks = tuple(range(source.control.size))
+    readers: dict[str | None, Sequence[int]] = dict.fromkeys(
+        (f.domain for f in manifest.files), ranks
+    )
+    readers[None] = ranks
+    return Held(manifest, found, readers)
+
+
+def stock_manifest(storage: Storage, name: str) -> Manifest:
+    """Local. A plain DCP checkpoint as a manifest would describe it. Its id is made of what it
+    consists of, so that the same one gets the same.
+
+    IncompleteCheckpointError: a file of it is missing, or too short.
+    """
+    raw = read_limited(storage, f"{name}/.metadata")
+    metadata = decode_metadata(raw, storage.uri(name))
+    needs: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        needs[info.relative_path] = max(end, needs.get(info.relative_path, 0))
+    files, seen = [], xxhash.xxh3_128(raw)
+    for path, least in sorted(needs.items()):
+        size, version = _look(storage, f"{name}/{path}")
+        if size < least:
+            raise IncompleteCheckpointError(
+                f"{path} has {size} bytes, and its items need {least}", uri=storage.uri(name)
+            )
+        files.append(FileRecord(path, size))
+        seen.update(f"{path} {size} {version}".encode())
+    save_id = f"dcp-{seen.hexdigest()[:16]}"
+    return Manifest(save_id, name, step_of(name, None), tuple(files), (), world_size=len(files))
+
+
+def _look(storage: Storage, key: str) -> tuple[int, str]:
+    """A file's size, and what changes when it is written again: retraining uses the same names."""
+    try:
+        found = storage.stat(key)
+    except NotFoundError as error:
+        raise IncompleteCheckpointError(
+            f"{key} cannot be copied: it is not there", uri=storage.uri(key)
+        ) from error
+    path = storage.local_path(key)
+    return found.size_bytes, found.etag or ("" if path is None else str(os.stat(path).st_mtime_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How files are copied. jobs: at once, by each rank. kept: what is on its way outlives this
+    process. stopped: set by any thread of any rank to give up between two reads. shows: somebody waits
+    for it in a terminal. tally: this rank's. follow_links: copy what links in a checkpoint lead to.
+    """
+
+    jobs: int = 1
+    kept: bool = False
+    stopped: threading.Event | None = None
+    shows: bool = False
+    tally: Tally = field(default_factory=Tally)
+    follow_links: bool = False
+
+    def readable(self, storage: Storage, home: str, rank: int) -> Readable:
+        """Where a rank reads the files of a source."""
+        return Readable(storage if self.follow_links else storage.refusing_links(home), home, rank)
+
+
+def copy_checkpoint(
+    source: Seat,
+    seal: Seal,
+    target: Seat,
+    *,
+    run: Generation | None = None,
+    name: str | None = None,
+    save_id: str | None = None,
+    stopped: threading.Event | None = None,
+    shows: bool = False,
+) -> SaveResult:
+    """Collective. Copy a committed save to another run; committed and durable when it returns.
+
+    source, target: seats of the same ranks with one control; the source is only read. seal: of the
+    save, as the source's catalog has it. run: the generation of the target's held run, which may
+    replace an older save of the name; None is exclusive by name. name, save_id: in the target, None
+    for those of the source. An id that was tried there and aborted is spent: pass a fresh one.
+    stopped: set by any thread of any rank to give up between two reads. shows: somebody waits for it
+    in a terminal, and rank 0 draws how far its share has come.
+
+    IncompleteCheckpointError: files of it, or a domain, are missing. What single ranks meet is a
+    CollectiveError on all, with IntegrityError in its ``failures`` where the source is damaged.
+    Otherwise as for ``ckptfs.save``: after an error or a crash the target is as it was.
+    Files with plain names are never replaced: CommitConflictError where the name is taken. A checkpoint
+    that consists of parts is ``copy_parts``' business.
+    """
+    started = time.perf_counter()
+    control = source.control
+    if stopped is not None:
+        control.step("stopped?", lambda: _check_stopped(stopped, source, seal))
+    held = find_held(source, Original(seal.name, seal))
+    spec = spec_of(held, seal, name or seal.name, run, save_id or seal.save_id)
+    attempt = Attempt(target, spec)
+    manner = Manner(stopped=stopped, shows=shows)
+    committed = copy_files(source, held, attempt, manner)
+    uri, wall_s = str(target.storage.uri(spec.name)), time.perf_counter() - started
+    return committed.result(uri, spec.step, control.rank, wall_s)
+
+
+def spec_of(
+    held: Held, seal: Seal | None, name: str, run: Generation | None, save_id: str
+) -> SaveSpec:
+    """What the copy is to be: as the original, under its name and id there."""
+    manifest = held.manifest
+    plain = manifest.artifact is Kind.DIRECTORY  # whose files' names no two saves share
+    return SaveSpec(
+        name,
+        manifest.step,
+        IfExists.ERROR if run is None or plain else IfExists.REPLACE,
+        artifact=manifest.artifact,
+        run=run,
+        failure=seal is not None and seal.failure,
+        per_rank=manifest.per_rank,
+        metrics=() if seal is None else seal.metrics,
+        save_id=save_id,
+        world_size=manifest.world_size,
+    )
+
+
+def copy_files(source: Seat, held: Held, attempt: Attempt, manner: Manner = Manner()) -> Committed:
+    """Collective. The save ``attempt``, of the files that ``held`` tells; committed when it returns.
+    Errors as for ``copy_checkpoint``.
+    """
+
+    def write() -> WrittenPart:
+        return _write(source, held, attempt, manner)
+
+    def finish(parts: list[WrittenPart]) -> Mapping[str, SmallFile]:
+        return _finish(parts, held, attempt)
+
+    try:
+        attempt.begin()
+        return attempt.commit(write, finish)
+    except BaseException:
+        attempt.abandon()
+        raise
+
+
+# -- of parts --------------------------------------------------------------------------------------
+
+
+def copy_parts(
+    source: Seat,
+    seal: Seal,
+    target: Run,
+    *,
+    name: str,
+    save_id: str,
+    manner: Manner,
+    replaces: bool = False,
+) -> Committed:
+    """Collective. Copy a checkpoint of parts, as the parts that it had, into a held run of the same ranks.
+
+    They must see all of its parts. save_id: in the target, one that was not tried there. replaces: an
+    older save of the name. Committed when it returns; errors as for ``copy_checkpoint``. An interrupted
+    copy begins anew: its parts are gone with it, or the next owner of the target removes them.
+    """
+    if manner.stopped is not None:
+        stopped = manner.stopped
+        source.control.step("stopped?", lambda: _check_stopped(stopped, source, seal))
+    ticket = begin_parts(
+        target,
+        name,
+        seal.step,
+        [ref.name for ref in seal.parts],
+        if_exists=IfExists.REPLACE if replaces else IfExists.ERROR,
+        artifact=seal.artifact,
+        save_id=save_id,
+    )
+    try:
+        manner = dataclasses.replace(manner, kept=False)
+        with _files_of_the_whole(source, seal, manner) as folder:
+            sealed = _copy_each_part(source, seal, target, ticket, manner)
+            ticket.commit(sealed, metrics=dict(seal.metrics), beside=folder)
+    except BaseException:
+        ticket.abandon()
+        raise
+    ranks = range(source.control.size)
+    counters = (Counters.together([s.result.per_rank[rank] for s in sealed]) for rank in ranks)
+    return Committed(save_id, tuple(counters), 0.0)
+
+
+def _copy_each_part(
+    source: Seat, seal: Seal, target: Run, ticket: Ticket, manner: Manner
+) -> list[SealedPart]:
+    sealed = []
+    # A part's id is spent by its abort, like that of any save: a further try needs others.
+    again = ticket.save_id.partition(AGAIN)[2]
+    for ref in seal.parts:
+        one = piece(seal, ref)
+        held = find_held(source, Original(one.name, one))
+        plan = ticket.part(ref.name).plan
+        name = part_name(ticket.uri.name, ref.name)
+        part_id = f"{origin_of(ref.save_id)}{AGAIN}{again}" if again else ref.save_id
+        spec = spec_of(held, one, name, target.generation, part_id)
+        attempt = PartAttempt(target.seat, plan, spec)
+        committed = copy_files(source, held, attempt, manner)
+        result = committed.result(str(ticket.uri / ref.name), seal.step, source.control.rank, 0.0)
+        sealed.append(SealedPart(ref.name, plan.of, attempt.ref, result))
+    return sealed
+
+
+@contextmanager
+def _files_of_the_whole(source: Seat, seal: Seal, manner: Manner) -> Iterator[str | None]:
+    """A local directory with the files that lie beside the parts; None where there are none."""
+
+    def listed() -> tuple[str, tuple[FileRecord, ...]]:
+        try:
+            found = drive(find(seal, source.caps.shape, source.storage.root), source.storage)
+        except NotFoundError:
+            return "", ()  # its home is a disk that this node does not see
+        return found.home, () if found.manifest is None else found.manifest.files
+
+    home, files = listed() if source.placement.mine.id in seal.domains else ("", ())
+    here = source.control.step("beside the parts", lambda: bool(files))
+    if any(here) and not here[0]:
+        raise StateError(
+            f"rank 0 does not see the files beside the parts of {seal.name}",
+            uri=source.storage.uri(seal.name),
+            hint="start rank 0 on the node that committed it",
+        )
+    if source.control.rank or not files:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ckptfs-") as scratch:
+        with closing(open_storage(scratch, {})) as storage:
+            tasks = [CopyTask(file) for file in files]
+            place = Writable(storage, "", "", None, plain=True)
+            reading = manner.readable(source.storage, home, source.control.rank)
+            for file in files:
+                os.makedirs(os.path.dirname(os.path.join(scratch, file.path)), exist_ok=True)
+            copy_share(tasks, reading, place, seal.save_id, tally=manner.tally)
+        yield scratch
+
+
+def _check_stopped(stopped: threading.Event, source: Seat, seal: Seal) -> None:
+    if stopped.is_set():
+        raise StateError("the copy was stopped", uri=source.storage.uri(seal.name))
+
+
+# -- write ----------------------------------------------------------------------------------------
+
+
+def _write(source: Seat, held: Held, attempt: Attempt, manner: Manner) -> WrittenPart:
+    """Local. This rank's share of the files, and where it is asked to, its domain's metadata."""
+    found, rank = held.found, source.control.rank
+    if found is None:
+        return WrittenPart(())
+    tasks = tasks_of(held.manifest)
+    mine = share_out(tasks, held.readers, source.control.size)[rank]
+    title = f"copying {source.storage.uri(held.manifest.name)}"
+    total = sum(task.record.size_bytes for task in mine)
+    with progress(title, total, rank=rank) if manner.shows else nullcontext(SILENT) as meter:
+        part = copy_share(
+            mine,
+            manner.readable(source.storage, found.home, rank),
+            _place(attempt, kept=manner.kept),
+            held.manifest.save_id,
+            manner.stopped,
+            meter=meter,
+            jobs=manner.jobs,
+            tally=manner.tally,
+        )
+    if attempt.spec.artifact is Kind.DIRECTORY or rank not in _tellers(held, attempt.seat):
+        return part
+    metadata = _moved(read_metadata(source.storage, found), tasks, held.manifest, attempt)
+    return dataclasses.replace(part, payload=encode_metadata(metadata))
+
+
+def _place(attempt: Attempt, *, kept: bool) -> Writable:
+    """Where files of an attempt go. Plain names keep theirs; on object stores these are final."""
+    domain, is_object = attempt.seat.placement.mine.id, attempt.keys.shape is Shape.OBJECT
+    storage, save_id = attempt.storage, attempt.save_id
+    if attempt.spec.artifact is not Kind.DIRECTORY:
+        return Writable(storage, attempt.prefix, save_id, domain, kept=kept)
+    guard = PlainNames(attempt) if is_object else None
+    if guard is not None:
+        guard.check()  # before the files too: a conflict costs no upload
+    prefix, held_by = f"{attempt.directory}/", None if is_object else domain
+    return Writable(storage, prefix, save_id, held_by, plain=True, guard=guard, kept=kept)
+
+
+def _tellers(held: Held, target: Seat) -> set[int]:
+    """The ranks that send their domain's metadata: one, where the copy is one domain."""
+    if len(target.placement.domains) == 1:
+        return {min(held.everybody)}
+    return {min(ranks) for ranks in held.readers.values()}
+
+
+def _moved(
+    metadata: Metadata, tasks: Sequence[CopyTask], manifest: Manifest, attempt: Attempt
+) -> Metadata:
+    """The source's metadata with the paths of the copy. IncompleteCheckpointError: it points to what
+    is not copied.
+    """
+    copied = {t.record.path: t.record for t in tasks}
+    for index, info in metadata.storage_data.items():
+        record = copied.get(info.relative_path)
+        if record is None or info.offset + info.length > record.size_bytes:
+            raise IncompleteCheckpointError(
+                f"{index.fqn!r} lies in {info.relative_path}, which the manifest does not list so",
+                uri=attempt.storage.uri(manifest.name),
+                hint="the checkpoint was changed after its commit",
+            )
+        path = new_path(record, manifest.save_id, attempt.save_id)
+        metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
+    where = str(attempt.storage.uri(attempt.spec.name))
+    metadata.storage_meta = StorageMeta(checkpoint_id=where, save_id=attempt.save_id)
+    return metadata
+
+
+# -- finish: coordinator only ---------------------------------------------------------------------
+
+
+def _finish(parts: Sequence[WrittenPart], held: Held, attempt: Attempt) -> dict[str, SmallFile]:
+    """``.metadata`` of the copy, after everything that was to be copied is known to be there."""
+    _check_all_copied(parts, held.manifest, attempt)
+    if attempt.spec.artifact is Kind.DIRECTORY:
+        return {}
+    payloads = [part.payload for part in parts if part.payload]
+    domains = attempt.seat.placement.domains
+    if len(domains) == 1:
+        return {METADATA: payloads[0]}
+    where = attempt.storage.uri(attempt.spec.name)
+    merged = [decode_metadata(payload, where) for payload in payloads]
+    written = _by_writer(parts, merged)
+    files: dict[str, bytes] = {}
+    for domain in domains:
+        described = describe(
+            merged[0],
+            places_for(domain.ranks, written),
+            checkpoint_id=str(where),
+            save_id=attempt.save_id,
+        )
+        files[domain.id] = encode_metadata(described)
+    return {METADATA: files}
+
+
+def _check_all_copied(parts: Sequence[WrittenPart], manifest: Manifest, attempt: Attempt) -> None:
+    plain = attempt.spec.artifact is Kind.DIRECTORY
+    wanted = {
+        (
+            record.path if plain else new_path(record, manifest.save_id, attempt.save_id),
+            record.size_bytes,
+        )
+        for task in tasks_of(manifest)
+        for record in (task.record, task.sidecar)
+        if record is not None
+    }
+    made = [(f.path, f.size_bytes) for part in parts for f in part.files]
+    if set(made) != wanted or len(made) != len(wanted):
+        raise IncompleteCheckpointError(
+            f"{len(wanted)} files were to be copied, {len(made)} were",
+            uri=attempt.storage.uri(manifest.name),
+            hint="nothing was committed; ranks that share a disk did not agree about what is there",
+        )
+
+
+def _by_writer(
+    parts: Sequence[WrittenPart], sources: Sequence[Metadata]
+) -> list[dict[MetadataIndex, Place]]:
+    """Per rank: the items in the files that it copied, by any source domain's metadata."""
+    writer = {f.path: rank for rank, part in enumerate(parts) for f in part.files}
+    written: list[dict[MetadataIndex, Place]] = [{} for _ in parts]
+    for metadata in sources:
+        for index, info in metadata.storage_data.items():
+            place = (info.relative_path, info.offset, info.length)
+            written[writer[info.relative_path]][index] = place
+    return written

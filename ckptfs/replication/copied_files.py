@@ -1,0 +1,562 @@
+"""The bytes of a copy: who reads which file, and each compared with its digests as it passes by.
+
+    manifest    __0_0.distcp + .xxh3   __1_0.distcp + .xxh3   ...
+    tasks       a data file and its sidecar are one; .metadata is written anew
+    shares      a domain's files among the ranks of that domain, by size: each byte is read once
+    one task    FileCopier: reads ahead -> compared, block by block -> a thread that writes
+
+What differs from its digests is an IntegrityError before the copied file gets its name, so a damaged
+source is never committed as a copy. In memory: of each file under way, as many windows as its reader
+wants, two that are to be written, and what its writer holds. From disk to disk no byte is copied in memory:
+a window is read past the page cache, compared and written past it where it is.
+
+    target.kept     whoever dies half-way leaves what it wrote to the next, who goes on with it:
+        whole       there with its size: read again and compared. Not so on an object store below the
+                    save_id: it was compared before it was completed, and nobody else has that key
+        begun       filesystems: what lies there is compared block by block, and the rest is copied
+                    elsewhere it begins anew
+
+The bytes of a file are the same in each try: its path has the save_id of the attempt, and the source
+is immutable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ckptfs.commit.delete.shared_data import file_key
+from ckptfs.commit.digests import BlockCheck, Check, FileDigests, WholeCheck, decode_digests
+from ckptfs.commit.directory_checkpoints.read import ReadAhead, windows
+from ckptfs.commit.directory_checkpoints.write import BATCHED_BYTES, PlainNames
+from ckptfs.commit.manifest import FileRecord, Manifest, digest_of
+from ckptfs.commit.operations import read_limited
+from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.spec import WrittenPart
+from ckptfs.errors import (
+    AlreadyExistsError,
+    AnswerLostError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    NotFoundError,
+    StateError,
+    StorageError,
+    SymlinkError,
+    TransientError,
+)
+from ckptfs.events import Counters
+from ckptfs.progress import SILENT, Meter
+from ckptfs.storage.base import DataReader, DataWriter, Shape, Storage
+from ckptfs.storage.threads import Pump, Threads
+
+__all__ = [
+    "CopyTask",
+    "FileCopier",
+    "Readable",
+    "StoppedError",
+    "Tally",
+    "Writable",
+    "copy_share",
+    "new_path",
+    "share_out",
+    "tasks_of",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTask:
+    """One file to copy, with the digests that lie beside it; as the source's manifest lists them."""
+
+    record: FileRecord
+    sidecar: FileRecord | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of both."""
+        return self.record.size_bytes + (0 if self.sidecar is None else self.sidecar.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Readable:
+    """Where a rank reads the source's files. home: as ``catalog.find`` tells."""
+
+    storage: Storage
+    home: str
+    rank: int
+
+    def key(self, record: FileRecord) -> str:
+        """The key of a listed file."""
+        return file_key(record, self.home)
+
+
+@dataclass(frozen=True, slots=True)
+class Writable:
+    """Where a rank writes the copy: ``prefix`` of the attempt (ends with "/"), its save_id, domain.
+
+    plain: the files keep their names, below ``prefix`` itself. guard: asked before each of these,
+    where names are final before the commit. kept: what is on its way outlives this process.
+    """
+
+    storage: Storage
+    prefix: str
+    save_id: str
+    domain: str | None
+    plain: bool = False
+    guard: PlainNames | None = None
+    kept: bool = False
+
+    @property
+    def is_its_alone(self) -> bool:
+        """Whether a file that has its name there is whole, and of this attempt: what object stores
+        complete has been compared, and these keys have the save_id in them. A plain name may be
+        anybody's.
+        """
+        return not self.plain and self.storage.capabilities.shape is Shape.OBJECT
+
+    def path(self, record: FileRecord, source_id: str) -> str:
+        """A file's path in the copy."""
+        return record.path if self.plain else new_path(record, source_id, self.save_id)
+
+    def key(self, path: str) -> str:
+        """Where that lies until the commit."""
+        return self.prefix + (path if self.plain else path.partition("/")[2])
+
+
+@dataclass(slots=True)
+class Tally:
+    """What copying came to. sent_bytes went to the target, kept_bytes were there from an earlier try;
+    digests: so many were compared.
+    """
+
+    sent_bytes: int = 0
+    kept_bytes: int = 0
+    digests: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, *, sent_bytes: int = 0, kept_bytes: int = 0, digests: int = 0) -> None:
+        """From any thread."""
+        with self._lock:
+            self.sent_bytes += sent_bytes
+            self.kept_bytes += kept_bytes
+            self.digests += digests
+
+
+class StoppedError(StateError):
+    """The copy was given up between two reads."""
+
+
+def new_path(record: FileRecord, source_id: str, save_id: str) -> str:
+    """The path of a file in the copy: in its own directory, also where the source shares it. Pure."""
+    first, slash, rest = record.path.partition("/")
+    if not slash:
+        return f"{save_id}/{first}"  # of torch's own writer
+    # Two writers of shared files may have used one name.
+    return f"{save_id}/{rest}" if first == source_id else f"{save_id}/{first}.{rest}"
+
+
+_LOOK_BYTES = 4 << 20
+_UNWRITTEN = 2  # windows that were compared: one is being written, one waits for that
+
+
+class FileCopier:
+    """One rank's files on their way. Threads may share it."""
+
+    def __init__(
+        self,
+        source: Readable,
+        target: Writable,
+        source_id: str,
+        *,
+        stopped: threading.Event | None,
+        meter: Meter,
+        tally: Tally,
+        at_once: int = 1,
+    ) -> None:
+        self._source, self._target, self._source_id = source, target, source_id
+        self._stopped, self._meter, self._tally = stopped, meter, tally
+        self._at_once = at_once
+        self.give_up = threading.Event()  # set by whoever met an error: the others end too
+
+    def copy(self, task: CopyTask) -> list[FileRecord]:
+        """One file and its sidecar, as the copy's manifest lists them. Errors as for copy_share."""
+        self._go_on(task.record)
+        sidecar = b""
+        if task.sidecar is not None:
+            with _reading(self._source, task.sidecar):
+                sidecar = read_limited(self._source.storage, self._source.key(task.sidecar))
+        made = self._copy_data(_Checks(task, sidecar, self._source))
+        if task.sidecar is None:
+            return [made]
+        self._go_on(task.sidecar)
+        beside = self._target.path(task.sidecar, self._source_id)
+        key = self._target.key(beside)
+        with self._target.storage.open_write(key, size_hint_bytes=len(sidecar)) as to:
+            to.write(sidecar)
+        self._tally.add(sent_bytes=len(sidecar))
+        return [
+            replace(made, digests=beside),
+            FileRecord(beside, len(sidecar), self._target.domain, None, digest_of(sidecar)),
+        ]
+
+    def _copy_data(self, checks: _Checks) -> FileRecord:
+        record, target = checks.record, self._target
+        path = target.path(record, self._source_id)
+        if target.plain:
+            self._make_dir(target.key(path).rpartition("/")[0])
+        digest = self._whole(checks, path) if target.kept else None
+        if digest is None:
+            digest = self._bring(checks, path)
+        return FileRecord(path, record.size_bytes, target.domain, None, digest or None)
+
+    def _make_dir(self, folder: str) -> None:
+        """Of a plain name. On filesystems NotFoundError where the attempt is gone: another copy of the
+        same has committed it, and what was made anew there would be merged over that.
+        """
+        target = self._target
+        attempt = target.prefix.rstrip("/")
+        if target.guard is None:
+            target.storage.stat(attempt)
+            if folder == attempt:
+                return
+        target.storage.make_dir(folder)
+
+    # -- what is there already ---------------------------------------------------------------
+
+    def _whole(self, checks: _Checks, path: str) -> str | None:
+        """The digest of a file ("" where its sidecar tells) that an earlier try brought; None: none."""
+        record, target = checks.record, self._target
+        key = target.key(path)
+        try:
+            if target.storage.stat(key).size_bytes != record.size_bytes:
+                return None
+        except NotFoundError:
+            return None
+        try:
+            if target.is_its_alone:
+                check = Check()
+            else:
+                check = self._through(target.storage, key, checks.fresh())
+            digest = self._digest_of(checks, check)
+        except IntegrityError:
+            return None  # not whole, after a power cut perhaps: brought again
+        self._meter.advance(record.size_bytes)
+        self._tally.add(kept_bytes=record.size_bytes, digests=check.compared)
+        return digest
+
+    def _digest_of(self, checks: _Checks, there: Check) -> str | None:
+        """What the manifest is to say of a file that is there, None: it differs from the source."""
+        record = checks.record
+        if checks.digests is not None:
+            return ""
+        if record.digest is not None:
+            return record.digest
+        source = self._source
+        with _reading(source, record):
+            read = self._through(
+                source.storage, source.key(record), WholeCheck(None, checks.damaged)
+            )
+        same = not isinstance(there, WholeCheck) or _whole_digest(there) == _whole_digest(read)
+        return _whole_digest(read) if same else None
+
+    def _through(self, storage: Storage, key: str, check: Check) -> Check:
+        """All of a file through a check."""
+        with contextlib.ExitStack() as stack:
+            reader = stack.enter_context(storage.open_read(key))
+            for data in windows(reader, ReadAhead(stack), contextlib.nullcontext):
+                check.update(data)
+        check.finish()
+        return check
+
+    # -- bringing it -------------------------------------------------------------------------
+
+    def _bring(self, checks: _Checks, path: str) -> str:
+        source, record, target = self._source, checks.record, self._target
+        with _reading(source, record):
+            reader = source.storage.open_read(source.key(record))
+        with reader, contextlib.ExitStack() as stack:
+            if reader.size_bytes != record.size_bytes:
+                why = f"it has {reader.size_bytes} bytes, {record.size_bytes} are listed"
+                raise checks.damaged(why)
+            if target.guard is not None and record.size_bytes <= BATCHED_BYTES:
+                return self._put(checks, reader, path, target.guard)
+            pool = ReadAhead(stack)
+            try:
+                return self._stream(checks, reader, path, pool, trusting=target.kept)
+            except IntegrityError:
+                if not target.kept or checks.digests is not None:
+                    raise
+            # One digest for all of it cannot tell whether what lay there was wrong, or the source is.
+            return self._stream(checks, reader, path, pool, trusting=False)
+
+    def _put(self, checks: _Checks, reader: DataReader, path: str, guard: PlainNames) -> str:
+        data = memoryview(bytearray(reader.size_bytes))
+        check = checks.fresh()
+        if data:
+            with _reading(self._source, checks.record):
+                reader.read_into(0, data)
+        check.update(data)
+        check.finish()
+        guard.put(self._target.key(path), bytes(data))
+        self._meter.advance(len(data))
+        self._tally.add(sent_bytes=len(data), digests=check.compared)
+        return _whole_digest(check)
+
+    def _stream(
+        self, checks: _Checks, reader: DataReader, path: str, pool: ReadAhead, *, trusting: bool
+    ) -> str:
+        record, target = checks.record, self._target
+        key = target.key(path)
+        writer = (
+            target.storage.open_kept(key, size_bytes=record.size_bytes)
+            if target.kept
+            else target.storage.open_write(key, size_hint_bytes=record.size_bytes)
+        )
+        try:
+            with writer:
+                check, first = self._resumed(checks, writer) if trusting else (checks.fresh(), 0)
+                reading = partial(_reading, self._source, record)
+                # What is read and not written is lost with the process: no more than it takes.
+                ahead = windows(
+                    reader, pool, reading, first, sharers=self._at_once, lasting=_UNWRITTEN
+                )
+                with Pump(writer) as pump:
+                    for data in ahead:
+                        self._go_on(record)
+                        check.update(data)
+                        pump.write(data)
+                        self._meter.advance(len(data))
+                # Before the file gets its name: nobody shall find a damaged copy.
+                check.finish()
+                if target.guard is not None:
+                    target.guard.check()
+        except StorageError as error:
+            # Another copy of the same may have completed the same file. After any other error what
+            # lies there may be the wrong file that this one was to replace.
+            digest = self._whole(checks, path) if target.kept and _taken_away(error) else None
+            if digest is None:
+                raise
+            return digest
+        kept = first + writer.spared_bytes
+        self._tally.add(
+            sent_bytes=record.size_bytes - kept, kept_bytes=kept, digests=check.compared
+        )
+        return _whole_digest(check)
+
+    def _resumed(self, checks: _Checks, writer: DataWriter) -> tuple[Check, int]:
+        """Compare what an earlier try left; the check to go on with, and from where."""
+        there, check = writer.there_bytes, checks.fresh()
+        buffer = memoryview(bytearray(min(_LOOK_BYTES, there)))
+        with contextlib.suppress(IntegrityError):
+            for at in range(0, there, _LOOK_BYTES):
+                self._go_on(checks.record)
+                view = buffer[: min(_LOOK_BYTES, there - at)]
+                writer.read_there(at, view)
+                check.update(view)
+        if checks.digests is not None:
+            first = check.sure_bytes
+            check, before = checks.fresh(first), check.compared
+            check.compared = before
+        elif checks.record.digest is not None:
+            first = there
+        else:
+            check, first = checks.fresh(), 0  # nobody could tell whether it is right
+        writer.skip(first)
+        self._meter.advance(first)
+        return check, first
+
+    def _go_on(self, record: FileRecord) -> None:
+        outside = self._stopped is not None and self._stopped.is_set()
+        if outside or self.give_up.is_set():
+            raise StoppedError(
+                "the copy was stopped half way",
+                uri=self._source.storage.uri(self._source.key(record)),
+                rank=self._source.rank,
+                hint="nothing of it is committed; the next owner of the run copies it",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """What one file is compared with."""
+
+    task: CopyTask
+    sidecar: bytes
+    source: Readable
+    digests: FileDigests | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.task.sidecar is not None:
+            where = self.source.storage.uri(self.source.key(self.task.sidecar))
+            object.__setattr__(self, "digests", decode_digests(self.sidecar, where))
+            if self.task.sidecar.digest not in (None, digest_of(self.sidecar)):
+                # Swapped together with its file: the copy would vouch for both.
+                raise _damaged(self.source, self.task.sidecar, "it is not what was committed")
+
+    @property
+    def record(self) -> FileRecord:
+        """Of the file."""
+        return self.task.record
+
+    @property
+    def damaged(self) -> Callable[[str], IntegrityError]:
+        """Makes the error that names the file."""
+        return lambda why: _damaged(self.source, self.record, why)
+
+    def fresh(self, start: int = 0) -> Check:
+        """A check that has seen nothing, or what comes before ``start``."""
+        if self.digests is not None:
+            return BlockCheck(self.digests, self.damaged, start)
+        return WholeCheck(self.record.digest, self.damaged)
+
+
+def _taken_away(error: StorageError) -> bool:
+    """Whether what was on its way went, or is another's: perhaps because that one completed it."""
+    gone = (NotFoundError, AlreadyExistsError)
+    # A vanished upload is told with the store's word for it as the cause.
+    return isinstance(error, gone) or isinstance(error.__cause__, NotFoundError)
+
+
+def _whole_digest(check: Check) -> str:
+    """The digest of a whole file, "" where blocks have theirs."""
+    return check.digest if isinstance(check, WholeCheck) else ""
+
+
+@contextlib.contextmanager
+def _reading(source: Readable, record: FileRecord) -> Iterator[None]:
+    """What is wrong with the source is told as such: the place that it is copied to is not at fault."""
+    try:
+        yield
+    except (TransientError, AnswerLostError):
+        raise  # worth another try, whichever side it is
+    except StorageError as error:
+        raise IncompleteCheckpointError(
+            f"{record.path} cannot be copied: {error.message}",
+            uri=source.storage.uri(source.key(record)),
+            rank=source.rank,
+            hint=error.hint
+            if isinstance(error, SymlinkError)
+            else "restore the file, or go on without a copy of this checkpoint",
+        ) from error
+
+
+def _damaged(source: Readable, record: FileRecord, why: str) -> IntegrityError:
+    return IntegrityError(
+        f"data file {record.path} is damaged, and was not copied: {why}",
+        uri=source.storage.uri(source.key(record)),
+        rank=source.rank,
+        hint="restore the file, or load another checkpoint",
+    )
+
+
+def tasks_of(manifest: Manifest) -> tuple[CopyTask, ...]:
+    """What is to be copied of a save: every listed file but ``.metadata``. Pure.
+
+    On node-local disks every domain lists its own copies of replicated items; all are copied.
+    """
+    by_place = {(f.path, f.domain): f for f in manifest.files}
+    beside = {(f.digests, f.domain) for f in manifest.files if f.digests is not None}
+    metadata = f"{manifest.save_id}/{METADATA}"
+    tasks = {
+        f.path: CopyTask(f, None if f.digests is None else by_place.get((f.digests, f.domain)))
+        for f in manifest.files
+        if f.path != metadata and (f.path, f.domain) not in beside
+    }
+    return tuple(tasks.values())
+
+
+def share_out(
+    tasks: Sequence[CopyTask], readers: Mapping[str | None, Sequence[int]], ranks: int
+) -> tuple[tuple[CopyTask, ...], ...]:
+    """Which rank copies which files: the largest first, each to the least loaded rank that sees it.
+    Pure; every rank comes to the same answer.
+
+    readers: the ranks that see a domain's files; None: files that every domain has.
+    """
+    shares: list[list[CopyTask]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    order = sorted(tasks, key=lambda t: (-t.size_bytes, t.record.path, t.record.domain or ""))
+    for task in order:
+        rank = min(readers[task.record.domain], key=lambda r: (load[r], r))
+        # A file costs a few requests whatever its size: many small ones are shared out too.
+        load[rank] += task.size_bytes + 1
+        shares[rank].append(task)
+    return tuple(tuple(share) for share in shares)
+
+
+def copy_share(
+    tasks: Sequence[CopyTask],
+    source: Readable,
+    target: Writable,
+    source_id: str,
+    stopped: threading.Event | None = None,
+    *,
+    meter: Meter = SILENT,
+    jobs: int = 1,
+    tally: Tally | None = None,
+) -> WrittenPart:
+    """Local. Copy this rank's files below ``target.prefix``; durable on return, names too.
+
+    meter: counts their bytes. jobs: files at once. tally: what was sent, and what was there.
+
+    IntegrityError, ManifestError: the source is damaged. IncompleteCheckpointError: a file of it is
+    missing or cannot be read. StateError: ``stopped`` was set. Else the target's errors. Files that
+    were copied before stay in the attempt: nobody commits it, or who goes on with it finds them.
+    """
+    started = time.perf_counter()
+    copier = FileCopier(
+        source,
+        target,
+        source_id,
+        stopped=stopped,
+        meter=meter,
+        tally=tally or Tally(),
+        at_once=max(1, min(jobs, len(tasks))),
+    )
+    files: list[FileRecord] = []
+    if jobs == 1:
+        for task in tasks:
+            files += copier.copy(task)
+    else:
+        files += _all_at_once(copier, tasks, jobs)
+    for folder in sorted({target.key(f.path).rpartition("/")[0] for f in files}):
+        target.storage.sync(folder)
+    size = sum(f.size_bytes for f in files)
+    counters = Counters(
+        size_bytes=size,
+        payload_bytes=sum(t.record.size_bytes for t in tasks),
+        files=len(files),
+        items=len(tasks),
+        write_s=time.perf_counter() - started,
+    )
+    return WrittenPart(tuple(files), counters)
+
+
+def _all_at_once(copier: FileCopier, tasks: Sequence[CopyTask], jobs: int) -> Iterator[FileRecord]:
+    """Some files at a time. The first failure stops the others and is raised."""
+    failures: list[BaseException] = []
+
+    def copy(task: CopyTask) -> list[FileRecord]:
+        try:
+            return copier.copy(task)
+        except BaseException as error:
+            if not isinstance(error, StoppedError):
+                failures.append(error)
+            copier.give_up.set()
+            raise
+
+    with Threads(jobs, "ckptfs-file") as pool:
+        going = [pool.submit(copy, task) for task in tasks]
+        try:
+            wait(going)
+        except BaseException:
+            copier.give_up.set()  # Ctrl-C: nothing more is written
+            raise
+    if failures:
+        raise failures[0]
+    for done in going:
+        yield from done.result()

@@ -1,0 +1,592 @@
+"""Carries retention out: decided together after a commit, entered in every log, bytes in the background.
+
+    after_commit    every owner folds its log, the coordinator decides once       (collective)
+                    every owner of a listed domain appends the deletes            (collective)
+                    the bytes follow, when ``grace_s`` is over                    (a thread per owner)
+    delete          the same for one save that somebody else let go; what fails is raised
+
+``after_commit`` is called after the successor's commit and never before. What fails in it is told
+(``DeleteFailed``, and once in the log), tried again after later commits, less and less often, and never
+raised: a checkpoint that cannot be deleted is no reason to stop training. What a process leaves undone,
+the next owner of the run does.
+
+    eraser.adopt(seals)     their deletes are entered; they lie whole for ``grace_s`` from now
+    eraser.go_on()          begins with whatever is due, in a thread of its own; a timer does the rest
+
+Only the owner of a domain has an eraser.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire, waiting
+from ckptfs.commit.log.append import Appended, Means, Refused, catch_up_again
+from ckptfs.commit.log.entries import Seal, Stamp
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.operations import drive, take_turns
+from ckptfs.commit.ownership.background_owner import Background
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.save.spec import fresh_ids, now_text
+from ckptfs.commit.session import Seat, View, step_with_views
+from ckptfs.commit.state import Standing, Views, catalog, living, seal_of, standing
+from ckptfs.errors import (
+    CkptfsError,
+    CommitInDoubtError,
+    FencedError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
+from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
+from ckptfs.retention.policy import (
+    Going,
+    Keep,
+    inherited_pins,
+    needs_text,
+    plan_retention,
+    short_of,
+    why_it_stays,
+)
+
+__all__ = ["Clock", "Eraser", "Rest", "Retirer", "Tell", "failure_of", "known_of", "means_of"]
+
+logger = logging.getLogger("ckptfs.retention")
+
+_FIRST_REST_S = 30.0
+_LONGEST_REST_S = 3600.0
+
+Tell = Callable[[Event], None]
+Clock = Callable[[], float]  # seconds that only grow: time.monotonic
+
+
+@dataclass(slots=True)
+class Rest:
+    """How often something failed in a row, and when it may be tried again."""
+
+    failures: int = 0
+    until_s: float = 0.0
+
+    def failed(self, now_s: float) -> bool:
+        """Whether this was the first time. The next try is free, then they get rarer."""
+        self.failures += 1
+        rest_s = 0.0 if self.failures == 1 else _FIRST_REST_S * 2 ** (self.failures - 2)
+        self.until_s = now_s + min(rest_s, _LONGEST_REST_S)
+        return self.failures == 1
+
+
+@dataclass(slots=True)
+class _Doomed:
+    """A deleted save whose bytes are here. due_s: when its grace is over. busy: being removed."""
+
+    seal: Seal
+    reason: str
+    due_s: float
+    rest: Rest
+    busy: bool = False
+
+
+class Eraser:
+    """Removes the bytes of one domain's deleted saves, each when its grace is over. Owners only."""
+
+    def __init__(self, run: Run, grace_s: float, tell: Tell, clock: Clock) -> None:
+        self._run, self._grace_s, self._tell, self._clock = run, grace_s, tell, clock
+        self._background = Background()
+        self._background.end_with(self)
+        self._lock = threading.Lock()
+        self._doomed: dict[str, _Doomed] = {}
+        self._timer: threading.Timer | None = None
+        self._closed = False
+
+    def adopt(
+        self, seals: Sequence[Seal], reason: str = "deleted before", *, at_once: bool = False
+    ) -> None:
+        """Their deletes are in the log; from now on their bytes are this one's business. at_once: no reader
+        is given time.
+        """
+        due_s = self._clock() + (0.0 if at_once else self._grace_s)
+        with self._lock:
+            for seal in seals:
+                self._run.seat.spared.add(seal.save_id)
+                self._doomed.setdefault(seal.save_id, _Doomed(seal, reason, due_s, Rest()))
+
+    def go_on(self, *, again: bool = False) -> None:
+        """Begin with whatever is due. again: with what failed before, too."""
+        now = self._clock()
+        with self._lock:
+            if self._closed:
+                return
+            ready = [
+                d
+                for d in self._doomed.values()
+                if d.due_s <= now
+                and not d.busy
+                and (d.rest.failures == 0 or (again and d.rest.until_s <= now))
+            ]
+            for doomed in ready:
+                doomed.busy = True
+            self._arm(now)
+        for doomed in ready:
+            what = f"removing {doomed.seal.name}"
+            self._background.submit(what, lambda d=doomed: self._erase(d))  # type: ignore[misc]
+
+    def _arm(self, now_s: float) -> None:
+        """One timer, for the first grace that ends."""
+        due = [d.due_s for d in self._doomed.values() if d.due_s > now_s]
+        if self._timer is None and due:
+            # Weak: a grace of hours would keep the run of a manager that nobody has any more.
+            self._timer = threading.Timer(min(due) - now_s, _ring, [weakref.ref(self)])
+            self._timer.daemon = True
+            self._timer.start()
+
+    def ring(self) -> None:
+        """A grace is over."""
+        with self._lock:
+            self._timer = None
+        self.go_on()
+
+    def _erase(self, doomed: _Doomed) -> None:
+        seat, seal = self._run.seat, doomed.seal
+        again = doomed.rest.failures > 0
+        holder = self._run.generation
+        program = erase_retired(seal.save_id, means_of(seat), holder, known_of(seat), again=again)
+        try:
+            turns = take_turns(program, seat.turn)
+            what, state = seat.drive_aside(turns, self._background)
+        except (CkptfsError, OSError) as error:
+            with self._lock:
+                doomed.busy = False
+            self._tell(failure_of(seat, seal, error, first=doomed.rest.failed(self._clock())))
+            return
+        seat.known.learn(state)
+        with self._lock:
+            doomed.busy = False
+            if what is Erasure.LATER:
+                doomed.rest.failed(self._clock())
+                return
+            self._doomed.pop(seal.save_id, None)
+        seat.spared.discard(seal.save_id)
+        if what is Erasure.GONE:
+            self._tell(Deleted(str(seat.storage.uri(seal.name)), seal.save_id, doomed.reason))
+
+    def debris(self) -> int:
+        """How many wait although their grace is over."""
+        now = self._clock()
+        with self._lock:
+            return sum(1 for d in self._doomed.values() if d.due_s <= now)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for the removals that have begun."""
+        return self._background.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish the removals that have begun, begin no other."""
+        with self._lock:
+            self._closed = True
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        done = self._background.close(timeout_s)
+        with self._lock:
+            left = len(self._doomed)
+        if left:
+            where = self._run.seat.storage.root
+            logger.info("%d deleted saves in %s are left to the next owner", left, where)
+        return done
+
+
+def _ring(eraser: weakref.ref[Eraser]) -> None:
+    alive = eraser()
+    if alive is not None:
+        alive.ring()
+
+
+def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> DeleteFailed:
+    """The event of a failed delete; logged as a warning the first time."""
+    uri = seat.storage.uri(seal.name)
+    level = logging.WARNING if first else logging.DEBUG
+    logger.log(level, "%s could not be deleted and is tried again later: %s", uri, error)
+    return DeleteFailed(str(uri), seal.save_id, str(error))
+
+
+def known_of(seat: Seat) -> LogState | None:
+    """What to fold on from, or None: everything anew."""
+    # Without exclusive creates entries may slip in below what was folded.
+    return seat.known.state if seat.caps.exclusive_create else None
+
+
+def means_of(seat: Seat) -> Means:
+    """Fresh for each program: one generator of ids must not serve two threads."""
+    stamp = Stamp(now_text(), seat.control.world.hostname, os.getpid(), seat.control.rank)
+    return Means(seat.placement.mine.id, seat.caps, fresh_ids(), stamp)
+
+
+R = TypeVar("R")
+
+ENTRY_S = 10.0  # how long an entry is tried that nobody waits for: the next commit tries again
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What one rank brings: an owner its log, every rank the saves that it still needs, and the step that
+    the run has come to.
+    """
+
+    view: View | None
+    roots: frozenset[str]
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """The same on every rank. halfway: deleted in one domain and not yet in another. pins: of replaced
+    saves, each with the save that takes it over.
+    """
+
+    kept: int
+    going: tuple[Going, ...]
+    halfway: tuple[Going, ...]
+    pins: tuple[tuple[str, str], ...]
+
+
+class Retirer:
+    """Retention of one held run, seen from one rank. ``after_commit``, ``pin``, ``delete`` are collective.
+
+    keep: the policy. mine: whether a save is the manager's. grace_s: for how long a deleted save
+    stays whole for readers that found it before. tell: hears Retained, Deleted and DeleteFailed, the
+    latter two from a thread of an owner. Make it after the claim and before the first save, on a run
+    that was claimed with ``defer_deletes`` where there is a grace.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        keep: Keep,
+        mine: Callable[[Seal], bool],
+        *,
+        grace_s: float = 0.0,
+        tell: Tell = lambda _: None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._run, self._keep, self._mine = run, keep, mine
+        self._tell, self._clock = tell, clock
+        self._unentered: dict[str, Rest] = {}
+        self._eraser: Eraser | None = None
+        if run.seat.placement.is_owner:
+            self._eraser = Eraser(run, grace_s, tell, clock)
+            state = run.seat.known.state
+            self._eraser.adopt([] if state is None else waiting(state))
+            self._eraser.go_on()
+
+    def after_commit(
+        self, seat: Seat, roots: Collection[str] = (), *, at: int | None = None
+    ) -> Retained | None:
+        """Collective on the seat's control, after a commit. Let go what the policy does not keep.
+
+        roots: save_ids that this rank still needs; those of all ranks count. at: the step that the run has
+        come to, equal on all ranks: later ones stay; None: they do not. None: it could not be decided
+        this time (in the log). Never raises a CkptfsError.
+        """
+        retained = None
+        try:
+            retained = self._retain(seat, roots, at)
+            self._tell(retained)
+        except CkptfsError as error:
+            logger.warning("retention waits for the next commit: %s", error)
+        if self._eraser is not None:
+            self._adopt_unsure(self._eraser)
+            self._eraser.go_on(again=True)
+        return retained
+
+    def pin(self, seat: Seat, save_id: str, *, pinned: bool = True) -> None:
+        """Collective. Keep a save whatever the policy says, until it is unpinned; survives restarts.
+
+        NotFoundError: it is not a live save of the run. FencedError: a newer owner has the run.
+        CollectiveError: an owner could not write; the pin may stand, an unpinning does not.
+        """
+        where = seat.storage.uri("")
+
+        def live(said: Sequence[_Said]) -> None:
+            if all(live.seal.save_id != save_id for live in catalog(_views(said))):
+                raise _not_live(save_id, where)
+
+        self._step_with_logs(seat, "pin", (), live)
+
+        def enter() -> Refusal | None:
+            if not _holds(seat, save_id):
+                return None
+            means, holder = means_of(seat), self._run.generation
+            done = drive(pin(save_id, means, holder, known_of(seat), pinned=pinned), seat.storage)
+            _learned(seat, done.state)
+            if isinstance(done, Refused) and done.state.save(save_id).pinned is not pinned:
+                return done.reason
+            return None
+
+        def judge(refusals: Sequence[Refusal | None]) -> None:
+            if Refusal.FENCED in refusals:
+                raise FencedError("a newer owner has the run", uri=where)
+            if any(refusals):
+                raise _not_live(save_id, where)
+
+        seat.control.step("pin.enter", enter, judge)
+
+    def delete(
+        self,
+        seat: Seat,
+        save_id: str,
+        *,
+        reason: str = "deleted by name",
+        at_once: bool = False,
+    ) -> None:
+        """Collective. Let one save go, whatever the policy says; its bytes follow as ever, or, at_once,
+        without the grace for readers.
+
+        NotFoundError: it is not a live save of the run. StateError: it is pinned, or one that stays
+        uses its files. FencedError: a newer owner has the run. CollectiveError: an owner could not
+        write; deleted in one log is deleted, and the next commit or owner completes the others.
+        """
+        where = seat.storage.uri("")
+
+        def let_go(said: Sequence[_Said]) -> Going:
+            views = _views(said)
+            found = [live.seal for live in catalog(views) if live.seal.save_id == save_id]
+            if not found:
+                raise _not_live(save_id, where)
+            why = why_it_stays(views, save_id)
+            if why is not None:
+                raise StateError(f"{found[0].name} is not deleted: {why}", uri=where)
+            return Going(found[0], reason)
+
+        going = self._step_with_logs(seat, "delete", (), let_go)
+
+        def enter() -> Refusal | None:
+            if not _holds(seat, save_id):
+                return None
+            self._unentered.setdefault(save_id, Rest())  # an answer may be lost: looked at again
+            done = self._append(seat, going, frozenset({save_id}), at_once=at_once)
+            self._unentered.pop(save_id)
+            gone = done.state.save(save_id).deleted
+            return None if gone or not isinstance(done, Refused) else done.reason
+
+        def judge(refusals: Sequence[Refusal | None]) -> None:
+            if Refusal.FENCED in refusals:
+                raise FencedError("a newer owner has the run", uri=where)
+            if any(refusals):
+                raise StateError(f"{going.seal.name} was pinned or used just now", uri=where)
+
+        seat.control.step("delete.enter", enter, judge)
+        if self._eraser is not None:
+            self._eraser.go_on()
+
+    def make_room(self, timeout_s: float = 60.0) -> bool:
+        """Local. Wait for the removals under way, so that keep_latest + 1 saves fit on the disk;
+        whether all were done. For an owner, before it writes the next save; nothing elsewhere.
+        """
+        return self._eraser is None or self._eraser.drain(timeout_s)
+
+    def debris(self) -> int:
+        """Local. Deleted saves whose bytes are still in this rank's domain after their grace."""
+        return 0 if self._eraser is None else self._eraser.debris()
+
+    def log_needs(self, per_rank: Sequence[Counters]) -> str | None:
+        """Local. After the first save: log what it took in this rank's domain and what the policy
+        will need there, as a warning where that is not free. The text; None but on owners.
+
+        per_rank: of ``SaveResult``.
+        """
+        seat = self._run.seat
+        if self._eraser is None:
+            return None
+        size_bytes = sum(per_rank[rank].size_bytes for rank in seat.placement.mine.ranks)
+        text, level = needs_text(size_bytes, self._keep), logging.INFO
+        try:
+            space = seat.storage.space()
+        except StorageError as error:
+            logger.debug("how much space is free is not known: %s", error)
+            space = None
+        if space is not None and space.free_bytes is not None:
+            short = short_of(size_bytes, self._keep, space.free_bytes, self._held())
+            if short:
+                text, level = f"{text}; {short} bytes more than are free", logging.WARNING
+        logger.log(level, "%s: %s", seat.storage.root, text)
+        return text
+
+    def _held(self) -> int:
+        """How many saves of the manager's lie here already."""
+        seat = self._run.seat
+        state = seat.known.state
+        views = {} if state is None else {seat.placement.mine.id: state}
+        return sum(1 for live in catalog(views) if self._mine(live.seal))
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Local. Finish removals under way; whether none is left running. Before the run's release.
+
+        Saves within their grace keep their bytes: the next owner of the run removes them.
+        """
+        return self._eraser is None or self._eraser.close(timeout_s)
+
+    # -- the two collective steps -------------------------------------------------------
+
+    def _retain(self, seat: Seat, roots: Collection[str], at: int | None) -> Retained:
+        verdict = self._step_with_logs(seat, "retain", roots, self._decide, at)
+        if verdict.going or verdict.halfway or verdict.pins:
+            # A barrier: whoever returns from a save sees a log without what it let go.
+            seat.control.step("retire", lambda: self._enter_all(seat, verdict))
+        names = tuple(str(seat.storage.uri(going.seal.name)) for going in verdict.going)
+        return Retained(verdict.kept, names)
+
+    def _step_with_logs(
+        self,
+        seat: Seat,
+        label: str,
+        roots: Collection[str],
+        decide: Callable[[Sequence[_Said]], R],
+        at: int | None = None,
+    ) -> R:
+        def look(ids: Collection[str]) -> _Said:
+            return self._survey(seat, roots, ids, at)
+
+        return step_with_views(seat.control, label, look, lambda said: said.view, decide)
+
+    def _survey(
+        self, seat: Seat, roots: Collection[str], ids: Collection[str], at: int | None
+    ) -> _Said:
+        view = None
+        if seat.placement.is_owner:
+            state = drive(catch_up_again(known_of(seat)), seat.storage)
+            seat.known.learn(state)
+            view = (seat.placement.mine.id, state.to_send(ids))
+        return _Said(view, frozenset(roots), at)
+
+    def _decide(self, said: Sequence[_Said]) -> _Verdict:
+        views = _views(said)
+        pins = tuple(inherited_pins(views))
+        roots = frozenset(new for _, new in pins).union(*(s.roots for s in said))
+        plan = plan_retention(views, self._keep, self._mine, roots, at=said[0].at)
+        return _Verdict(len(plan.kept), plan.going, tuple(_halfway(views)), pins)
+
+    def _enter_all(self, seat: Seat, verdict: _Verdict) -> None:
+        """Owners: the entries of this domain, oldest save first; one that fails keeps no other."""
+        for old, new in verdict.pins:
+            self._pass_on(seat, old, new)
+        together = frozenset(going.seal.save_id for going in verdict.going)
+        todo = [(g, together) for g in verdict.going] + [(g, frozenset()) for g in verdict.halfway]
+        for going, ids in todo:
+            if _holds(seat, going.seal.save_id) and not self._enter(seat, going, ids):
+                return
+
+    def _pass_on(self, seat: Seat, old: str, new: str) -> None:
+        """The successor's pin first: at no moment is neither pinned."""
+        means, holder = means_of(seat), self._run.generation
+        try:
+            for save_id, pinned in ((new, True), (old, False)):
+                if _holds(seat, save_id):
+                    program = pin(save_id, means, holder, known_of(seat), pinned=pinned)
+                    seat.known.learn(drive(program, seat.storage, deadline_s=ENTRY_S).state)
+        except (StorageError, CommitInDoubtError) as error:
+            logger.warning("the pin of a replaced save is passed on later: %s", error)
+
+    def _enter(self, seat: Seat, going: Going, together: frozenset[str]) -> bool:
+        """One entry of retention; False once a newer owner has the run."""
+        seal, save_id = going.seal, going.seal.save_id
+        rest = self._unentered.setdefault(save_id, Rest())
+        if self._eraser is None or self._clock() < rest.until_s:
+            return True
+        try:
+            done = self._append(seat, going, together, deadline_s=ENTRY_S)
+        except (StorageError, CommitInDoubtError) as error:
+            first = rest.failed(self._clock())
+            self._tell(failure_of(seat, seal, error, first=first))
+            return True
+        self._unentered.pop(save_id)
+        if isinstance(done, Refused) and done.reason is Refusal.FENCED:
+            logger.warning("nothing is deleted any more: a newer owner has %s", seat.storage.root)
+            return False
+        return True
+
+    def _append(
+        self,
+        seat: Seat,
+        going: Going,
+        together: frozenset[str],
+        *,
+        deadline_s: float = 60.0,
+        at_once: bool = False,
+    ) -> Appended | Refused[Refusal]:
+        """Owners: the delete in this domain's log; from there on its bytes are the eraser's."""
+        seal, save_id = going.seal, going.seal.save_id
+        seat.spared.add(save_id)  # before the entry: clearing must not see it in between
+        program = retire(
+            seal,
+            means_of(seat),
+            self._run.generation,
+            known_of(seat),
+            reason=going.reason,
+            going=together,
+        )
+        done = drive(program, seat.storage, deadline_s=deadline_s)
+        _learned(seat, done.state)
+        if not done.state.save(save_id).deleted:
+            seat.spared.discard(save_id)
+        if isinstance(done, Appended):
+            logger.info("%s is deleted (%s)", seat.storage.uri(seal.name), going.reason)
+        if self._eraser is not None:
+            mine = [s for s in waiting(done.state) if s.save_id == save_id]
+            self._eraser.adopt(mine, going.reason, at_once=at_once)
+        return done
+
+    def _adopt_unsure(self, eraser: Eraser) -> None:
+        """Deletes that seemed to fail and lie in the log after all: their answer was lost."""
+        state = self._run.seat.known.state
+        if self._unentered and state is not None:
+            found = [seal for seal in waiting(state) if seal.save_id in self._unentered]
+            eraser.adopt(found)
+            for seal in found:
+                self._unentered.pop(seal.save_id)
+
+
+# -- small things ---------------------------------------------------------------------------
+
+
+def _halfway(views: Views) -> list[Going]:
+    """Saves that one reached domain deleted and another did not: its process died in between."""
+    found = []
+    for save_id in living(views):
+        seal = seal_of(save_id, views)
+        if seal is None or standing(save_id, views) is not Standing.DELETED:
+            continue
+        states = [view.save(save_id) for view in views.values()]
+        if any(save.seal is not None and not save.deleted for save in states):
+            found.append(Going(seal, "begun elsewhere"))
+    return found
+
+
+def _views(said: Sequence[_Said]) -> dict[str, LogState]:
+    return dict(s.view for s in said if s.view is not None)
+
+
+def _holds(seat: Seat, save_id: str) -> bool:
+    """Whether this rank owns a log that holds the save's seal."""
+    state = seat.known.state
+    return seat.placement.is_owner and state is not None and state.save(save_id).seal is not None
+
+
+def _learned(seat: Seat, state: LogState) -> None:
+    seat.known.learn(state)
+    seat.touch_log_later()
+
+
+def _not_live(save_id: str, where: object) -> NotFoundError:
+    return NotFoundError(
+        f"save {save_id} is not a live checkpoint of the run",
+        uri=where,
+        hint="see steps or list_checkpoints() for what is there",
+    )

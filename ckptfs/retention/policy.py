@@ -1,0 +1,272 @@
+"""What a run keeps: a pure policy over the catalog. Nothing here deletes.
+
+    Keep(latest=3, every=1000, best=Best("loss"))
+
+    commit order    ... 900   1000   1100   1200   1300   1400
+    latest=3                                ^^^^   ^^^^   ^^^^     the last three commits
+    every=1000           ^^^^                                      steps that 1000 divides, for ever
+    best                 the one with the least loss, wherever it stands
+    going           900         1100
+
+The order is that of the commits, never that of the steps: a run that was restored at 50 and trained
+to 70 keeps 60 and 70 as the last two, not the rejected 100, which goes once training has passed it: a
+job that went back, or forgot where the run was, deletes nothing that is further than itself. Each kind
+(checkpoints, weights) counts for itself, and saves of a failing run count apart from the healthy ones.
+Names that are not the manager's are not looked at, pinned saves stay, and so does whatever a save that
+stays refers to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptfs.commit.log.entries import Kind, Seal
+from ckptfs.commit.state import Standing, Views, catalog, standing
+from ckptfs.errors import StateError
+
+__all__ = [
+    "Best",
+    "Going",
+    "Keep",
+    "Plan",
+    "inherited_pins",
+    "needs_text",
+    "plan_retention",
+    "short_of",
+    "why_it_stays",
+]
+
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keep the ``count`` saves with the best value of a metric that was passed to ``save``.
+
+    A save without the metric is never among the best, nor is one with NaN; of two that are equal the older
+    stays. Saves of a failing run do not compete. No metric, a count below 1 or another mode is a StateError.
+
+    Attributes:
+        metric: Its name in ``metrics``.
+        count: How many.
+        mode: "min" where less is better, "max" where more is.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if not self.metric:
+            raise StateError("keep_best needs the name of a metric", hint='Best("loss")')
+        _refuse_less_than_one("Best.count", self.count)
+        if self.mode not in ("min", "max"):
+            raise StateError(f'Best.mode is {self.mode!r}; it is "min" or "max"')
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Which saves stay. A number below 1, or ``every`` or ``best`` without ``latest``, is a StateError.
+
+    Attributes:
+        latest: So many of the last commits; None deletes nothing.
+        every: Saves with a step that it divides are always kept (step 0 is divided by all); None: no such
+            saves.
+        best: The best saves by a metric; None: no such saves.
+    """
+
+    latest: int | None = None
+    every: int | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        if self.best is not None and not isinstance(self.best, Best):
+            raise StateError(
+                f"keep_best is {self.best!r}, and has to be a ckptfs.Best",
+                hint='keep_best=ckptfs.Best("loss"), or ckptfs.Best("accuracy", mode="max")',
+            )
+        if self.latest is not None:
+            _refuse_less_than_one("keep_latest", self.latest)
+        elif self.every is not None or self.best is not None:
+            raise StateError(
+                "keep_every and keep_best say what stays beyond the last few, and without "
+                "keep_latest everything stays",
+                hint="pass keep_latest=N too: it is what lets the others go",
+            )
+        if self.every is not None:
+            _refuse_less_than_one("keep_every", self.every)
+
+
+@dataclass(frozen=True, slots=True)
+class Going:
+    """A save that may go, and why; the reason is written into the log."""
+
+    seal: Seal
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Of the manager's own live saves: which stay and which may go, each in commit order."""
+
+    kept: tuple[Seal, ...] = ()
+    going: tuple[Going, ...] = ()
+
+
+def plan_retention(
+    views: Views,
+    keep: Keep,
+    mine: Callable[[Seal], bool],
+    roots: Collection[str] = (),
+    *,
+    at: int | None = None,
+) -> Plan:
+    """What stays and what may go, by the folded logs of the domains that were reached.
+
+    mine: whether a seal's name and kind are the manager's; all others stay and do not count.
+    roots: save_ids that somebody still needs: the save that the run was restored from, bases of
+    unfinished saves, saves that wait to be copied. at: the step that the run has come to: later steps
+    stay, whoever saved them; None: they count like any others. The newest commit of a kind is never let go.
+    """
+    lives = [live.seal for live in catalog(views)]
+    ours = [seal for seal in lives if mine(seal)]
+    if keep.latest is None:
+        return Plan(tuple(ours))
+    chosen = {seal.save_id for group in _groups(ours) for seal in _chosen(group, keep)}
+    candidates = {seal.save_id: seal for seal in ours if seal.save_id not in chosen}
+    further = {s.save_id for s in ours if at is not None and s.step is not None and s.step > at}
+    for save_id in _needed(views, candidates, {*roots, *further}):
+        candidates.pop(save_id, None)
+    reason = f"keep_latest={keep.latest}"
+    return Plan(
+        tuple(seal for seal in ours if seal.save_id not in candidates),
+        tuple(Going(seal, reason) for seal in candidates.values()),
+    )
+
+
+def _groups(ours: list[Seal]) -> Iterator[list[Seal]]:
+    """Each kind for itself; what a failing run saved must not push out what a healthy one did."""
+    for kind in Kind:
+        for failure in (False, True):
+            yield [s for s in ours if s.artifact is kind and s.failure is failure]
+
+
+def _chosen(group: list[Seal], keep: Keep) -> Iterator[Seal]:
+    """Those of one group that the policy itself keeps."""
+    yield from group[-(keep.latest or len(group)) :]
+    if keep.every is not None:
+        every = keep.every
+        yield from (s for s in group if s.step is not None and s.step % every == 0)
+    if keep.best is not None:
+        yield from _best(group, keep.best)
+
+
+def _best(group: list[Seal], best: Best) -> list[Seal]:
+    sign = 1.0 if best.mode == "min" else -1.0
+    ranked = [
+        (sign * value, at)
+        for at, seal in enumerate(group)
+        if not seal.failure
+        and (value := dict(seal.metrics).get(best.metric)) is not None
+        and not math.isnan(value)
+    ]
+    # Equal values: the lower place in commit order, so that a new equal never pushes out an old.
+    return [group[at] for _, at in sorted(ranked)[: best.count]]
+
+
+def _needed(views: Views, candidates: dict[str, Seal], roots: Collection[str]) -> set[str]:
+    """Save ids that may not go: pinned, asked for, or referred to by whatever stays or is unsettled."""
+    seals = {
+        save.save_id: save.seal
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None
+    }
+    pinned = {s.save_id for view in views.values() for s in view.saves.living.values() if s.pinned}
+    stays = [
+        save_id
+        for save_id in seals
+        if save_id not in candidates
+        and standing(save_id, views) not in (Standing.DELETED, Standing.ABORTED)
+    ]
+    needed: set[str] = set()
+    asked = [*pinned, *roots, *stays]
+    while asked:
+        save_id = asked.pop()
+        if save_id not in needed:
+            needed.add(save_id)
+            # What stays has to stay whole: the references of a reference too.
+            asked += seals[save_id].references if save_id in seals else ()
+    return needed
+
+
+def why_it_stays(views: Views, save_id: str) -> str | None:
+    """Why a save cannot be deleted even by name: somebody pinned it, or what stays uses its files."""
+    if any(view.save(save_id).pinned for view in views.values()):
+        return "it is pinned"
+    users = [
+        save.seal.name
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None
+        and save_id in save.seal.references
+        and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
+    ]
+    return f"{', '.join(sorted(set(users)))} uses its files" if users else None
+
+
+def inherited_pins(views: Views) -> list[tuple[str, str]]:
+    """Pinned saves that were replaced, each with the live save of its name: people pin a step, so the
+    pin is the successor's now, and the replaced bytes may go.
+    """
+    live = {x.seal.name: x.seal.save_id for x in catalog(views)}
+    found = {
+        save.save_id: live[save.seal.name]
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.pinned
+        and save.seal is not None
+        and live.get(save.seal.name, save.save_id) != save.save_id
+        and standing(save.save_id, views) is Standing.COMMITTED
+    }
+    return list(found.items())
+
+
+def needs_text(size_bytes: int, keep: Keep) -> str:
+    """What the kept saves of one size take in one place, for the log after the first save."""
+    one = f"one checkpoint takes {_gib(size_bytes)}"
+    if keep.latest is None:
+        return f"{one}; keep_latest is not set, so nothing is deleted"
+    need = _gib(_slots(keep) * size_bytes)
+    text = f"{one}; keep_latest={keep.latest} needs {need}, with the one that is being written"
+    if keep.best is not None:
+        text += f" and {keep.best.count} kept as the best"
+    if keep.every is not None:
+        text += f"; every step that {keep.every} divides comes on top"
+    return text
+
+
+def short_of(size_bytes: int, keep: Keep, free_bytes: int, held: int = 1) -> int:
+    """How many bytes of free space the policy lacks, 0 where it fits. held: saves that are written."""
+    more = max(0, _slots(keep) - held)
+    return max(0, more * size_bytes - free_bytes)
+
+
+def _slots(keep: Keep) -> int:
+    best = 0 if keep.best is None else keep.best.count
+    return 1 if keep.latest is None else keep.latest + 1 + best
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.3g} GiB" if size_bytes >= _GIB else f"{size_bytes >> 20} MiB"
+
+
+def _refuse_less_than_one(what: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise StateError(
+            f"{what} is {number!r}; it counts checkpoints, from 1",
+            hint="leave it out to keep everything",
+        )
