@@ -25,6 +25,7 @@ from ckptfs.storage.local.posix import without_mark
 from ckptfs.testing.disk import SimulatedDisk
 from ckptfs.testing.scale import Sizes, _save
 from ckptfs.uri import Uri
+from tests.ticks import until_the_clock_ticks
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 ROOT = Path(__file__).parents[2]
@@ -96,6 +97,7 @@ def count(top: str) -> dict[str, dict[str, int]]:
         counts[kind] = dict(sorted(counted.found.items()))
 
     with ckptfs.CheckpointManager(run) as manager:
+        until_the_clock_ticks(Path(top))
         for step in (1, 2, 3):
             counted.found.clear()
             manager.save(step, state)
@@ -181,6 +183,7 @@ def test_the_syncs_of_a_held_save_are_those_of_the_page(tmp_path: Path) -> None:
     directory = f"{tmp_path}/run"
     storage = LocalStorage(Uri.parse("file:///data/run"), directory=directory, posix=disk)
     with claim(sit_down(SoloControl(), storage, Place(), write=True)) as run:
+        until_the_clock_ticks(tmp_path)
         _save(run, Sizes(1, 1), 1)
         before = len(disk.fsyncs)
         _save(run, Sizes(1, 1), 2)

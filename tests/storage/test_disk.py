@@ -14,6 +14,7 @@ from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.testing.disk import Fsync, PowerCut, SimulatedDisk
 from ckptfs.uri import Uri
+from tests.ticks import until_the_clock_ticks
 
 Act = Callable[[LocalStorage], None]
 
@@ -150,6 +151,7 @@ def test_new_ancestors_of_the_root_are_made_durable(tmp_path: Path) -> None:
 def test_what_is_durable_already_is_not_synced_again(tmp_path: Path) -> None:
     """Only the directory that got a new name is; a storage that is new knows nothing."""
     posix, storage = switched_on(prepared(tmp_path))
+    until_the_clock_ticks(tmp_path)
     storage.make_dir("attempts/b")
     before = len(posix.fsyncs)
     storage.make_dir("attempts/c")
@@ -164,8 +166,11 @@ def test_what_is_durable_already_is_not_synced_again(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_another_made_again_is_not_taken_for_durable(tmp_path: Path) -> None:
-    """It was removed, and who made it anew did not come to the fsync yet: the path says nothing."""
+    """It was removed, and who made it anew did not come to the fsync yet: the path says nothing, and the number of
+    the inode and the time of birth may be the old ones.
+    """
     posix, storage = switched_on(prepared(tmp_path))
+    until_the_clock_ticks(tmp_path)
     storage.make_dir("attempts/b/inner")
     run = str(tmp_path / "disk/run")
     for name in ("attempts/b/inner", "attempts/b"):
@@ -180,7 +185,10 @@ def test_a_directory_that_another_made_again_is_not_taken_for_durable(tmp_path: 
 def test_a_directory_that_was_moved_is_not_taken_for_durable(tmp_path: Path) -> None:
     """Away, which was synced, and back, which was not: its name is durable after the next sync alone."""
     posix, storage = switched_on(prepared(tmp_path))
+    until_the_clock_ticks(tmp_path)
     storage.make_dir("attempts/b/inner")
+    until_the_clock_ticks(tmp_path)
+    storage.make_dir("attempts/b/second")
     storage.rename("attempts", "aside")
     storage.sync("")
     storage.rename("aside", "attempts")

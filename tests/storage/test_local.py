@@ -29,6 +29,7 @@ from ckptfs.storage.local.directories import DurableDirs
 from ckptfs.storage.local.files import unlink_quietly
 from ckptfs.storage.local.posix import Buffer, Identity, Posix, without_mark
 from ckptfs.uri import Uri
+from tests.ticks import until_the_clock_ticks
 
 
 class Scripted(Posix):
@@ -398,6 +399,8 @@ def test_make_dir_asks_nothing_and_syncs_all(tmp_path: Path) -> None:
         assert kernel.names[0] == "mkdir"
         assert kernel.names.count("mkdir") == mkdirs
         assert kernel.names.count("fsync") == 3  # names in a, in the root, and of the root
+    until_the_clock_ticks(tmp_path)
+    storage.make_dir("a/c")
     kernel.names.clear()
     storage.make_dir("a/b")
     assert kernel.names[0] == "mkdir"
@@ -414,10 +417,39 @@ def test_a_directory_without_a_time_of_birth_is_synced_each_time(tmp_path: Path)
 
     kernel = Timeless(lambda _name, _count: None)
     storage = ready(tmp_path, kernel)
+    storage.make_dir("a")
+    until_the_clock_ticks(tmp_path)
     storage.make_dir("a/b")
     kernel.names.clear()
     storage.make_dir("a/b")
     assert kernel.names.count("fsync") == 3
+
+
+def test_an_identity_of_this_very_tick_has_no_time_of_birth(tmp_path: Path) -> None:
+    """Until the clock has moved on, one that is removed and made again may have the same number and the same time."""
+    kernel = Posix()
+
+    def born_ns(path: Path) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return kernel.identity(fd).born_ns
+        finally:
+            os.close(fd)
+
+    young = tmp_path / "young"
+    young.mkdir()
+    assert not born_ns(young)
+    until_the_clock_ticks(tmp_path)
+    assert not born_ns(young), (
+        "nothing has changed in it: that the clock has moved is not seen there"
+    )
+    (young / "name").touch()
+    if not born_ns(young):
+        pytest.skip("this filesystem does not tell when a directory was made")
+    made = young.stat().st_ctime_ns
+    until_the_clock_ticks(tmp_path)
+    (young / "another").touch()
+    assert born_ns(young) < made < young.stat().st_ctime_ns
 
 
 def test_make_dir_over_a_file(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ class DurableDirs:
     """Directories whose own names, and all names above them, this process has made durable.
 
     Each is known by its identity beside its path, because one that was removed and made again is another: its
-    maker may not have synced its name yet. Without its time of birth it may have the same identity, and is
-    synced again. Any thread may use this.
+    maker may not have synced its name yet. Without a time of birth in it the identity may be the same, and the
+    directory is synced again. Any thread may use this.
     """
 
     def __init__(self) -> None:

@@ -209,9 +209,9 @@ _STATX_DIOALIGN = 0x2000
 _STATX_DIO = struct.Struct(
     "=I148xII"
 )  # struct statx: its mask first, and the two words at byte 152
-_STATX_INO, _STATX_BTIME = 0x100, 0x800
-# Its mask, and further on: the inode number, the time of birth, the device.
-_STATX_ID = struct.Struct("=I28xQ40xqI44xII")
+_STATX_CTIME, _STATX_INO, _STATX_BTIME = 0x80, 0x100, 0x800
+# Its mask, and further on: the inode number, the times of birth and of the last change, the device.
+_STATX_ID = struct.Struct("=I28xQ40xqI4xqI28xII")
 _FS_TYPE = struct.Struct("=L")  # struct statfs begins with it; ramfs' number has the highest bit
 
 
@@ -252,7 +252,9 @@ _HAS_OPENAT2 = _has_openat2()
 
 class Identity(NamedTuple):
     """Which file or directory something is, whatever its path. Numbers of inodes are used again, so the time at which
-    it was made belongs to it; 0 where the filesystem does not keep that.
+    it was made belongs to it; 0 where the filesystem does not keep that, and as long as it is also the time of the
+    last change. The clock of a filesystem moves in ticks of some milliseconds: within the first one, what is removed
+    and made again has the same number and the same time.
     """
 
     device: int
@@ -508,14 +510,18 @@ class Posix:
 
     def identity(self, fd: int) -> Identity:
         """Return which file or directory ``fd`` is: statx(2), or fstat(2) where there is no statx."""
+        times = _STATX_BTIME | _STATX_CTIME
         if _statx is not None:
             raw = ctypes.create_string_buffer(256)
             with in_flight("stat", fd):
-                failed = _statx(fd, b"", _AT_EMPTY_PATH, _STATX_INO | _STATX_BTIME, raw)
+                failed = _statx(fd, b"", _AT_EMPTY_PATH, _STATX_INO | times, raw)
             if not failed:
-                mask, inode, born_s, born_ns, major, minor = _STATX_ID.unpack_from(raw.raw)
-                born = born_s * 1_000_000_000 + born_ns if mask & _STATX_BTIME else 0
-                return Identity(os.makedev(major, minor), inode, born)
+                mask, inode, *born, change_s, change_ns, major, minor = _STATX_ID.unpack_from(
+                    raw.raw
+                )
+                told = mask & times == times and born < [change_s, change_ns]
+                born_ns = born[0] * 1_000_000_000 + born[1] if told else 0
+                return Identity(os.makedev(major, minor), inode, born_ns)
         with in_flight("stat", fd):
             found = os.fstat(fd)
         return Identity(found.st_dev, found.st_ino, 0)
