@@ -111,7 +111,7 @@ def _saved_by_ckptfs(count: int) -> bytes:
 
 def _of_many_ranks(ranks: int, tensors: int) -> bytes:
     from benchmarks.coordinator import Watch, ours
-    from ckptfs.testing.scale import Sizes
+    from tests.scale.simulation import Sizes
 
     return ours(Sizes(ranks, tensors=tensors), Watch())
 

@@ -30,8 +30,8 @@ from benchmarks.floors.claims import (
 from benchmarks.floors.rows import ROWS
 from ckptfs.bench.files import read_result
 from ckptfs.bench.results import Sample
-from ckptfs.testing.scale import Sizes
 from tests.bench.made import FILE, made_result
+from tests.scale.simulation import Sizes
 
 TINY = ["--size", "1MB", "--small", "20", "--pairs", "1", "--worlds", "2", "--tensors", "3"]
 

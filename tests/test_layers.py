@@ -161,6 +161,10 @@ PLANTED = {
     "topology takes torch": ("control/world.py", "def lazy() -> None:\n    import torch"),
     "errors know storage": ("errors.py", "import ckptfs.storage.base"),
     "the core knows its test kit": ("commit/operations.py", "import ckptfs.testing.faults"),
+    "what is shipped knows the tests": (
+        "testing/world.py",
+        "def lazy() -> None:\n    import tests.faults.victim",
+    ),
     "a load decodes the pickle": (
         "dcp/loading.py",
         "import ckptfs.dcp.metadata.metadata_pickle",

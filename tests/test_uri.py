@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from upath import UPath
 
 from ckptfs.errors import UriError
-from ckptfs.testing.strategies import components, keys, paths, secret_uris, uris
 from ckptfs.uri import Uri, check_key, mask_credentials, options_of
+from tests.strategies import components, keys, paths, secret_uris, uris
 
 
 @pytest.mark.parametrize(

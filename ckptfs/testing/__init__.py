@@ -5,8 +5,6 @@ faults       a storage that fails, loses answers or kills the process at a chose
 object_client  an object store in memory, with planned faults, behind the contract of the clients
 nodes        node-local disks as directories of one machine
 disk         a disk that forgets what was not synced
-mounts       mounts that copy a directory when it is renamed
-late         nodes that see late what another wrote
-strategies   Hypothesis strategies for URIs and keys
-scale        what a save costs at thousands of ranks, counted (over lockstep and counted)
+readonly     a storage that refuses to write
+world        ranks as threads, on nodes of your choice
 """

@@ -7,7 +7,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ckptfs.integrations.verl import CkptfsDriver, CkptfsFSDPCheckpointManager
-from ckptfs.testing.worker_group import Digested, WorkerGroup  # forked, in place of Ray's
+from tests.integrations.worker_group import Digested, WorkerGroup  # forked, in place of Ray's
 
 
 class Actor(Digested, CkptfsFSDPCheckpointManager):  # with verl, its engine has one

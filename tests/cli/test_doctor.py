@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from ckptfs.cli.main import main
-from ckptfs.testing.proxy import FaultProxy
 from tests.cli.conftest import Cli, Golden, Place, a_run
+from tests.faults.proxy import FaultProxy
 from tests.lab import raw
 from tests.lab.radosgw import make_user
 from tests.lab.server import Server

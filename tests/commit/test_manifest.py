@@ -19,7 +19,7 @@ from ckptfs.commit.manifest import (
     encode_manifest,
 )
 from ckptfs.errors import ManifestError
-from ckptfs.testing.strategies import components
+from tests.strategies import components
 
 _names = components().filter(lambda n: "\\" not in n and "\0" not in n and "://" not in n)
 _paths = st.lists(_names, min_size=1, max_size=3).map("/".join).filter(lambda p: "://" not in p)

@@ -22,9 +22,9 @@ from ckptfs.dcp.planning.save_planner import refuse_divergence, shard_fingerprin
 from ckptfs.dcp.planning.state_dicts import LocalFacts
 from ckptfs.dcp.write.pipeline import PlanMemory, PlanMessage, decide, plan_save
 from ckptfs.errors import CkptfsError, StateError
-from ckptfs.testing.scale import Shard, Sizes
 from ckptfs.testing.world import simulate
 from tests.dcp.random_worlds import shard_item, worlds
+from tests.scale.simulation import Shard, Sizes
 
 unhurried = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=60)
 

@@ -13,8 +13,8 @@ from ckptfs.commit.ownership.claim import claim
 from ckptfs.commit.session import Place, sit_down
 from ckptfs.control.control import Control
 from ckptfs.storage.local import LocalStorage
-from ckptfs.testing.lockstep import lockstep
 from ckptfs.uri import Uri
+from tests.scale.lockstep import lockstep
 
 
 def _state(step: int) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ckptfs.testing.victim import HOOK
+from tests.faults.victim import HOOK
 from tests.multiprocess.harness import Rank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -168,7 +168,7 @@ def run_example(
     with tempfile.TemporaryDirectory(prefix="story-", ignore_cleanup_errors=True) as scratch:
         words, extra = [script, store.uri, mode], {**store.env, **(env or {})}
         if kill is not None:
-            words = ["-m", "ckptfs.testing.victim", *words]
+            words = ["-m", "tests.faults.victim", *words]
             trace = {"CKPTFS_TEST_TRACE": f"{scratch}/trace"}
             extra |= {"CKPTFS_TEST_FAULT": str(kill), **trace, **HOOK}
         outcome = run_words([*launcher_words(launcher, ranks), *words], extra, cwd=scratch)

@@ -34,7 +34,7 @@ from ckptfs.integrations.lightning_strategies import (
     CkptfsFSDPStrategy,
     CkptfsModelParallelStrategy,
 )
-from ckptfs.testing import victim
+from tests.faults import victim
 from tests.multiprocess.harness import Rank, torchrun
 
 pytestmark = [pytest.mark.integrations]

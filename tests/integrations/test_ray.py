@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import ckptfs
 from ckptfs.errors import CkptfsError, CollectiveError, NotFoundError, StateError, UriError
-from ckptfs.testing.victim import HOOK
+from tests.faults.victim import HOOK
 from tests.integrations.conftest import RAY, Cell
 from tests.integrations.running import EXAMPLES, Kill, Mode, Store, reference
 

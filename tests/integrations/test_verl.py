@@ -14,9 +14,9 @@ import pytest
 import ckptfs
 from ckptfs.errors import StateError
 from ckptfs.manager.directory_manager import PartSaver
-from ckptfs.testing.worker_group import WorkerGroup
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story
+from tests.integrations.worker_group import WorkerGroup
 
 pytest.importorskip("verl", reason="verl is not installed: make test-integrations")
 

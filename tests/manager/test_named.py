@@ -13,8 +13,8 @@ import ckptfs
 from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import StateError
 from ckptfs.integrations._support.named_checkpoints import NamedCheckpoints, Shelves
-from ckptfs.testing import victim
 from ckptfs.uri import Uri
+from tests.faults import victim
 from tests.multiprocess.harness import Rank, launch
 
 

@@ -65,7 +65,7 @@ def names(path: Path) -> list[str]:
 
 DIES = """
 import sys, torch
-from ckptfs.testing import victim
+from tests.faults import victim
 victim.install()
 from ckptfs.integrations._support.object_files import ObjectFiles
 ObjectFiles().save({"w": torch.zeros(1 << 18)}, sys.argv[1])

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from ckptfs.testing.scale import Cost, Kind, Sizes, run_world
 from tests.scale.formulas import FORMULAS, STOCK, formula
+from tests.scale.simulation import Cost, Kind, Sizes, run_world
 from tests.scale.stock import run_stock
 
 SIZES = (8, 64, 512, 4096)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ckptfs.testing.scale import Kind, Sizes
+from tests.scale.simulation import Kind, Sizes
 
 __all__ = ["FORMULAS", "STEP_OPERATIONS", "STEP_PIECES", "STOCK", "Linear", "formula"]
 

@@ -25,7 +25,7 @@ from unittest.mock import patch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from ckptfs.testing.scale import Shard, Sizes
+from tests.scale.simulation import Shard, Sizes
 
 __all__ = ["StockCost", "run_stock"]
 

@@ -23,8 +23,8 @@ from ckptfs.control.control import SoloControl
 from ckptfs.storage.local import LocalStorage, posix
 from ckptfs.storage.local.posix import without_mark
 from ckptfs.testing.disk import SimulatedDisk
-from ckptfs.testing.scale import Sizes, _save
 from ckptfs.uri import Uri
+from tests.scale.simulation import Sizes, _save
 from tests.ticks import until_the_clock_ticks
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"

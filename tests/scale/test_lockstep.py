@@ -9,8 +9,8 @@ import pytest
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.control.messages import apart
 from ckptfs.errors import CollectiveError, StateError
-from ckptfs.testing.lockstep import lockstep
 from ckptfs.testing.world import simulate
+from tests.scale.lockstep import lockstep
 
 
 def _two_steps(control: Control) -> tuple[object, object, object]:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.testing.scale import Kind
 from tests.scale.formulas import phase_table, save_table
+from tests.scale.simulation import Kind
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.testing.scale import Cost, Kind, Sizes, run_world
 from tests.scale.formulas import FORMULAS, formula
+from tests.scale.simulation import Cost, Kind, Sizes, run_world
 
 # Of the answer to "write", per rank: its counters, which every rank is told. Nothing else of what all
 # ranks read may grow with their number, or what goes through the store grows with its square.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.testing.scale import Sizes
 from tests.scale.formulas import STOCK
+from tests.scale.simulation import Sizes
 from tests.scale.stock import run_stock
 
 RANK = Path(__file__).with_name("stock_rank.py")

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ckptfs.testing.proxy import At, FaultProxy, HttpFault, Nth, Reset
+from tests.faults.proxy import At, FaultProxy, HttpFault, Nth, Reset
 from tests.lab.server import Server
 from tests.servers.aftermath import judge, state, through
 from tests.servers.warm import warm

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from ckptfs.storage.webhdfs import WebHdfsStorage, open_webhdfs
-from ckptfs.testing.proxy import FaultProxy
 from ckptfs.uri import Uri
+from tests.faults.proxy import FaultProxy
 from tests.lab.server import Server
 
 TIMEOUT_S = 120.0

@@ -27,7 +27,7 @@ from ckptfs.errors import (
     UnsupportedError,
 )
 from ckptfs.storage.clients.base import IF_ABSENT, IfMatch, ObjectClient
-from ckptfs.testing.proxy import LOSE, At, FaultProxy, HttpFault, Nth, Reset
+from tests.faults.proxy import LOSE, At, FaultProxy, HttpFault, Nth, Reset
 from tests.lab import raw
 from tests.lab.azurite import ACCOUNT_KEY
 from tests.lab.server import Server

@@ -17,7 +17,7 @@ from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.errors import CkptfsError
-from ckptfs.testing.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
+from tests.faults.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from tests.lab.server import Server
 from tests.multiprocess.harness import Rank, describe, launch
 from tests.servers.aftermath import through

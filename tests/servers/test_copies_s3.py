@@ -19,8 +19,8 @@ from ckptfs.events import CopyCommitted, Event
 from ckptfs.manager.waiting import Watcher
 from ckptfs.replication.tiers import Copier, Copy, copies_of
 from ckptfs.retention.policy import Keep
-from ckptfs.testing.proxy import At, FaultProxy, HttpFault, Nth, Reset
 from ckptfs.uri import Uri
+from tests.faults.proxy import At, FaultProxy, HttpFault, Nth, Reset
 from tests.lab.server import Server
 from tests.servers.looking import keys_below, pending_uploads
 

@@ -14,7 +14,7 @@ import torch
 
 import ckptfs
 from ckptfs.errors import CkptfsError
-from ckptfs.testing.proxy import (
+from tests.faults.proxy import (
     LOSE,
     Action,
     Answer,

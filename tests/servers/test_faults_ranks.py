@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.testing.proxy import (
+from tests.faults.proxy import (
     LOSE,
     At,
     Chance,

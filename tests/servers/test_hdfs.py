@@ -26,7 +26,8 @@ from ckptfs.errors import (
 )
 from ckptfs.storage.webhdfs import WebHdfsStorage
 from ckptfs.testing.conformance import together
-from ckptfs.testing.proxy import (
+from tests import lab
+from tests.faults.proxy import (
     LOSE,
     At,
     FaultProxy,
@@ -37,7 +38,6 @@ from ckptfs.testing.proxy import (
     Reset,
     Truncate,
 )
-from tests import lab
 from tests.lab.process import REPOSITORY
 from tests.lab.server import Server
 from tests.servers.hdfs_raw import Place, write_file

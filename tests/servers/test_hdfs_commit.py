@@ -21,8 +21,8 @@ from ckptfs.commit.paths import LOG
 from ckptfs.errors import CkptfsError, CommitConflictError, FencedError
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.webhdfs import WebHdfsStorage
-from ckptfs.testing.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from ckptfs.uri import Uri
+from tests.faults.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from tests.lab.server import Server
 from tests.multiprocess.harness import Rank, describe, launch
 from tests.servers.hdfs_raw import RawHdfs

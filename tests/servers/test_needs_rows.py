@@ -22,7 +22,7 @@ import ckptfs
 from ckptfs.commit.log.append import catch_up
 from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.proxy import (
+from tests.faults.proxy import (
     LOSE,
     Answer,
     At,

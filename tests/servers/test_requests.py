@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.testing.proxy import Exchange, FaultProxy
+from tests.faults.proxy import Exchange, FaultProxy
 from tests.lab.server import Server
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "stores" / "costs.md"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptfs
-from ckptfs.testing.proxy import FaultProxy
+from tests.faults.proxy import FaultProxy
 from tests.lab import raw
 from tests.lab.server import Server
 from tests.servers.test_requests import Counted

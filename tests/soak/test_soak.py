@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptfs.testing.proxy import LOSE, At, Chance, FaultProxy, HttpFault, Reset
 from tests import lab
+from tests.faults.proxy import LOSE, At, Chance, FaultProxy, HttpFault, Reset
 from tests.servers.aftermath import through
 from tests.soak.driver import Place, Soak
 from tests.soak.schedule import Life, brief, schedule

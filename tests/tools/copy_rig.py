@@ -26,9 +26,9 @@ from ckptfs.commit.session import Place, sit_down
 from ckptfs.control.control import Control
 from ckptfs.dcp.saving import save_at
 from ckptfs.storage.local import LocalStorage
-from ckptfs.testing.proxy import Exchange, FaultProxy
 from ckptfs.testing.world import simulate
 from ckptfs.uri import Uri
+from tests.faults.proxy import Exchange, FaultProxy
 
 __all__ = [
     "a_big_run",

@@ -5,7 +5,7 @@
         ended.status                     -9, or the exit code; ended.out, ended.err
 
 ``start`` does not wait: two copies at once. Every storage that the process opens follows the plan, see
-``ckptfs.testing.victim``.
+``tests.faults.victim``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _serve() -> None:
 
 def _be_victim(job: dict[str, Any]) -> None:
     from ckptfs.cli.main import main
-    from ckptfs.testing import victim
+    from tests.faults import victim
 
     code = 99
     try:

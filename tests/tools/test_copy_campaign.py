@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ckptfs
-from ckptfs.testing.proxy import Exchange, FaultProxy
 from tests.cli.conftest import no_accounts, radosgw
+from tests.faults.proxy import Exchange, FaultProxy
 from tests.lab.server import Server
 from tests.tools.copy_rig import (
     a_big_run,

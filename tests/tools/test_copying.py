@@ -15,9 +15,9 @@ from ckptfs.commit.ownership.run import Run
 from ckptfs.errors import CommitConflictError, IntegrityError, NotFoundError, RunBusyError
 from ckptfs.replication.copier import CopyReport, Status, copy_to
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.proxy import FaultProxy
 from ckptfs.uri import Uri
 from tests.cli.conftest import Place, a_run, no_accounts, place, radosgw, state_of
+from tests.faults.proxy import FaultProxy
 from tests.lab.server import Server
 from tests.tools.copy_rig import a_big_run, answered_bytes, flags, same_data, sent_bytes
 from tests.tools.copy_victims import Start, victims

@@ -17,8 +17,6 @@ from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fault, FaultyStorage, Plan
-from ckptfs.testing.late import LateNews, LateStorage, SharedClock
-from ckptfs.testing.mounts import CopyingMount
 from ckptfs.testing.object_client import (
     STORES,
     Manner,
@@ -32,6 +30,8 @@ from ckptfs.testing.world import simulate
 from ckptfs.tools.doctor import Clock, Expect, Report, Settings, Theme, Verdict, examine_with
 from ckptfs.tools.doctor.corner import ABOUT, PREFIX
 from ckptfs.uri import Uri
+from tests.faults.late import LateNews, LateStorage, SharedClock
+from tests.faults.mounts import CopyingMount
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
 QUICK = Settings(size_bytes=1 << 20, rounds=3, replaces=6, replace_s=0.0)

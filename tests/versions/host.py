@@ -1,6 +1,6 @@
 """One version of ckptfs in a warm process that forks for each step; started by ``hosts.py``.
 
-    python host.py /path/to/a/tree      PYTHONPATH is that tree
+    python host.py /path/to/a/tree      PYTHONPATH is that tree, then this one: for tests.faults.victim
 
     stdin   {"do": "save", "with": {...}, "faults": "kill:*:*:7", "trace": PATH}   -> {"pid": 71}
             {"import": [MODULE, ...]}                     -> {}
@@ -40,7 +40,7 @@ import ckptfs.manager.manager
 from ckptfs.cli.main import main as command_line
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing import victim
+from tests.faults import victim
 
 STEP_TIMEOUT_S = 120
 Options = dict[str, Any]

@@ -5,7 +5,8 @@
         host.do("save", run=..., name=..., label=..., options={})      the value; Refused for its error
         child = host.start("manage", ...); child.kill(); child.end()
 
-PYTHONPATH puts a tree before the installed package, and each process checks which one it has.
+PYTHONPATH puts a tree before the installed package, and each process checks which one it has. Behind it comes this
+tree: its ``tests.faults.victim`` kills both versions.
 """
 
 from __future__ import annotations
@@ -112,7 +113,12 @@ class Host:
             stderr=self._errors,
             text=True,
             cwd=tree,
-            env={**kept, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "CKPTFS_PROGRESS": "0"},
+            env={
+                **kept,
+                "PYTHONPATH": f"{tree}:{ROOT}",
+                "OMP_NUM_THREADS": "1",
+                "CKPTFS_PROGRESS": "0",
+            },
         )
         self._read()
 

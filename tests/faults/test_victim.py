@@ -26,7 +26,7 @@ def run(place: Path, fault: str) -> subprocess.CompletedProcess[str]:
     (place / "script.py").write_text(SCRIPT)
     (place / "helper.py").write_text("FOUND = True")
     (place / "run").mkdir()
-    command = [sys.executable, "-m", "ckptfs.testing.victim", str(place / "script.py")]
+    command = [sys.executable, "-m", "tests.faults.victim", str(place / "script.py")]
     more = {"CKPTFS_TEST_FAULT": fault, "CKPTFS_TEST_TRACE": str(place / "trace"), "RANK": "0"}
     return subprocess.run(
         [*command, str(place / "run"), "more"],

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ckptfs.errors import UriError
-from ckptfs.testing.proxy import (
+from tests.faults.proxy import (
     LOSE,
     Answer,
     At,
@@ -473,7 +473,7 @@ def test_as_a_program(store: _Server, tmp_path: Path) -> None:
     """``python -m`` says its URL, does what the text says, and writes its log when it is ended."""
     program = subprocess.Popen(
         [
-            *(sys.executable, "-m", "ckptfs.testing.proxy"),
+            *(sys.executable, "-m", "tests.faults.proxy"),
             *(f"http://127.0.0.1:{store.server_port}", "status=500:GET:/there:1"),
             *("--log", str(tmp_path / "log")),
         ],

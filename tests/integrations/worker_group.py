@@ -126,7 +126,7 @@ class WorkerGroup:
         self._store = None
 
 
-def _serve(  # noqa: PLR0917 - the arguments of a process
+def _serve(
     make: Callable[..., Any],
     arguments: tuple[Any, ...],
     pipe: Any,

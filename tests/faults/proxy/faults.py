@@ -310,7 +310,7 @@ class ProxyPlan:
 
     def __init__(self, faults: Iterable[HttpFault] = (), *, seed: int = 0) -> None:
         self._lock = threading.Lock()
-        self._random = random.Random(seed)  # noqa: S311 - which requests fail is no secret
+        self._random = random.Random(seed)
         self._faults: list[HttpFault] = list(faults)
         self._seen = [0] * len(self._faults)
 

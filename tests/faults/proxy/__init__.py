@@ -4,10 +4,10 @@
         ckptfs.save(state, "s3://bucket/run/step_1", storage_options={"endpoint_url": proxy.url})
     proxy.requests("PUT", "*/log/*")     # what was asked, what was answered, what was done to it
 
-    python -m ckptfs.testing.proxy http://127.0.0.1:9000 --port 9001 "lose:PUT:*/log/*:1" --log FILE
+    python -m tests.faults.proxy http://127.0.0.1:9000 --port 9001 "lose:PUT:*/log/*:1" --log FILE
 
 It listens on a free loopback port, in a thread of its own, counts requests, and does to them what
-the plan says (``ckptfs.testing._proxy.faults``, text form included). The Host header is passed on
+the plan says (``tests.faults.proxy.faults``, text form included). The Host header is passed on
 as it came: clients sign it for the proxy, and radosgw, moto, Azurite and AWS-style servers check the
 signature against what they are sent. No TLS on its own side; an https upstream is verified.
 
@@ -17,22 +17,16 @@ to another proxy and not around it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import contextlib
-import json
 import logging
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from ckptfs.testing._proxy.faults import (
+from tests.faults.proxy.faults import (
     LOSE,
     Action,
     Answer,
@@ -56,8 +50,8 @@ from ckptfs.testing._proxy.faults import (
     matches,
     parse_faults,
 )
-from ckptfs.testing._proxy.relay import Relay
-from ckptfs.testing._proxy.shared import LIMIT_BYTES, Exchange, Shared, reset
+from tests.faults.proxy.relay import Relay
+from tests.faults.proxy.shared import LIMIT_BYTES, Exchange, Shared, reset
 
 __all__ = [
     "LOSE",
@@ -256,30 +250,3 @@ def _listen(port: int) -> socket.socket:
     listener.bind(("127.0.0.1", port))
     listener.listen(128)
     return listener
-
-
-def main(words: list[str] | None = None) -> int:
-    """Serve until SIGINT or SIGTERM; the URL goes to standard output, the log to ``--log``."""
-    parser = argparse.ArgumentParser(prog="python -m ckptfs.testing.proxy")
-    parser.add_argument("upstream", help="scheme://host:port of the store")
-    parser.add_argument("faults", nargs="?", default="", help="ACTION:METHOD:PATH:WHICH; ...")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--log", help="a file for one line of JSON per request, written at the end")
-    told = parser.parse_args(words)
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with FaultProxy(told.upstream, told.faults, seed=told.seed, port=told.port) as proxy:
-        sys.stdout.write(f"{proxy.url}\n")
-        sys.stdout.flush()
-        stop.wait()
-    if told.log:
-        with contextlib.ExitStack() as stack:
-            file = stack.enter_context(open(told.log, "w", encoding="utf-8"))
-            file.writelines(json.dumps(asdict(e)) + "\n" for e in proxy.log)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Sequence
 from typing import NoReturn, TypeVar
 
-from ckptfs.testing._proxy.faults import (
+from tests.faults.proxy.faults import (
     Action,
     Answer,
     At,
@@ -31,8 +31,8 @@ from ckptfs.testing._proxy.faults import (
     Trickle,
     Truncate,
 )
-from ckptfs.testing._proxy.shared import LIMIT_BYTES, Exchange, Shared, reset
-from ckptfs.testing._proxy.wire import Head, body_of, read_head
+from tests.faults.proxy.shared import LIMIT_BYTES, Exchange, Shared, reset
+from tests.faults.proxy.wire import Head, body_of, read_head
 
 __all__ = ["Relay"]
 

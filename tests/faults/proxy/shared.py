@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult
 
-from ckptfs.testing._proxy.faults import Bandwidth, ProxyPlan
-from ckptfs.testing._proxy.wire import Head
+from tests.faults.proxy.faults import Bandwidth, ProxyPlan
+from tests.faults.proxy.wire import Head
 
 __all__ = ["LIMIT_BYTES", "Exchange", "Shared", "reset"]
 

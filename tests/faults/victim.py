@@ -1,7 +1,7 @@
 """Runs somebody's training script, and kills its process at a storage operation of our choice.
 
     CKPTFS_TEST_FAULT="kill:close:*__1_0.distcp:2@1" \
-        torchrun --nproc-per-node 2 -m ckptfs.testing.victim script.py s3://bucket/run sync
+        torchrun --nproc-per-node 2 -m tests.faults.victim script.py s3://bucket/run sync
 
 The script knows nothing of it. Every storage of ``ckptfs`` is made by one function of the registry;
 here, and nowhere else, it is given another one, which puts ``FaultyStorage`` around what was made.
@@ -14,7 +14,7 @@ another protocol than its users have. One plan counts for all storages of a proc
                       environment, which workers have from the driver that started their cluster
 
 A spawned child (DCP's asynchronous process) is not reached; kill what the trainer itself does.
-torchrun, with ``--max-restarts 0``, ends the other ranks.
+torchrun, with ``--max-restarts 0``, ends the other ranks. Runs with older versions of ckptfs too (tests/versions).
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ from typing import Any
 
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Plan
+from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
 
 # What makes Ray call ``install`` in each worker; for the environment of the driver.
-HOOK = {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "ckptfs.testing.victim.install"}
+HOOK = {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": "tests.faults.victim.install"}
 
 
 def install() -> None:
     """Put the plan of the environment around every storage that this process opens from now on."""
     # Private, and the one place where each storage is made, whoever imported open_storage by name.
-    plan, choose = Plan.from_environment(), registry._factory  # noqa: SLF001
+    plan, choose = Plan.from_environment(), registry._factory
 
     def chosen(uri: Uri) -> registry.Factory:
         factory = choose(uri)
@@ -48,7 +47,7 @@ def install() -> None:
 
         return opened
 
-    registry._factory = chosen  # noqa: SLF001
+    registry._factory = chosen
 
 
 if __name__ == "__main__":

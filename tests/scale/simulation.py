@@ -57,11 +57,11 @@ from ckptfs.retention.policy import Keep
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
-from ckptfs.testing.counted import Calls, CountedPosix
-from ckptfs.testing.lockstep import StepCost, lockstep
 from ckptfs.testing.object_client import SMALL_LIMITS, MemoryObjectClient, MemoryObjects
 from ckptfs.topology.ensure_dir import ensure_dir
 from ckptfs.uri import Uri
+from tests.scale.counted import Calls, CountedPosix
+from tests.scale.lockstep import StepCost, lockstep
 
 __all__ = ["Cost", "Kind", "Shard", "Sizes", "run_world"]
 
