@@ -1,16 +1,33 @@
-"""What an append decides, each time it folds: the entry, or why it may not be made. Pure, no I/O.
+"""What an append may say, and what may be deleted. Pure, no I/O.
+
+What an append decides each time it folds: the entry, or why it may not be made. It sees the log as it is at this
+very try: a number that another process took is decided again.
 
     may_seal  may_seal_part  may_publish      a save, a part of one, what a part's home decided
     unreleased                                who may still hold the run
     may_claim  may_fence                      a newer generation: a newcomer's own, one that is known
     may_abort  may_delete  may_forget         the newest owner gives up, deletes, says that bytes are gone
+    may_pin                                   a pin, or its end
 
-Each sees the log as it is at this very try: a number lost to somebody else is decided again.
+What may be deleted, for retention, ``delete=``, ``ckptfs rm``, ``ckptfs gc`` and what the holder clears by itself;
+``delete.deletion_steps`` does it:
+
+    why_kept                    one checkpoint: a pin, checkpoints that use its files, a domain out of reach, ...
+    needed                      of many that might be deleted together, those that stay
+    doomed                      what was replaced or overwritten
+    waiting  half_deleted       deletes that did not come to their end, here and in other domains
+    to_clear                    both, in one domain
+    with_bytes  needs_claim     what has a name, and whether the run has to be claimed to delete it
+    inherited_pins              pins that pass to a successor
+
+Two questions need I/O and are asked where that is done: whether the owner of a run is alive (``ownership.claim``), and
+which shared files another checkpoint lists (``delete.shared_data``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from ckptfs.commit.log.append import Refused
@@ -23,22 +40,54 @@ from ckptfs.commit.log.entries import (
     Gone,
     Outcome,
     Part,
+    Pin,
     Seal,
 )
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.state import promised_here
+from ckptfs.commit.state import (
+    Live,
+    Standing,
+    Views,
+    catalog,
+    catalog_of,
+    commits,
+    is_deleted,
+    later_overwrites,
+    living,
+    promised_here,
+    seal_of,
+    standing,
+    used_overwrites,
+)
 
 __all__ = [
+    "AT_ENTRY",
+    "BY_HAND",
+    "BY_NAME",
+    "Cause",
+    "Deletable",
+    "Obstacle",
     "Refusal",
+    "doomed",
+    "half_deleted",
+    "inherited_pins",
     "may_abort",
     "may_claim",
     "may_delete",
     "may_fence",
     "may_forget",
+    "may_pin",
     "may_publish",
     "may_seal",
     "may_seal_part",
+    "needed",
+    "needs_claim",
+    "to_clear",
+    "unreached",
     "unreleased",
+    "waiting",
+    "why_kept",
+    "with_bytes",
 ]
 
 
@@ -179,6 +228,245 @@ def may_abort(state: LogState, save_id: str, by: Generation) -> Abort | Refused[
     return Abort(save_id, by)
 
 
+# -- what may be deleted --------------------------------------------------------------------
+
+
+class Cause(StrEnum):
+    """What keeps a checkpoint. Which causes count depends on who asks: see ``why_kept``."""
+
+    NOT_LIVE = "not live"  # deleted, replaced or never committed: not the caller's to name
+    PINNED = "pinned"
+    USED = "used"  # a save that stays refers to it
+    NEWEST = "newest"  # the last live commit of its kind
+    UNREACHED = "unreached"  # a domain out of reach holds some of it, and perhaps a pin
+
+
+BY_NAME = (Cause.NOT_LIVE, Cause.PINNED, Cause.USED)  # all domains were asked
+AT_ENTRY = (Cause.PINNED, Cause.USED)  # one log, at each try of the append
+BY_HAND = (Cause.PINNED, Cause.UNREACHED)  # before `ckptfs rm`; USED is decided at the entry
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """Why a checkpoint stays."""
+
+    cause: Cause
+    names: tuple[str, ...] = ()  # USED: the checkpoints that refer to it. UNREACHED: the domains.
+
+    @property
+    def text(self) -> str:
+        """The reason as a clause, for messages."""
+        if self.cause is Cause.USED:
+            return f"{', '.join(self.names)} uses its files"
+        return f"it is {self.cause}"
+
+
+def why_kept(
+    save_id: str, views: Views, causes: Iterable[Cause], going: Container[str] = frozenset()
+) -> Obstacle | None:
+    """The first of these causes that keeps a checkpoint; None if it may be deleted.
+
+    going: save_ids that are deleted together with it.
+    """
+    for cause in causes:
+        names = _kept_by(cause, save_id, views, going)
+        if names is not None:
+            return Obstacle(cause, names)
+    return None
+
+
+def _kept_by(
+    cause: Cause, save_id: str, views: Views, going: Container[str]
+) -> tuple[str, ...] | None:
+    """What to name if the cause keeps the save; None if it does not."""
+    match cause:
+        case Cause.NOT_LIVE:
+            return () if all(x.seal.save_id != save_id for x in catalog(views)) else None
+        case Cause.PINNED:
+            pinned = any(view.save(save_id).pinned for view in views.values())
+            return () if pinned and not is_deleted(save_id, views) else None
+        case Cause.USED:
+            return _users(save_id, views, going) or None
+        case Cause.NEWEST:
+            return () if _is_newest(save_id, views) else None
+        case Cause.UNREACHED:
+            seal = seal_of(save_id, views)
+            return (unreached([seal], views) if seal is not None else ()) or None
+
+
+def _users(save_id: str, views: Views, going: Container[str]) -> tuple[str, ...]:
+    """The names of saves that stay, or are not settled yet, and refer to this one."""
+    users = {
+        save.seal.name
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None
+        and save_id in save.seal.references
+        and save.save_id not in going
+        and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
+    }
+    return tuple(sorted(users))
+
+
+def _is_newest(save_id: str, views: Views) -> bool:
+    lives = [live.seal for live in catalog(views)]
+    mine = next((seal for seal in lives if seal.save_id == save_id), None)
+    alike = [seal for seal in lives if mine is not None and seal.artifact is mine.artifact]
+    return bool(alike) and alike[-1].save_id == save_id
+
+
+def unreached(seals: Iterable[Seal], views: Views) -> tuple[str, ...]:
+    """Domains that hold some of these saves and are out of reach."""
+    return tuple(sorted({domain for seal in seals for domain in seal.everywhere} - views.keys()))
+
+
+def needed(views: Views, candidates: Container[str], roots: Iterable[str]) -> set[str]:
+    """Of saves that might be deleted together, and all others: the ids of those that have to stay. They are pinned,
+    are ``roots``, or what stays or is unsettled refers to them.
+    """
+    seals = {
+        save.save_id: save.seal
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.seal is not None
+    }
+    pinned = {s.save_id for view in views.values() for s in view.saves.living.values() if s.pinned}
+    stays = [
+        save_id
+        for save_id in seals
+        if save_id not in candidates
+        and standing(save_id, views) not in (Standing.DELETED, Standing.ABORTED)
+    ]
+    found: set[str] = set()
+    asked = [*pinned, *roots, *stays]
+    while asked:
+        save_id = asked.pop()
+        if save_id not in found:
+            found.add(save_id)
+            # What stays has to stay whole: the references of a reference too.
+            asked += seals[save_id].references if save_id in seals else ()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Deletable:
+    """A save that may be deleted, and why; the reason is written into the log."""
+
+    seal: Seal
+    reason: str
+
+
+def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Deletable]:
+    """Saves that the holder deletes without being asked again: replaced ones, one commit after
+    their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
+    hid, once something was committed under it. Pinned and referenced saves stay.
+
+    at_once: save_ids of successors that wait for no further commit, because none may ever come.
+    """
+    lives = commits(views)
+    used = used_overwrites(views, lives)
+    kept = _kept(views, lives)
+    successors = _successors(lives)
+    out = []
+    for live in lives:
+        seal = live.seal
+        if seal.save_id in kept or is_deleted(seal.save_id, views):
+            continue
+        if seal.parts and views.keys().isdisjoint(seal.domains):
+            continue  # its home may have pinned it
+        successor = successors.get(seal.save_id)
+        if successor is not None:
+            last = lives[-1].seal.save_id
+            settled = successor.save_id != last or successor.save_id in at_once
+            if settled or is_deleted(successor.save_id, views):
+                out.append(Deletable(seal, "replaced"))
+        elif any(mark.generation in used for _, mark in later_overwrites(seal, views)):
+            out.append(Deletable(seal, "overwritten"))
+    return out
+
+
+def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
+    """Of each replaced save, by its id, the next one of its name in commit order."""
+    found: dict[str, Seal] = {}
+    before: dict[str, str] = {}
+    for live in lives:
+        if live.seal.name in before:
+            found[before[live.seal.name]] = live.seal
+        before[live.seal.name] = live.seal.save_id
+    return found
+
+
+def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
+    """Live and pinned saves, and what they refer to."""
+    kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
+    for live in lives:
+        if any(view.save(live.seal.save_id).pinned for view in views.values()):
+            kept[live.seal.save_id] = live.seal
+    return set(kept) | {r for seal in kept.values() for r in seal.references}
+
+
+def waiting(state: LogState) -> list[Seal]:
+    """Saves that are deleted in this log and still have bytes here."""
+    return [
+        save.seal
+        for save in state.saves.living.values()
+        if save.seal is not None and save.deleted and not save.gone
+    ]
+
+
+def to_clear(
+    seen: Views,
+    domain: str,
+    spare: Container[str] = frozenset(),
+    at_once: Container[str] = frozenset(),
+) -> list[Deletable]:
+    """What the holder deletes in a domain between two saves: what is doomed by now, and deletes that failed
+    half-way, except ``spare``. at_once: as for ``doomed``.
+    """
+    begun = [seal for seal in waiting(seen[domain]) if seal.save_id not in spare]
+    fresh = doomed(seen, at_once)
+    return [
+        *(Deletable(seal, "begun before") for seal in begun),
+        *(one for one in fresh if domain in one.seal.everywhere),
+    ]
+
+
+def half_deleted(views: Views) -> list[Deletable]:
+    """Saves that one reached domain deleted and another did not: its process died in between."""
+    found = []
+    for save_id in living(views):
+        seal = seal_of(save_id, views)
+        if seal is None or not is_deleted(save_id, views):
+            continue
+        states = [view.save(save_id) for view in views.values()]
+        if any(save.seal is not None and not save.deleted for save in states):
+            found.append(Deletable(seal, "begun elsewhere"))
+    return found
+
+
+def with_bytes(name: str, state: LogState) -> list[Seal]:
+    """Saves of a name that have bytes here according to the log, committed or half deleted; oldest first."""
+    return [
+        save.seal
+        for save in state.saves.living.values()
+        if save.seal is not None
+        and save.seal.name == name
+        and not (save.aborted or save.gone)
+        and standing(save.save_id, {"": state})
+        in (Standing.COMMITTED, Standing.DELETED, Standing.IN_DOUBT)
+    ]
+
+
+def needs_claim(name: str, state: LogState) -> bool:
+    """Whether only a holder of the run may delete what has this name: a process may hold the run already, or another
+    one has begun the delete.
+    """
+    # One that another process entered is that one's to move, name by name: two that do so under one
+    # generation would take a successor's plain names. A fence takes the other's trash away.
+    half = any(state.save(seal.save_id).deleted for seal in with_bytes(name, state))
+    return half or not (state.generation == GENESIS or state.released)
+
+
 def may_delete(
     state: LogState, save_id: str, by: Generation, reason: str
 ) -> Delete | Refused[Refusal]:
@@ -201,3 +489,34 @@ def may_forget(state: LogState, save_id: str, by: Generation) -> Gone | Refused[
     if not known.deleted or known.gone:
         return Refused(Refusal.NOTHING, state)
     return Gone(save_id, by)
+
+
+def may_pin(
+    state: LogState, save_id: str, by: Generation | None, *, pinned: bool
+) -> Pin | Refused[Refusal]:
+    """Pin or unpin a sealed, undeleted save. by: the newest owner; None: a process that holds nothing, because a
+    pin says nothing about who owns the run.
+    """
+    if by is not None and state.generation > by:
+        return Refused(Refusal.FENCED, state)
+    save = state.save(save_id)
+    if save.seal is None or save.deleted or save.pinned is pinned:
+        return Refused(Refusal.NOTHING, state)
+    return Pin(save_id, pinned)
+
+
+def inherited_pins(views: Views) -> list[tuple[str, str]]:
+    """Pinned saves that were replaced, each with the live save of its name: people pin a step, so the
+    pin is the successor's now, and the replaced bytes may go.
+    """
+    live = {x.seal.name: x.seal.save_id for x in catalog(views)}
+    found = {
+        save.save_id: live[save.seal.name]
+        for view in views.values()
+        for save in view.saves.living.values()
+        if save.pinned
+        and save.seal is not None
+        and live.get(save.seal.name, save.save_id) != save.save_id
+        and standing(save.save_id, views) is Standing.COMMITTED
+    }
+    return list(found.items())

@@ -1,12 +1,12 @@
-"""What folded logs say: what became of a save, what is live, what may go. Pure, no I/O.
+"""What folded logs say: what became of a save, and what is live. Pure, no I/O.
 
     views = {domain id: LogState, ...}            the domains that could be reached
     standing(save_id, views)                      what became of one save
     catalog(views)                                all live saves, oldest first
     history(views)                                all that ever were, for people and for copies
-    doomed(views)                                 what the holder deletes without being asked again
 
-What an append may say is in ``decisions``, what the holder of a new fence does in ``recovery_plan``.
+What an append may say and what may be deleted is in ``decisions``, what the holder of a new fence does in
+``recovery_plan``.
 
 A save is committed if and only if every domain that it lists holds its seal. A domain out of reach
 makes it in doubt, unless a ``decided`` entry that was reached says what it came to. Of a save of
@@ -23,7 +23,7 @@ and erased by the same programs. A save without parts is its own and only piece.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -45,10 +45,11 @@ __all__ = [
     "catalog",
     "catalog_of",
     "commits",
-    "doomed",
     "hidden",
     "history",
     "in_order",
+    "is_deleted",
+    "later_overwrites",
     "living",
     "name_taken",
     "next_seq",
@@ -247,7 +248,7 @@ def unsent(views: Views, ids: Iterable[str] = ()) -> frozenset[str]:
         return frozenset()
     missing = {s for s in ids if any(s not in view.saves for view in views.values())}
     for save in (save for view in views.values() for save in view.saves.living.values()):
-        if _deleted(save.save_id, views):
+        if is_deleted(save.save_id, views):
             continue
         if save.seal is not None:
             told, related = save.seal.everywhere, {ref.save_id for ref in save.seal.parts}
@@ -294,10 +295,11 @@ def _committed_of(ids: Iterable[str], views: Views) -> list[Live]:
 
 def committed(views: Views) -> list[Live]:
     """All committed, undeleted saves in commit order, superseded and hidden ones included."""
-    return [live for live in commits(views) if not _deleted(live.seal.save_id, views)]
+    return [live for live in commits(views) if not is_deleted(live.seal.save_id, views)]
 
 
-def _deleted(save_id: str, views: Views) -> bool:
+def is_deleted(save_id: str, views: Views) -> bool:
+    """Whether any of these logs has the delete of the save."""
     return any(view.save(save_id).deleted for view in views.values())
 
 
@@ -319,11 +321,11 @@ def hidden(seal: Seal, views: Views, used: Collection[Generation]) -> bool:
     """
     return any(
         mark.generation == view.generation or mark.generation in used
-        for view, mark in _marks(seal, views)
+        for view, mark in later_overwrites(seal, views)
     )
 
 
-def _marks(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
+def later_overwrites(seal: Seal, views: Views) -> Iterator[tuple[LogState, Overwrite]]:
     """The overwriting fences that came after the save, in the domains that hold it."""
     for domain in seal.everywhere:
         view = views.get(domain)
@@ -355,7 +357,7 @@ def catalog_of(lives: Sequence[Live], views: Views) -> list[Live]:
         live
         for live in lives
         if newest[live.seal.name] == live.seal.save_id
-        and not _deleted(live.seal.save_id, views)
+        and not is_deleted(live.seal.save_id, views)
         and not hidden(live.seal, views, used)
     ]
 
@@ -417,66 +419,6 @@ def next_seq(base: Generation, views: Views, *, fenced: bool) -> int:
     seqs += [place[1] for place in highest if place is not None and place[0] == base]
     top = max(seqs, default=0)
     return top + 1 if fenced else top
-
-
-# -- what may go ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Doomed:
-    """A committed save whose bytes may go, and why."""
-
-    seal: Seal
-    reason: str
-
-
-def doomed(views: Views, at_once: Container[str] = frozenset()) -> list[Doomed]:
-    """Saves that the holder deletes without being asked again: replaced ones, one commit after
-    their successor (stock readers may still hold the old `.metadata`), and those that an overwrite
-    hid, once something was committed under it. Pinned and referenced saves stay.
-
-    at_once: save_ids of successors that wait for no further commit, because none may ever come.
-    """
-    lives = commits(views)
-    used = used_overwrites(views, lives)
-    kept = _kept(views, lives)
-    successors = _successors(lives)
-    out = []
-    for live in lives:
-        seal = live.seal
-        if seal.save_id in kept or _deleted(seal.save_id, views):
-            continue
-        if seal.parts and views.keys().isdisjoint(seal.domains):
-            continue  # its home may have pinned it
-        successor = successors.get(seal.save_id)
-        if successor is not None:
-            last = lives[-1].seal.save_id
-            settled = successor.save_id != last or successor.save_id in at_once
-            if settled or _deleted(successor.save_id, views):
-                out.append(Doomed(seal, "replaced"))
-        elif any(mark.generation in used for _, mark in _marks(seal, views)):
-            out.append(Doomed(seal, "overwritten"))
-    return out
-
-
-def _successors(lives: Sequence[Live]) -> dict[str, Seal]:
-    """Of each replaced save, by its id, the next one of its name in commit order."""
-    found: dict[str, Seal] = {}
-    before: dict[str, str] = {}
-    for live in lives:
-        if live.seal.name in before:
-            found[before[live.seal.name]] = live.seal
-        before[live.seal.name] = live.seal.save_id
-    return found
-
-
-def _kept(views: Views, lives: Sequence[Live]) -> set[str]:
-    """Live and pinned saves, and what they refer to."""
-    kept = {live.seal.save_id: live.seal for live in catalog_of(lives, views)}
-    for live in lives:
-        if any(view.save(live.seal.save_id).pinned for view in views.values()):
-            kept[live.seal.save_id] = live.seal
-    return set(kept) | {r for seal in kept.values() for r in seal.references}
 
 
 def successor_here(state: LogState, seal: Seal) -> Seal | None:

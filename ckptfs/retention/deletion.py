@@ -27,8 +27,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire, waiting
+from ckptfs.commit.decisions import (
+    BY_NAME,
+    Cause,
+    Deletable,
+    Refusal,
+    half_deleted,
+    inherited_pins,
+    waiting,
+    why_kept,
+)
+from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire
 from ckptfs.commit.log.append import Appended, Means, Refused, catch_up_again
 from ckptfs.commit.log.entries import Seal, Stamp
 from ckptfs.commit.log.fold import LogState
@@ -37,7 +46,7 @@ from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.ownership.run import Run
 from ckptfs.commit.save.spec import fresh_ids, now_text
 from ckptfs.commit.session import Seat, View, step_with_views
-from ckptfs.commit.state import Standing, Views, catalog, living, seal_of, standing
+from ckptfs.commit.state import catalog, seal_of
 from ckptfs.errors import (
     CkptfsError,
     CommitInDoubtError,
@@ -48,13 +57,10 @@ from ckptfs.errors import (
 )
 from ckptfs.events import Counters, Deleted, DeleteFailed, Event, Retained
 from ckptfs.retention.policy import (
-    Going,
     Keep,
-    inherited_pins,
     needs_text,
     plan_retention,
     short_of,
-    why_it_stays,
 )
 
 __all__ = ["Clock", "Eraser", "Rest", "Retirer", "Tell", "failure_of", "known_of", "means_of"]
@@ -252,8 +258,8 @@ class _Verdict:
     """
 
     kept: int
-    going: tuple[Going, ...]
-    halfway: tuple[Going, ...]
+    going: tuple[Deletable, ...]
+    halfway: tuple[Deletable, ...]
     pins: tuple[tuple[str, str], ...]
 
 
@@ -315,7 +321,7 @@ class Retirer:
         where = seat.storage.uri("")
 
         def live(said: Sequence[_Said]) -> None:
-            if all(live.seal.save_id != save_id for live in catalog(_views(said))):
+            if why_kept(save_id, _views(said), (Cause.NOT_LIVE,)) is not None:
                 raise _not_live(save_id, where)
 
         self._step_with_logs(seat, "pin", (), live)
@@ -355,15 +361,14 @@ class Retirer:
         """
         where = seat.storage.uri("")
 
-        def let_go(said: Sequence[_Said]) -> Going:
+        def let_go(said: Sequence[_Said]) -> Deletable:
             views = _views(said)
-            found = [live.seal for live in catalog(views) if live.seal.save_id == save_id]
-            if not found:
+            seal, kept = seal_of(save_id, views), why_kept(save_id, views, BY_NAME)
+            if seal is None or (kept is not None and kept.cause is Cause.NOT_LIVE):
                 raise _not_live(save_id, where)
-            why = why_it_stays(views, save_id)
-            if why is not None:
-                raise StateError(f"{found[0].name} is not deleted: {why}", uri=where)
-            return Going(found[0], reason)
+            if kept is not None:
+                raise StateError(f"{seal.name} is not deleted: {kept.text}", uri=where)
+            return Deletable(seal, reason)
 
         going = self._step_with_logs(seat, "delete", (), let_go)
 
@@ -471,7 +476,7 @@ class Retirer:
         pins = tuple(inherited_pins(views))
         roots = frozenset(new for _, new in pins).union(*(s.roots for s in said))
         plan = plan_retention(views, self._keep, self._mine, roots, at=said[0].at)
-        return _Verdict(len(plan.kept), plan.going, tuple(_halfway(views)), pins)
+        return _Verdict(len(plan.kept), plan.going, tuple(half_deleted(views)), pins)
 
     def _enter_all(self, seat: Seat, verdict: _Verdict) -> None:
         """Owners: the entries of this domain, oldest save first; one that fails keeps no other."""
@@ -494,7 +499,7 @@ class Retirer:
         except (StorageError, CommitInDoubtError) as error:
             logger.warning("the pin of a replaced save is passed on later: %s", error)
 
-    def _enter(self, seat: Seat, going: Going, together: frozenset[str]) -> bool:
+    def _enter(self, seat: Seat, going: Deletable, together: frozenset[str]) -> bool:
         """One entry of retention; False once a newer owner has the run."""
         seal, save_id = going.seal, going.seal.save_id
         rest = self._unentered.setdefault(save_id, Rest())
@@ -515,7 +520,7 @@ class Retirer:
     def _append(
         self,
         seat: Seat,
-        going: Going,
+        going: Deletable,
         together: frozenset[str],
         *,
         deadline_s: float = 60.0,
@@ -554,19 +559,6 @@ class Retirer:
 
 
 # -- small things ---------------------------------------------------------------------------
-
-
-def _halfway(views: Views) -> list[Going]:
-    """Saves that one reached domain deleted and another did not: its process died in between."""
-    found = []
-    for save_id in living(views):
-        seal = seal_of(save_id, views)
-        if seal is None or standing(save_id, views) is not Standing.DELETED:
-            continue
-        states = [view.save(save_id) for view in views.values()]
-        if any(save.seal is not None and not save.deleted for save in states):
-            found.append(Going(seal, "begun elsewhere"))
-    return found
 
 
 def _views(said: Sequence[_Said]) -> dict[str, LogState]:

@@ -23,20 +23,18 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptfs.commit.decisions import Deletable, needed
 from ckptfs.commit.log.entries import Kind, Seal
-from ckptfs.commit.state import Standing, Views, catalog, standing
+from ckptfs.commit.state import Views, catalog
 from ckptfs.errors import StateError
 
 __all__ = [
     "Best",
-    "Going",
     "Keep",
     "Plan",
-    "inherited_pins",
     "needs_text",
     "plan_retention",
     "short_of",
-    "why_it_stays",
 ]
 
 _GIB = 1 << 30
@@ -101,19 +99,11 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Going:
-    """A save that may go, and why; the reason is written into the log."""
-
-    seal: Seal
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Of the manager's own live saves: which stay and which may go, each in commit order."""
 
     kept: tuple[Seal, ...] = ()
-    going: tuple[Going, ...] = ()
+    going: tuple[Deletable, ...] = ()
 
 
 def plan_retention(
@@ -138,12 +128,12 @@ def plan_retention(
     chosen = {seal.save_id for group in _groups(ours) for seal in _chosen(group, keep)}
     candidates = {seal.save_id: seal for seal in ours if seal.save_id not in chosen}
     further = {s.save_id for s in ours if at is not None and s.step is not None and s.step > at}
-    for save_id in _needed(views, candidates, {*roots, *further}):
+    for save_id in needed(views, candidates, {*roots, *further}):
         candidates.pop(save_id, None)
     reason = f"keep_latest={keep.latest}"
     return Plan(
         tuple(seal for seal in ours if seal.save_id not in candidates),
-        tuple(Going(seal, reason) for seal in candidates.values()),
+        tuple(Deletable(seal, reason) for seal in candidates.values()),
     )
 
 
@@ -175,64 +165,6 @@ def _best(group: list[Seal], best: Best) -> list[Seal]:
     ]
     # Equal values: the lower place in commit order, so that a new equal never pushes out an old.
     return [group[at] for _, at in sorted(ranked)[: best.count]]
-
-
-def _needed(views: Views, candidates: dict[str, Seal], roots: Collection[str]) -> set[str]:
-    """Save ids that may not go: pinned, asked for, or referred to by whatever stays or is unsettled."""
-    seals = {
-        save.save_id: save.seal
-        for view in views.values()
-        for save in view.saves.living.values()
-        if save.seal is not None
-    }
-    pinned = {s.save_id for view in views.values() for s in view.saves.living.values() if s.pinned}
-    stays = [
-        save_id
-        for save_id in seals
-        if save_id not in candidates
-        and standing(save_id, views) not in (Standing.DELETED, Standing.ABORTED)
-    ]
-    needed: set[str] = set()
-    asked = [*pinned, *roots, *stays]
-    while asked:
-        save_id = asked.pop()
-        if save_id not in needed:
-            needed.add(save_id)
-            # What stays has to stay whole: the references of a reference too.
-            asked += seals[save_id].references if save_id in seals else ()
-    return needed
-
-
-def why_it_stays(views: Views, save_id: str) -> str | None:
-    """Why a save cannot be deleted even by name: somebody pinned it, or what stays uses its files."""
-    if any(view.save(save_id).pinned for view in views.values()):
-        return "it is pinned"
-    users = [
-        save.seal.name
-        for view in views.values()
-        for save in view.saves.living.values()
-        if save.seal is not None
-        and save_id in save.seal.references
-        and standing(save.save_id, views) not in (Standing.DELETED, Standing.ABORTED)
-    ]
-    return f"{', '.join(sorted(set(users)))} uses its files" if users else None
-
-
-def inherited_pins(views: Views) -> list[tuple[str, str]]:
-    """Pinned saves that were replaced, each with the live save of its name: people pin a step, so the
-    pin is the successor's now, and the replaced bytes may go.
-    """
-    live = {x.seal.name: x.seal.save_id for x in catalog(views)}
-    found = {
-        save.save_id: live[save.seal.name]
-        for view in views.values()
-        for save in view.saves.living.values()
-        if save.pinned
-        and save.seal is not None
-        and live.get(save.seal.name, save.save_id) != save.save_id
-        and standing(save.save_id, views) is Standing.COMMITTED
-    }
-    return list(found.items())
 
 
 def needs_text(size_bytes: int, keep: Keep) -> str:

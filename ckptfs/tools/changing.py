@@ -18,20 +18,20 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import Look, Origin, find, looking_at, refuse_gap
-from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.decisions import BY_HAND, Cause, unreached, why_kept
 from ckptfs.commit.delete.delete_checkpoint import delete_checkpoint
-from ckptfs.commit.delete.deletion_steps import may_pin
-from ckptfs.commit.log.append import Refused, append
-from ckptfs.commit.log.entries import Pin, Seal, Stamp
-from ckptfs.commit.log.fold import LogState, SaveState
+from ckptfs.commit.delete.deletion_steps import pin
+from ckptfs.commit.log.append import Refused
+from ckptfs.commit.log.entries import Stamp
+from ckptfs.commit.log.fold import SaveState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.paths import LOG
-from ckptfs.commit.save.spec import fresh_ids, now_text
+from ckptfs.commit.save.spec import now_text
 from ckptfs.commit.session import TOUCH_AFTER_S, Place, sit_down
 from ckptfs.commit.state import catalog
 from ckptfs.control.control import SoloControl
@@ -139,9 +139,11 @@ def _doomed(
     mine = [save for save in _saves_of(look, target.name) if not save.gone]
     if not mine:
         raise _not_ours(look, target, options, "rm")
-    if any(save.pinned and not save.deleted for save in mine):
+    found = (why_kept(save.save_id, look.views, BY_HAND) for save in mine)
+    kept = [obstacle for obstacle in found if obstacle is not None]
+    if any(obstacle.cause is Cause.PINNED for obstacle in kept):
         raise StateError(f"{target.name} is pinned", uri=target, hint="ckptfs unpin it first")
-    lost = _elsewhere(look, mine)
+    lost = sorted({domain for obstacle in kept for domain in obstacle.names})
     if lost and not partial:
         raise StateError(
             f"not all of {target.name} is reached from here: {_hosts_of(look, mine, lost)}",
@@ -158,8 +160,7 @@ def _saves_of(look: Look, name: str) -> list[SaveState]:
 
 
 def _elsewhere(look: Look, saves: Sequence[SaveState]) -> tuple[str, ...]:
-    held = {domain for save in saves if save.seal is not None for domain in save.seal.everywhere}
-    return tuple(sorted(held - set(look.views)))
+    return unreached((save.seal for save in saves if save.seal is not None), look.views)
 
 
 def _hosts_of(look: Look, saves: Sequence[SaveState], domains: Sequence[str]) -> str:
@@ -239,28 +240,17 @@ def set_pin(uri: Any, *, pinned: bool, storage_options: Mapping[str, Any] | None
         if not live:
             # Before anything is written, a probe included.
             raise _not_ours(look, target, storage_options, "pin" if pinned else "unpin")
-        seal, here = live[-1], set(look.views)
+        seal, elsewhere = live[-1], unreached(live[-1:], look.views)
     with contextlib.closing(_open(target, uri, storage_options)) as storage:
         seat = sit_down(SoloControl(), storage, Place(), write=True)
-        done = drive(
-            append(
-                lambda seen: _decide(seen, seal, pinned=pinned),
-                write_id=next(fresh_ids()),
-                stamp=Stamp(now_text(), seat.control.world.hostname, os.getpid()),
-            ),
-            seat.storage,
-        )
+        stamp = Stamp(now_text(), seat.control.world.hostname, os.getpid())
+        means = replace(seat.means(), stamp=stamp)
+        done = drive(pin(seal.save_id, means, None, None, pinned=pinned), seat.storage)
         _touch_log(storage)
     if isinstance(done, Refused) and done.state.save(seal.save_id).deleted:
         raise _gone(target)
-    elsewhere = tuple(sorted(set(seal.everywhere) - here))
     changed = not isinstance(done, Refused)
     return Pinned(target, seal.save_id, pinned, changed=changed, elsewhere=elsewhere)
-
-
-def _decide(seen: LogState, seal: Seal, *, pinned: bool) -> Pin | Refused[Refusal]:
-    # Under whatever generation stands at this entry: a pin claims nothing.
-    return may_pin(seen, seal.save_id, seen.generation, pinned=pinned)
 
 
 def _open(target: Uri, uri: Any, storage_options: Mapping[str, Any] | None) -> Storage:

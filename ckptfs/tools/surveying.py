@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptfs.commit.catalog.catalog import Look
+from ckptfs.commit.decisions import doomed
 from ckptfs.commit.delete.erase import listed_files
 from ckptfs.commit.delete.shared_data import needed, not_needed
 from ckptfs.commit.log.entries import Generation, Seal
@@ -34,7 +35,7 @@ from ckptfs.commit.paths import (
     is_save_id,
     shared_key,
 )
-from ckptfs.commit.state import Standing, doomed, pieces, standing
+from ckptfs.commit.state import Standing, pieces, standing
 from ckptfs.errors import AccessError, UnsupportedError
 from ckptfs.storage.base import Entry, Shape, Storage, UnfinishedUpload
 from ckptfs.storage.local.files import is_partial_name, writer_is_gone

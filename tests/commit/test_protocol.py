@@ -6,6 +6,7 @@ import pytest
 
 from ckptfs.commit.decisions import (
     Refusal,
+    doomed,
     may_abort,
     may_claim,
     may_delete,
@@ -31,7 +32,7 @@ from ckptfs.commit.log.entries import (
     Seal,
 )
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.state import Standing, catalog, doomed, latest, name_taken, next_seq, standing
+from ckptfs.commit.state import Standing, catalog, latest, name_taken, next_seq, standing
 from tests.commit.logs import G1, G2, G3, fence, folded, seal
 
 AB = ("A", "B")

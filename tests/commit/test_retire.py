@@ -8,15 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.decisions import AT_ENTRY, Cause, Refusal, may_pin, waiting, why_kept
 from ckptfs.commit.delete.deletion_steps import (
     Erasure,
     erase_retired,
-    may_pin,
-    may_retire,
     pin,
     retire,
-    waiting,
 )
 from ckptfs.commit.delete.trash import trash_of
 from ckptfs.commit.log.append import Means, Refused, catch_up
@@ -211,11 +208,16 @@ def test_a_program_that_fails_or_is_stopped_gives_its_turn_back(storage: MemoryS
 def test_what_is_referred_to_may_not_go_unless_its_users_go() -> None:
     """A reference of anything that stays or is not settled holds; of a deleted or aborted one not."""
     base, user = seal("base"), seal("user", seq=2, references=("base",))
-    assert not may_retire(folded(base, user), "base", {"base"})
-    assert may_retire(folded(base, user), "base", {"base", "user"})
-    assert may_retire(folded(base, user, Delete("user", G1)), "base", {"base"})
-    assert may_retire(folded(base, user, Decided("user", Outcome.ABORTED)), "base", {"base"})
-    assert not may_retire(folded(base, Pin("base")), "base", {"base"})
+
+    def kept(*bodies: Body, going: tuple[str, ...] = ("base",)) -> Cause | None:
+        found = why_kept("base", {"A": folded(*bodies)}, AT_ENTRY, going)
+        return None if found is None else found.cause
+
+    assert kept(base, user) is Cause.USED
+    assert kept(base, user, going=("base", "user")) is None
+    assert kept(base, user, Delete("user", G1)) is None
+    assert kept(base, user, Decided("user", Outcome.ABORTED)) is None
+    assert kept(base, Pin("base")) is Cause.PINNED
 
 
 def test_only_what_is_sealed_and_there_is_pinned() -> None:

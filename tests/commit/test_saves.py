@@ -39,7 +39,6 @@ from ckptfs.commit.log.fold import (
     snapshot_of,
 )
 from ckptfs.commit.log.saves import Layers, Saves, SaveState, save_fields, save_from
-from ckptfs.commit.save.owner_steps import to_clear
 from ckptfs.commit.state import Live, Standing, Views, standing
 from tests.commit.logs import reread
 
@@ -194,8 +193,8 @@ def assert_the_same(settled: Views, plain: Views) -> None:
     assert protocol.latest(settled) == protocol.latest(plain)
     assert meaningful(settled) == meaningful(plain)
     assert keys(protocol.history(settled)) == keys(protocol.commits(plain))
-    assert sorted(d.seal.save_id for d in protocol.doomed(settled)) == sorted(
-        d.seal.save_id for d in protocol.doomed(plain)
+    assert sorted(d.seal.save_id for d in decisions.doomed(settled)) == sorted(
+        d.seal.save_id for d in decisions.doomed(plain)
     )
     newest = max(view.generation for view in plain.values())
     for fenced in (True, False):
@@ -220,8 +219,8 @@ def assert_the_same(settled: Views, plain: Views) -> None:
                         settled[domain], wanted, replace=replaces
                     ) is decisions._conflicts(view, wanted, replace=replaces)
     for domain in plain:
-        assert sorted(s.save_id for s, _ in to_clear(settled, domain)) == sorted(
-            s.save_id for s, _ in to_clear(plain, domain)
+        assert sorted(one.seal.save_id for one in decisions.to_clear(settled, domain)) == sorted(
+            one.seal.save_id for one in decisions.to_clear(plain, domain)
         )
 
 
@@ -268,7 +267,7 @@ def test_what_lives_is_enough_to_decide_by(logs: dict[str, list[Body]]) -> None:
         newest, whole, fenced=True
     )
     assert keys(protocol.catalog(told)) == keys(protocol.catalog(whole))
-    assert protocol.doomed(told) == protocol.doomed(whole)
+    assert decisions.doomed(told) == decisions.doomed(whole)
     for name in NAMES:
         assert protocol.name_taken(name, told) == protocol.name_taken(name, whole)
         assert protocol.occupant(name, told) == protocol.occupant(name, whole)

@@ -11,6 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptfs.commit.decisions import (
+    BY_NAME,
+    Cause,
+    inherited_pins,
+    why_kept,
+)
 from ckptfs.commit.log.entries import Abort, Body, Decided, Delete, Kind, Outcome, Pin, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.log.saves import Saves
@@ -21,11 +27,9 @@ from ckptfs.retention.policy import (
     Best,
     Keep,
     Plan,
-    inherited_pins,
     needs_text,
     plan_retention,
     short_of,
-    why_it_stays,
 )
 from tests.commit.logs import G1, G2, fence, folded, seal
 
@@ -64,13 +68,50 @@ def kept(found: Plan) -> list[str]:
 
 
 def test_what_cannot_be_deleted_even_by_name() -> None:
-    """A pinned save, and one whose files another uses that is not deleted itself."""
+    """A pinned save, one whose files another uses that is not deleted itself, and what is not live."""
     saves = [save(1), save(2, references=("s1",)), save(3)]
     log = {"A": in_order(*saves, Pin("s3", pinned=True))}
-    assert why_it_stays(log, "s1") == "step_2 uses its files"
-    assert why_it_stays(log, "s2") is None
-    assert why_it_stays(log, "s3") == "it is pinned"
-    assert why_it_stays({"A": in_order(*saves, Delete("s2", G1))}, "s1") is None
+
+    def why(save_id: str, *more: Body) -> str | None:
+        views = {"A": in_order(*saves, *more)} if more else log
+        found = why_kept(save_id, views, BY_NAME)
+        return None if found is None else found.text
+
+    assert why("s1") == "step_2 uses its files"
+    assert why("s2") is None
+    assert why("s3") == "it is pinned"
+    assert why("s1", Delete("s2", G1)) is None
+    assert why("s4") == why("s2", Delete("s2", G1)) == "it is not live"
+
+
+def test_each_cause_keeps_what_it_names_and_the_caller_says_which_count() -> None:
+    """The same save is kept by its pin, by who uses it, as the newest of its kind, and by a domain out of reach."""
+    base = save(1, domains=("A", "B"))
+    views = {
+        "A": in_order(
+            base, save(2, references=("s1",)), save(3, "w", artifact=Kind.WEIGHTS), Pin("s1")
+        )
+    }
+    found = {cause: why_kept("s1", views, (cause,)) for cause in Cause}
+    assert {cause: None if one is None else one.names for cause, one in found.items()} == {
+        Cause.NOT_LIVE: (),  # in doubt while B is out of reach
+        Cause.PINNED: (),
+        Cause.USED: ("step_2",),
+        Cause.NEWEST: None,
+        Cause.UNREACHED: ("B",),
+    }
+    newest = [save_id for save_id in ("s1", "s2", "w") if why_kept(save_id, views, (Cause.NEWEST,))]
+    assert newest == ["s2", "w"]
+    assert why_kept("s1", views, (Cause.USED,), going={"s2"}) is None
+    reached = {**views, "B": in_order(base)}
+    assert why_kept("s1", reached, (Cause.NOT_LIVE, Cause.NEWEST, Cause.UNREACHED)) is None
+
+
+def test_a_pin_does_not_keep_what_is_deleted_already() -> None:
+    """Its bytes go on being removed, whoever pinned it in another domain."""
+    base = save(1, domains=("A", "B"))
+    views = {"A": in_order(base, Pin("s1")), "B": in_order(base, Delete("s1", G1))}
+    assert why_kept("s1", views, (Cause.PINNED,)) is None
 
 
 def test_nothing_goes_unasked() -> None:

@@ -276,13 +276,15 @@ def _replaced_save_comes_back() -> list[Patch]:
     real = protocol.commits
 
     def undeleted(views: Any) -> Any:
-        return [x for x in real(views) if not protocol._deleted(x.seal.save_id, views)]
+        return [x for x in real(views) if not protocol.is_deleted(x.seal.save_id, views)]
 
-    return [(protocol, "commits", undeleted)]
+    return [(protocol, "commits", undeleted), (decisions, "commits", undeleted)]
 
 
 def _pins_forgotten() -> list[Patch]:
-    return [(protocol, "_kept", lambda views, _: {x.seal.save_id for x in protocol.catalog(views)})]
+    return [
+        (decisions, "_kept", lambda views, _: {x.seal.save_id for x in protocol.catalog(views)})
+    ]
 
 
 def _bytes_before_the_entry() -> list[Patch]:

@@ -17,17 +17,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import looking_at
-from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.decisions import Refusal, needs_claim, with_bytes
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, retire
 from ckptfs.commit.delete.trash import drop_trash, own_trash
 from ckptfs.commit.log.append import Means, Refused, catch_up
-from ckptfs.commit.log.entries import GENESIS, Generation, Seal
+from ckptfs.commit.log.entries import Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import MakeDir, Program, drive
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller
 from ckptfs.commit.session import Place, Seat, sit_down
-from ckptfs.commit.state import Standing, standing
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import FencedError, StateError, StorageError
 from ckptfs.storage.base import Shape, Storage
@@ -44,21 +43,8 @@ def holds(checkpoint: Uri, storage_options: Mapping[str, Any], save_id: str | No
     that very save of it. Files that an older save left in its directory are not the checkpoint.
     """
     with looking_at(checkpoint.parent, storage_options) as look:
-        found = [seal for view in look.views.values() for seal in _savers(checkpoint.name, view)]
+        found = [seal for view in look.views.values() for seal in with_bytes(checkpoint.name, view)]
     return any(save_id in (None, seal.save_id) for seal in found)
-
-
-def _savers(name: str, state: LogState) -> list[Seal]:
-    """Saves of a name that have bytes here according to the log, committed or half deleted; oldest first."""
-    return [
-        save.seal
-        for save in state.saves.living.values()
-        if save.seal is not None
-        and save.seal.name == name
-        and not (save.aborted or save.gone)
-        and standing(save.save_id, {"": state})
-        in (Standing.COMMITTED, Standing.DELETED, Standing.IN_DOUBT)
-    ]
 
 
 def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover.AUTO) -> bool:
@@ -72,22 +58,19 @@ def delete_checkpoint(storage: Storage, name: str, takeover: Takeover = Takeover
     """
     seat = sit_down(SoloControl(), storage, Place(), write=True)
     state = drive(catch_up(), seat.storage)
-    if not _savers(name, state):
+    if not with_bytes(name, state):
         return False
     with contextlib.ExitStack() as stack:
         holder = state.generation
         remove: Remover = remove_unheld
-        # One that somebody else has entered is theirs to move, name by name: two that do so under one
-        # generation would take a successor's plain names. A fence takes the other's trash away.
-        half = any(state.save(seal.save_id).deleted for seal in _savers(name, state))
-        if half or not (holder == GENESIS or state.released):
+        if needs_claim(name, state):
             run = stack.enter_context(
                 claim(seat, takeover=takeover, caller=Caller("rm", for_call=True))
             )
             seat, holder = run.seat, run.generation
             state = drive(catch_up(), seat.storage)
             remove = remove_save
-        for seal in _savers(name, state):
+        for seal in with_bytes(name, state):
             state = _delete(seal, seat, holder, state, remove)
     return True
 

@@ -39,7 +39,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ckptfs.commit.decisions import Refusal, may_delete, may_forget
+from ckptfs.commit.decisions import AT_ENTRY, Refusal, may_delete, may_forget, may_pin, why_kept
 from ckptfs.commit.delete.erase import LEFT, erase, wipe_objects
 from ckptfs.commit.delete.trash import move_to_trash, trash_of
 from ckptfs.commit.log.append import (
@@ -50,7 +50,7 @@ from ckptfs.commit.log.append import (
     catch_up_again,
     write_snapshot,
 )
-from ckptfs.commit.log.entries import Delete, Generation, Kind, Outcome, Pin, Seal, Stamp
+from ckptfs.commit.log.entries import Delete, Generation, Kind, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import (
     List,
@@ -95,14 +95,11 @@ __all__ = [
     "find_removed",
     "finish_delete",
     "lies_nowhere",
-    "may_pin",
-    "may_retire",
     "pin",
     "record_removal",
     "record_removed",
     "remove_empty_attempt",
     "retire",
-    "waiting",
     "wipe_leftovers",
 ]
 
@@ -273,33 +270,6 @@ class Erasure(Enum):
     FENCED = "fenced"  # a newer owner's business now
 
 
-def waiting(state: LogState) -> list[Seal]:
-    """Saves that are deleted in this log and still have bytes here."""
-    return [
-        save.seal
-        for save in state.saves.living.values()
-        if save.seal is not None and save.deleted and not save.gone
-    ]
-
-
-def may_retire(state: LogState, save_id: str, going: Collection[str]) -> bool:
-    """Whether what was decided over older folds of all domains still holds for this log.
-
-    going: the save_ids that go together. Not while it is pinned, or while anything that stays, or
-    is not settled yet, refers to it.
-    """
-    if state.save(save_id).pinned:
-        return False
-    return not any(
-        save_id in save.seal.references
-        for save in state.saves.living.values()
-        if save.seal is not None
-        and save.save_id not in going
-        and not save.deleted
-        and save.decided is not Outcome.ABORTED
-    )
-
-
 def retire(
     seal: Seal,
     means: Means,
@@ -309,11 +279,18 @@ def retire(
     reason: str,
     going: Collection[str],
 ) -> Program[Appended | Refused[Refusal]]:
-    """Append the delete of a save that retention does not keep; its bytes stay.
+    """Append the delete of a save that nothing keeps; its bytes stay. going: the save_ids that are deleted together; none:
+    another domain deleted it already.
 
     Refused: FENCED by a newer owner; NOTHING: it is deleted already, or may not be deleted any more. If another
     domain deleted it, it is deleted, and nothing keeps it here.
     """
+
+    def still(seen: LogState) -> bool:
+        # What was decided over older folds of all domains may not hold for this log any more.
+        here = {means.domain: seen}
+        return not going or why_kept(seal.save_id, here, AT_ENTRY, going) is None
+
     done = yield from enter_delete(
         seal,
         state,
@@ -321,7 +298,7 @@ def retire(
         reason=reason,
         ids=means.ids,
         stamp=means.stamp,
-        still=lambda seen: not going or may_retire(seen, seal.save_id, going),
+        still=still,
     )
     if isinstance(done, Refused):
         return done
@@ -381,22 +358,10 @@ def _empty_trash(save_id: str, trash: str) -> Program[None]:
             yield RemoveTree(f"{trash}/{entry.name}")
 
 
-def may_pin(
-    state: LogState, save_id: str, by: Generation, *, pinned: bool
-) -> Pin | Refused[Refusal]:
-    """Pin or unpin a sealed, undeleted save, as the newest owner."""
-    if state.generation > by:
-        return Refused(Refusal.FENCED, state)
-    save = state.save(save_id)
-    if save.seal is None or save.deleted or save.pinned is pinned:
-        return Refused(Refusal.NOTHING, state)
-    return Pin(save_id, pinned)
-
-
 def pin(
-    save_id: str, means: Means, holder: Generation, state: LogState | None, *, pinned: bool
+    save_id: str, means: Means, holder: Generation | None, state: LogState | None, *, pinned: bool
 ) -> Program[Appended | Refused[Refusal]]:
-    """Append the pin in this domain, or say why not."""
+    """Append the pin in this domain, or return why not. holder: as for ``may_pin``."""
     return (
         yield from append(
             lambda seen: may_pin(seen, save_id, holder, pinned=pinned),

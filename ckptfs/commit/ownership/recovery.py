@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from ckptfs.commit.decisions import Refusal, may_abort, may_delete, may_publish
+from ckptfs.commit.decisions import Deletable, Refusal, doomed, may_abort, may_delete, may_publish
 from ckptfs.commit.delete.deletion_steps import (
     delete_save,
     discard_attempt,
@@ -42,11 +42,9 @@ from ckptfs.commit.ownership.recovery_plan import (
 from ckptfs.commit.paths import ATTEMPTS, CONTROL, LOG, AttemptKeys
 from ckptfs.commit.save.projection import names_saved_twice, project_all
 from ckptfs.commit.state import (
-    Doomed,
     Standing,
     Views,
     committed,
-    doomed,
     part_in,
     promised_here,
     seal_of,
@@ -233,7 +231,7 @@ def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program
 
 
 def _still_doomed(
-    doom: Doomed, views: Mapping[str, LogState], domain: str
+    doom: Deletable, views: Mapping[str, LogState], domain: str
 ) -> Callable[[LogState], bool]:
     return lambda seen: doom in doomed({**views, domain: seen})
 

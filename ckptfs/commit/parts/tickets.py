@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from ckptfs._version import __version__
-from ckptfs.commit.decisions import Refusal
+from ckptfs.commit.decisions import Refusal, to_clear
 from ckptfs.commit.delete.deletion_steps import discard_own_attempt, record_removed
 from ckptfs.commit.directory_checkpoints.write import Sender, list_files
 from ckptfs.commit.log.append import Means, Refused, catch_up, catch_up_again
@@ -40,7 +40,7 @@ from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.ownership.run import Run, is_for_call
 from ckptfs.commit.parts.parts import HomeWord, PartPlan, apply_everywhere, read_home
 from ckptfs.commit.paths import CONTROL, MANIFEST, AttemptKeys
-from ckptfs.commit.save.owner_steps import begin, clear, finish, prepare, seal_save, to_clear, undo
+from ckptfs.commit.save.owner_steps import begin, clear, finish, prepare, seal_save, undo
 from ckptfs.commit.save.spec import IfExists, fresh_ids, fresh_save_id, now_text
 from ckptfs.commit.session import Place, Seat, control_for, open_seat
 from ckptfs.commit.state import name_taken, next_seq, part_name, promised_here
@@ -312,7 +312,9 @@ class HomeSide:
         seat, holder, background = self._run.seat, self._run.generation, self._run.seat.background
         doomed = to_clear({self._home.id: state}, self._home.id, seat.spared)
         # Plain names may be a later owner's by the time that a chore comes to them.
-        aside = background is not None and not any(s.artifact is Kind.DIRECTORY for s, _ in doomed)
+        aside = background is not None and not any(
+            one.seal.artifact is Kind.DIRECTORY for one in doomed
+        )
         at_once = is_for_call(holder)
         try:
             program = finish(

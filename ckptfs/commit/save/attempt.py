@@ -28,7 +28,7 @@ from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ckptfs.commit.catalog.catalog import find
-from ckptfs.commit.decisions import may_seal
+from ckptfs.commit.decisions import may_seal, to_clear
 from ckptfs.commit.delete.deletion_steps import find_removed, record_removed
 from ckptfs.commit.log.advisory_log import ADVICE
 from ckptfs.commit.log.append import catch_up_again
@@ -44,7 +44,7 @@ from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run, is_for_call
 from ckptfs.commit.paths import CONTROL, MANIFEST, SHARED, AttemptKeys
 from ckptfs.commit.save.foreign_metadata import foreign_at, metadata_at
-from ckptfs.commit.save.owner_steps import begin, finish, prepare, survey, tidy, to_clear
+from ckptfs.commit.save.owner_steps import begin, finish, prepare, survey, tidy
 from ckptfs.commit.save.plain_names import other_attempts
 from ckptfs.commit.save.planning import SavePlan, manifest_of, origins_of, plan_save, seal_of_plan
 from ckptfs.commit.save.projection import InHand
@@ -629,7 +629,7 @@ class Attempt:
         if not self._planned.replaces or self._state is None:
             return 0
         here, own = self._means.domain, frozenset({seal.save_id} if at_once else ())
-        going = {other.save_id for other, _ in to_clear({here: self._state}, here, at_once=own)}
+        going = {other.seal.save_id for other in to_clear({here: self._state}, here, at_once=own)}
         total = 0
         for save in self._state.saves.living.values():
             other = save.seal
@@ -657,7 +657,7 @@ class Attempt:
         here = self._means.domain
         spared = self.seat.spared
         doomed = () if self._state is None else to_clear({here: self._state}, here, spared)
-        return any(seal.artifact is Kind.DIRECTORY for seal, _ in doomed)
+        return any(one.seal.artifact is Kind.DIRECTORY for one in doomed)
 
     @_logged
     def abandon(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-from ckptfs.commit.decisions import Refusal, may_abort, may_seal
+from ckptfs.commit.decisions import Refusal, may_abort, may_seal, to_clear
 from ckptfs.commit.delete.deletion_steps import delete_save, discard_own_attempt
 from ckptfs.commit.log.append import (
     Appended,
@@ -42,7 +42,6 @@ from ckptfs.commit.operations import (
 from ckptfs.commit.ownership.recovery import encode_record
 from ckptfs.commit.paths import ATTEMPTS, AttemptKeys
 from ckptfs.commit.save.projection import InHand, drop_record, project
-from ckptfs.commit.state import Views, doomed
 from ckptfs.errors import NotFoundError, StaleError, StorageError
 from ckptfs.storage.base import Shape, first_of
 
@@ -57,7 +56,6 @@ __all__ = [
     "seal_save",
     "survey",
     "tidy",
-    "to_clear",
     "undo",
 ]
 
@@ -199,20 +197,20 @@ def clear(
     """
     seen = {means.domain: (yield from catch_up(state))}
     done, failures = 0, []
-    for seal, reason in to_clear(seen, means.domain, spare, at_once):
+    for one in to_clear(seen, means.domain, spare, at_once):
         try:
             gone = yield from delete_save(
-                seal,
+                one.seal,
                 seen,
                 means.domain,
                 holder,
                 means.caps,
-                reason=reason,
+                reason=one.reason,
                 ids=means.ids,
                 stamp=means.stamp,
-                still=lambda now, s=seal: any(  # type: ignore[misc]
-                    s.save_id == other.save_id
-                    for other, _ in to_clear({means.domain: now}, means.domain, spare, at_once)
+                still=lambda now, s=one.seal: any(  # type: ignore[misc]
+                    s.save_id == other.seal.save_id
+                    for other in to_clear({means.domain: now}, means.domain, spare, at_once)
                 ),
             )
         except StorageError as error:
@@ -228,24 +226,6 @@ def clear(
     if failures:
         raise first_of(failures, len(failures) + done)
     return Cleared(done, seen[means.domain])
-
-
-def to_clear(
-    seen: Views,
-    domain: str,
-    spare: Container[str] = frozenset(),
-    at_once: Container[str] = frozenset(),
-) -> list[tuple[Seal, str]]:
-    """What is doomed by now, and what a delete that failed half-way left, but for ``spare``. at_once: as for
-    ``doomed``.
-    """
-    begun = [
-        (save.seal, "begun before")
-        for save in seen[domain].saves.living.values()
-        if save.seal is not None and save.deleted and not save.gone and save.save_id not in spare
-    ]
-    fresh = doomed(seen, at_once)
-    return begun + [(d.seal, d.reason) for d in fresh if domain in d.seal.everywhere]
 
 
 def _record(

@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ckptfs.commit.decisions import Cause, why_kept
 from ckptfs.commit.log.entries import Kind
 from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.ownership.run import Run
@@ -213,12 +214,11 @@ def _live(seat: Seat, name: str) -> tuple[str, bool] | None:
     state = seat.known.state
     if not seat.placement.is_owner or state is None:
         return None
-    lives = [live.seal for live in catalog({seat.placement.mine.id: state})]
-    found = [seal for seal in lives if seal.name == name]
+    views = {seat.placement.mine.id: state}
+    found = [live.seal.save_id for live in catalog(views) if live.seal.name == name]
     if not found:
         return None
-    alike = [seal for seal in lives if seal.artifact is found[0].artifact]
-    return found[0].save_id, found[0] is alike[-1]
+    return found[0], why_kept(found[0], views, (Cause.NEWEST,)) is not None
 
 
 def _unlink(owner: Seat, name: str) -> bool:
