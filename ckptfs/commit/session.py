@@ -129,6 +129,12 @@ class Seat:
         """
         return Means(self.placement.mine.id, self.caps, fresh_ids(), self.stamp())
 
+    @property
+    def fold_from(self) -> LogState | None:
+        """The state from which this rank's log is folded further; None: from the beginning."""
+        # Without exclusive creates entries may slip in below what was folded.
+        return self.known.state if self.caps.exclusive_create else None
+
     def touch_log_later(self, *, last: bool = False) -> None:
         """Move the log's timestamp a little after an append, from a thread of its own.
 

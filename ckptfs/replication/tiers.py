@@ -59,7 +59,7 @@ from ckptfs.errors import (
 from ckptfs.events import CopyCommitted, CopyFailed, Event, Retained, SaveResult
 from ckptfs.replication.backlog import Every, One, Policy, Reached, Todo, plan_copies
 from ckptfs.replication.checkpoint_copy import Manner, copy_checkpoint, copy_parts
-from ckptfs.retention.deletion import Clock, Rest, Retirer, Tell, known_of
+from ckptfs.retention.deletion import Clock, Rest, Retirer, Tell
 from ckptfs.retention.policy import Keep
 from ckptfs.topology.storage_domains import Scope
 from ckptfs.uri import Uri, options_of
@@ -231,7 +231,7 @@ class Drain:
     def _survey(self, seat: Seat, ids: Collection[str]) -> View | None:
         if not seat.placement.is_owner:
             return None
-        state = drive(catch_up_again(known_of(seat)), seat.storage)
+        state = drive(catch_up_again(seat.fold_from), seat.storage)
         seat.known.learn(state)
         return seat.placement.mine.id, state.to_send(ids) if self.is_planned else state
 
@@ -613,8 +613,7 @@ class Copier:
     def _look(self, ids: Collection[str]) -> View | None:
         if not self._source.placement.is_owner:
             return None
-        known = self._source.known.state if self._source.caps.exclusive_create else None
-        state = drive(catch_up(known), self._source.storage)
+        state = drive(catch_up(self._source.fold_from), self._source.storage)
         self._source.known.learn(state)
         # How far a copy came is found once in all that ever was, and known from then on.
         whole = not all(drain.is_planned for drain in self._drains)

@@ -19,7 +19,6 @@ Only the owner of a domain has an eraser.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import weakref
@@ -38,13 +37,12 @@ from ckptfs.commit.decisions import (
     why_kept,
 )
 from ckptfs.commit.delete.deletion_steps import Erasure, erase_retired, pin, retire
-from ckptfs.commit.log.append import Appended, Means, Refused, catch_up_again
-from ckptfs.commit.log.entries import Seal, Stamp
+from ckptfs.commit.log.append import Appended, Refused, catch_up_again
+from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.ownership.background_owner import Background
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.spec import fresh_ids, now_text
 from ckptfs.commit.session import Seat, View, step_with_views
 from ckptfs.commit.state import catalog, seal_of
 from ckptfs.errors import (
@@ -63,7 +61,7 @@ from ckptfs.retention.policy import (
     short_of,
 )
 
-__all__ = ["Clock", "Eraser", "Rest", "Retirer", "Tell", "failure_of", "known_of", "means_of"]
+__all__ = ["Clock", "Eraser", "Rest", "Retirer", "Tell", "failure_of"]
 
 logger = logging.getLogger("ckptfs.retention")
 
@@ -163,7 +161,7 @@ class Eraser:
         seat, seal = self._run.seat, doomed.seal
         again = doomed.rest.failures > 0
         holder = self._run.generation
-        program = erase_retired(seal.save_id, means_of(seat), holder, known_of(seat), again=again)
+        program = erase_retired(seal.save_id, seat.means(), holder, seat.fold_from, again=again)
         try:
             turns = take_turns(program, seat.turn)
             what, state = seat.drive_aside(turns, self._background)
@@ -221,18 +219,6 @@ def failure_of(seat: Seat, seal: Seal, error: BaseException, *, first: bool) -> 
     level = logging.WARNING if first else logging.DEBUG
     logger.log(level, "%s could not be deleted and is tried again later: %s", uri, error)
     return DeleteFailed(str(uri), seal.save_id, str(error))
-
-
-def known_of(seat: Seat) -> LogState | None:
-    """What to fold on from, or None: everything anew."""
-    # Without exclusive creates entries may slip in below what was folded.
-    return seat.known.state if seat.caps.exclusive_create else None
-
-
-def means_of(seat: Seat) -> Means:
-    """Fresh for each program: one generator of ids must not serve two threads."""
-    stamp = Stamp(now_text(), seat.control.world.hostname, os.getpid(), seat.control.rank)
-    return Means(seat.placement.mine.id, seat.caps, fresh_ids(), stamp)
 
 
 R = TypeVar("R")
@@ -329,9 +315,7 @@ class Retirer:
         def enter() -> Refusal | None:
             if not _holds(seat, save_id):
                 return None
-            means, holder = means_of(seat), self._run.generation
-            done = drive(pin(save_id, means, holder, known_of(seat), pinned=pinned), seat.storage)
-            _learned(seat, done.state)
+            done = self._enter_pin(seat, save_id, pinned=pinned)
             if isinstance(done, Refused) and done.state.save(save_id).pinned is not pinned:
                 return done.reason
             return None
@@ -466,7 +450,7 @@ class Retirer:
     ) -> _Said:
         view = None
         if seat.placement.is_owner:
-            state = drive(catch_up_again(known_of(seat)), seat.storage)
+            state = drive(catch_up_again(seat.fold_from), seat.storage)
             seat.known.learn(state)
             view = (seat.placement.mine.id, state.to_send(ids))
         return _Said(view, frozenset(roots), at)
@@ -490,14 +474,21 @@ class Retirer:
 
     def _pass_on(self, seat: Seat, old: str, new: str) -> None:
         """The successor's pin first: at no moment is neither pinned."""
-        means, holder = means_of(seat), self._run.generation
         try:
             for save_id, pinned in ((new, True), (old, False)):
                 if _holds(seat, save_id):
-                    program = pin(save_id, means, holder, known_of(seat), pinned=pinned)
-                    seat.known.learn(drive(program, seat.storage, deadline_s=ENTRY_S).state)
+                    self._enter_pin(seat, save_id, pinned=pinned, deadline_s=ENTRY_S)
         except (StorageError, CommitInDoubtError) as error:
             logger.warning("the pin of a replaced save is passed on later: %s", error)
+
+    def _enter_pin(
+        self, seat: Seat, save_id: str, *, pinned: bool, deadline_s: float = 60.0
+    ) -> Appended | Refused[Refusal]:
+        """Owners: the pin, or its end, in this domain's log."""
+        program = pin(save_id, seat.means(), self._run.generation, seat.fold_from, pinned=pinned)
+        done = drive(program, seat.storage, deadline_s=deadline_s)
+        _learned(seat, done.state)
+        return done
 
     def _enter(self, seat: Seat, going: Deletable, together: frozenset[str]) -> bool:
         """One entry of retention; False once a newer owner has the run."""
@@ -531,9 +522,9 @@ class Retirer:
         seat.spared.add(save_id)  # before the entry: clearing must not see it in between
         program = retire(
             seal,
-            means_of(seat),
+            seat.means(),
             self._run.generation,
-            known_of(seat),
+            seat.fold_from,
             reason=going.reason,
             going=together,
         )

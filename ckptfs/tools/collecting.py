@@ -38,10 +38,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import Look, looking_at, refuse_gap, refuse_no_run
-from ckptfs.commit.delete.trash import move_to_trash, trash_of
+from ckptfs.commit.delete.deletion_steps import discard_late
 from ckptfs.commit.log.append import catch_up
 from ckptfs.commit.log.entries import FenceMode
-from ckptfs.commit.operations import Program, RemoveTree, drive
+from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import ORPHAN_S, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.paths import CONTROL, MANIFEST, METADATA, TMP, staging_key
@@ -307,8 +307,7 @@ def _claim_and_tidy(uri: Uri, options: Mapping[str, Any], older_than_s: float) -
 def _tidy(run: Run, older_than_s: float) -> list[str]:
     """Remove what recovery left. What is refused is told, and the rest goes on."""
     seat, told = run.seat, list[str]()
-    known = seat.known.state if seat.caps.exclusive_create else None
-    state = drive(catch_up(known), seat.storage)
+    state = drive(catch_up(seat.fold_from), seat.storage)
     look = Look(run.uri, seat.storage, {seat.placement.mine.id: state})
     found = survey_debris(look, older_than_s).found
     for one in found:
@@ -327,16 +326,9 @@ def _remove(one: Found, run: Run) -> None:
     match one.debris:
         case Debris.LATE:
             for key in one.keys:
-                drive(_discard(key, run), storage)
+                drive(discard_late(key, run.generation, run.seat.caps), storage)
         case Debris.SHARED | Debris.TEMPORARY:
             storage.remove_many(one.keys)
-
-
-def _discard(key: str, run: Run) -> Program[None]:
-    if run.seat.caps.shape is Shape.OBJECT:
-        yield RemoveTree(key)  # nobody else's: the key has the id of a dead save in it
-    else:
-        yield from move_to_trash(key, f"{trash_of(run.generation)}/{key.rpartition('/')[2]}.late")
 
 
 def _sweep(run: Run, found: Sequence[Found], older_than_s: float) -> list[str]:

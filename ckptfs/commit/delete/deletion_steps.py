@@ -89,6 +89,7 @@ __all__ = [
     "Removal",
     "delete_save",
     "discard_attempt",
+    "discard_late",
     "discard_own_attempt",
     "enter_delete",
     "erase_retired",
@@ -123,7 +124,7 @@ def delete_save(
     views: what is known of all domains. still: as for ``enter_delete``.
     """
     outcome = yield from enter_delete(
-        seal, views[domain], holder, reason=reason, ids=ids, stamp=stamp, still=still
+        seal.save_id, views[domain], holder, reason=reason, ids=ids, stamp=stamp, still=still
     )
     if isinstance(outcome, Refused) and (
         outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
@@ -134,7 +135,7 @@ def delete_save(
 
 
 def enter_delete(
-    seal: Seal,
+    save_id: str,
     state: LogState | None,
     holder: Generation,
     *,
@@ -152,7 +153,7 @@ def enter_delete(
     def decide(seen: LogState) -> Delete | Refused[Refusal]:
         if not still(seen):
             return Refused(Refusal.NOTHING, seen)
-        return may_delete(seen, seal.save_id, holder, reason)
+        return may_delete(seen, save_id, holder, reason)
 
     return (yield from append(decide, write_id=next(ids), stamp=stamp, state=state))
 
@@ -204,6 +205,17 @@ def discard_attempt(
         except (UnsupportedError, SymlinkError) as error:
             # Another disk or a link stands there; what was never committed was never moved to it.
             logger.warning(LEFT, name, error)
+
+
+def discard_late(key: str, holder: Generation, caps: Capabilities) -> Program[None]:
+    """Remove data of a save that is deleted and gone, which a delayed write brought back to ``key``.
+
+    The last component of the key is the id of that save.
+    """
+    if caps.shape is Shape.OBJECT:
+        yield RemoveTree(key)  # nobody else's: the key has the id of a dead save in it
+    else:
+        yield from move_to_trash(key, f"{trash_of(holder)}/{key.rpartition('/')[2]}.late")
 
 
 def discard_own_attempt(save_id: str, name: str, caps: Capabilities) -> Program[None]:
@@ -292,7 +304,7 @@ def retire(
         return not going or why_kept(seal.save_id, here, AT_ENTRY, going) is None
 
     done = yield from enter_delete(
-        seal,
+        seal.save_id,
         state,
         holder,
         reason=reason,
@@ -454,7 +466,7 @@ def record_removal(
     if not (yield from lies_nowhere(seal, domain, shape)):
         return Refused(Refusal.NOTHING, state)
     entered = yield from enter_delete(
-        seal, state, holder, reason=REMOVED_BY_HAND, ids=ids, stamp=stamp
+        seal.save_id, state, holder, reason=REMOVED_BY_HAND, ids=ids, stamp=stamp
     )
     if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
         return entered
@@ -481,7 +493,7 @@ def find_removed(seat: Seat, name: str, artifact: Kind) -> tuple[Removal, ...]:
         if not seat.placement.is_owner:
             return None
         here = seat.placement.mine.id
-        state = drive(catch_up_again(_known(seat)), seat.storage)
+        state = drive(catch_up_again(seat.fold_from), seat.storage)
         seals = [
             save.seal
             for save in state.saves.living.values()
@@ -558,7 +570,7 @@ def _record_here(seat: Seat, removed: Sequence[Removal], holder: Generation) -> 
     for one in removed:
         if here not in one.seal.everywhere:
             continue
-        state = drive(catch_up_again(_known(seat)), seat.storage)
+        state = drive(catch_up_again(seat.fold_from), seat.storage)
         program = record_removal(
             one.seal, state, here, holder, seat.caps.shape, ids=ids, stamp=stamp
         )
@@ -568,8 +580,3 @@ def _record_here(seat: Seat, removed: Sequence[Removal], holder: Generation) -> 
         seat.known.learn(done)
         seat.touch_log_later()
     return True
-
-
-def _known(seat: Seat) -> LogState | None:
-    # Without exclusive creates entries may slip in below what was folded.
-    return seat.known.state if seat.caps.exclusive_create else None

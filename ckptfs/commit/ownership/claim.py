@@ -239,7 +239,7 @@ class _Claimant:
 
     @property
     def _known(self) -> LogState | None:
-        return self._seat.known.state if self._seat.caps.exclusive_create else None
+        return self._seat.fold_from
 
     def _judge(self, answers: Sequence[View | _Refusal | None]) -> _Survey:
         for answer in answers:

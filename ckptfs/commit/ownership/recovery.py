@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
-from ckptfs.commit.decisions import Deletable, Refusal, doomed, may_abort, may_delete, may_publish
+from ckptfs.commit.decisions import Deletable, Refusal, doomed, may_abort, may_publish
 from ckptfs.commit.delete.deletion_steps import (
     delete_save,
     discard_attempt,
@@ -27,7 +27,7 @@ from ckptfs.commit.delete.deletion_steps import (
 )
 from ckptfs.commit.delete.trash import take_trash
 from ckptfs.commit.log.append import Appended, Refused, append, catch_up, write_snapshot
-from ckptfs.commit.log.entries import Body, Decided, Delete, Generation, Outcome, Seal, Stamp
+from ckptfs.commit.log.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import List, Program, Read, Refresh, Sync, is_checkpoint_name
 from ckptfs.commit.ownership.recovery_plan import (
@@ -290,7 +290,7 @@ def _complete_deletes(
         else:
             spared.add(save.save_id)
             delete = enter_delete(
-                save.seal, views[domain], holder, reason=reason, ids=ids, stamp=stamp
+                save.save_id, views[domain], holder, reason=reason, ids=ids, stamp=stamp
             )
         gone = yield from _if_permitted(delete, save.seal.name, caps)
         if gone is None:
@@ -366,11 +366,9 @@ def note_deletes(
             continue
         if standing(whole, views) is not Standing.DELETED:
             continue
-
-        def decide(seen: LogState, whole: str = whole) -> Delete | Refused[Refusal]:
-            return may_delete(seen, whole, by, "deleted at home")
-
-        outcome = yield from append(decide, write_id=next(ids), stamp=stamp, state=outcome.state)
+        outcome = yield from enter_delete(
+            whole, outcome.state, by, reason="deleted at home", ids=ids, stamp=stamp
+        )
         if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
             return outcome
     return outcome

@@ -223,8 +223,9 @@ class Ownership:
 
     def _append_release(self) -> None:
         try:
-            known = self.seat.known.state if self.seat.caps.exclusive_create else None
-            program = release_fence(self.generation, fresh_ids(), known, self.seat.stamp())
+            program = release_fence(
+                self.generation, fresh_ids(), self.seat.fold_from, self.seat.stamp()
+            )
             drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
             logger.warning("the run was not released, the next owner will wait: %s", error)
