@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
 from ckptfs.bench.clock import Clock
-from ckptfs.bench.ranks import TorchGroup, joined_group
+from ckptfs.bench.rank import TorchGroup, joined_group
 
 PHASES = ("plan_s", "stage_s", "write_s", "sync_s", "commit_s")
 State = dict[str, Any]

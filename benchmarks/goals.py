@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ckptfs.bench.analysis import grouped, phase_text
 from ckptfs.bench.results import Result, Sample
-from ckptfs.bench.summary import grouped
-from ckptfs.bench.words import phase_text
 
 
 class What(Enum):

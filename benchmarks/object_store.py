@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import goals, telling
-from ckptfs.bench.ask import Asked, WorkloadAsked
+from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result
-from ckptfs.bench.running import measure, target_asked
+from ckptfs.bench.run import measure, target_asked
 from tests import lab
 from tests.lab.server import Server
 

@@ -15,8 +15,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptfs.bench.files import read_result, write_result
-from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload
+from ckptfs.bench.results import (
+    Engine,
+    Phase,
+    Result,
+    Sample,
+    Target,
+    Workload,
+    read_result,
+    write_result,
+)
 from ckptfs.errors import ManifestError
 
 LIMITS = ("memcpy", "obstore put / get_range")

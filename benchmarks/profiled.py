@@ -36,8 +36,7 @@ import ckptfs
 from benchmarks import telling
 from benchmarks.floors.rows import MOST_ON_S3, UNSIGNED
 from ckptfs.bench.machine import describe, versions
-from ckptfs.bench.states import make_blank, make_state
-from ckptfs.bench.workloads import make_workload, parse_size
+from ckptfs.bench.workloads import make_blank, make_state, make_workload, parse_size
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 

@@ -38,8 +38,8 @@ import xxhash
 import ckptfs
 from benchmarks import telling
 from benchmarks.jobs import torchrun
-from ckptfs.bench.resident import evict
 from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload
+from ckptfs.bench.target import evict
 from ckptfs.bench.workloads import parse_size
 
 TENSORS = 32

@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks import goals, telling
 from benchmarks.jobs import torchrun
-from ckptfs.bench.ask import Asked, WorkloadAsked
+from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result, Sample, Workload
-from ckptfs.bench.running import measure, target_asked
+from ckptfs.bench.run import measure, target_asked
 
 HERE = Path(__file__).resolve().parent
 MIB, KIB = 1 << 20, 1 << 10

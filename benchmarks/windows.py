@@ -83,7 +83,7 @@ def live(setting: Setting, size_bytes: int, directory: Path, orders: Connection)
 def saving(setting: Setting, size_bytes: int) -> Callable[[str], object]:
     """What saves a state under a URI as the setting has it; for the rest of this process."""
     import ckptfs
-    from ckptfs.bench.states import make_state
+    from ckptfs.bench.workloads import make_state
     from ckptfs.storage.io import ParallelWriter
     from ckptfs.storage.local import LocalStorage
 

@@ -11,8 +11,7 @@ import pytest
 from benchmarks import goals, metadata_reader, save_load
 from benchmarks.old_results import read_any
 from benchmarks.telling import joined, markdown
-from ckptfs.bench.files import read_result
-from ckptfs.bench.results import Result, Sample
+from ckptfs.bench.results import Result, Sample, read_result
 from ckptfs.errors import ManifestError
 from tests.bench.made import FILE, made_result
 

@@ -28,8 +28,7 @@ from benchmarks.floors.claims import (
     peak_memory,
 )
 from benchmarks.floors.rows import ROWS
-from ckptfs.bench.files import read_result
-from ckptfs.bench.results import Sample
+from ckptfs.bench.results import Sample, read_result
 from tests.bench.made import FILE, made_result
 from tests.scale.simulation import Sizes
 
@@ -239,7 +238,7 @@ def test_results_of_before_are_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``--read`` measures nothing; ``--check`` fails where a floor is missed."""
-    from ckptfs.bench.files import write_result
+    from ckptfs.bench.results import write_result
 
     samples = (*_samples("ckptfs", [1.0] * 5), *_samples("raw:direct", [0.5] * 5))
     path = tmp_path / "floors-durable-2026-11-22.json"

@@ -91,13 +91,13 @@ DIALECT_OF_PROSE = re.compile(
 MADE = frozenset({"docs/reference/public.md"})
 
 LIMITS = {
-    "modules that are too many in their folder": 53,
+    "modules that are too many in their folder": 30,
     "modules that are too long": 0,
-    "modules that one neighbour alone imports": 53,
-    "file names that stand in several folders": 17,
-    "class names that are defined in several modules": 81,
-    "identifiers with a word of no field": 556,
-    "words of a dialect in docstrings": 910,
+    "modules that one neighbour alone imports": 41,
+    "file names that stand in several folders": 16,
+    "class names that are defined in several modules": 75,
+    "identifiers with a word of no field": 546,
+    "words of a dialect in docstrings": 884,
     "words of a dialect in pages": 0,
 }
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks import telling
 from benchmarks.floors.claims import COLUMNS, Finding, Verdict, cells, findings_of, markdown
 from benchmarks.floors.rows import ROWS, Sizes
-from ckptfs.bench.files import read_result, write_result
+from ckptfs.bench.results import read_result, write_result
 from ckptfs.bench.workloads import parse_size
 
 RECORD = telling.HERE / "results"

@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.goals import What, best_of
+from ckptfs.bench.analysis import grouped, number_text, phase_text, spread
 from ckptfs.bench.results import Phase, Result, Sample
-from ckptfs.bench.stats import spread
-from ckptfs.bench.summary import grouped
-from ckptfs.bench.words import number_text, phase_text
 
 OURS = "ckptfs"
 DCP = ("dcp", "dcp:t2", "dcp:t4")

@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks import telling
 from benchmarks.floors.claims import DCP, OURS, PEERS
-from ckptfs.bench.ask import Asked, WorkloadAsked
+from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Phase, Result
-from ckptfs.bench.running import measure, target_asked
+from ckptfs.bench.run import measure, target_asked
 from ckptfs.bench.workloads import NO_MODELS
 
 MOST_ON_S3, MOST_ON_NFS = 536_870_912, 200_000_000

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from ckptfs.bench.ask import Baseline
+from ckptfs.bench.messages import Baseline
 from ckptfs.errors import CkptfsError
 from ckptfs.uri import mask_credentials
 

@@ -1,11 +1,20 @@
-"""The limit of a storage: as many bytes as the state has, and nothing of a checkpoint.
+"""The limits of a storage: as many bytes as the state has, and nothing of a checkpoint.
 
-a directory       one file a rank, O_DIRECT from 4 threads, 8 MiB each, fsync; cold reads the same
-                  way into memory that was used before, warm ones from the page cache into the
-                  tensors, read or mapped: whichever was faster in the warm-up round. Where
-                  O_DIRECT is refused (tmpfs), buffered.
-an object store   obstore by itself: one multipart put, ranges of 16 MiB, 8 at once, dropped.
-                  Where it is not installed, or elsewhere: fsspec, objects of 64 MiB, 8 at once.
+raw on a directory        one file a rank, O_DIRECT from 4 threads, 8 MiB each, fsync; cold reads the same
+                          way into memory that was used before, warm ones from the page cache into the
+                          tensors, read or mapped: whichever was faster in the warm-up round. Where
+                          O_DIRECT is refused (tmpfs), buffered.
+raw on an object store    obstore by itself: one multipart put, ranges of 16 MiB, 8 at once, dropped.
+                          Where it is not installed, or elsewhere: fsspec, objects of 64 MiB, 8 at once.
+raw:direct, raw:buffered  one way each, by two threads of 16 MiB, from memory as large as the state
+
+``raw`` chooses its way; the other two are for ratios that name it. In those every byte of the state is
+read from, and brought to, memory of its own that was touched before: a limit that moves one buffer again
+and again would be served by the processor's cache.
+
+    raw:direct      save: O_DIRECT, fallocate, fsync     cold load: O_DIRECT, four threads of 8 MiB
+    raw:buffered    save: pwrite, fsync                  cold load: preadv into the tensors
+    both                                                 warm load: preadv into the tensors
 """
 
 from __future__ import annotations
@@ -13,35 +22,326 @@ from __future__ import annotations
 import mmap
 import os
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
-from ckptfs.bench.engine_bare import BareFile, Way
-from ckptfs.bench.engine_files import fsync
 from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, version_text
-from ckptfs.bench.places import fsspec_options, fsspec_uri
-from ckptfs.bench.raw_io import (
-    bytes_of,
-    fill,
-    noise,
-    parts_of,
-    rounded,
-    size_of,
-    takes_direct,
-    write_all,
-)
+from ckptfs.bench.engines_checkpoint import fsync
 from ckptfs.bench.results import Engine
-from ckptfs.bench.states import State, local_of
+from ckptfs.bench.target import fsspec_options, fsspec_uri
+from ckptfs.bench.workloads import State, local_of
+from ckptfs.errors import StateError
 from ckptfs.storage.clients.choose import PROTOCOLS
 from ckptfs.storage.clients.obstore import ObstoreClient
 from ckptfs.storage.object_store import ObjectStorage
 
-__all__ = ["RawFile", "RawFsspec", "RawObstore", "open_raw"]
+__all__ = [
+    "BareFile",
+    "RawFile",
+    "RawFsspec",
+    "RawObstore",
+    "Way",
+    "bytes_of",
+    "fill",
+    "noise",
+    "open_raw",
+    "parts_of",
+    "rounded",
+    "size_of",
+    "takes_direct",
+    "write_all",
+]
+
+_BLOCK_BYTES = 4096  # O_DIRECT: offset, length and memory are multiples of it
+
+
+def size_of(state: State) -> int:
+    """Return the bytes of all tensors of ``state`` on this rank."""
+    return sum(local_of(tensor).nbytes for tensor in state.values())
+
+
+def parts_of(part: memoryview, size: int) -> Iterator[memoryview]:
+    """Yield ``part`` again and again, until there are ``size`` bytes."""
+    for start in range(0, size, len(part)):
+        yield part[: min(len(part), size - start)]
+
+
+def rounded(size: int) -> int:
+    """The next multiple of a block, at or above ``size``."""
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def write_all(
+    write: Callable[[int, memoryview, int], int], fd: int, data: memoryview, at: int
+) -> None:
+    """Write until nothing is left.
+
+    Args:
+        write: As ``os.pwrite``; may be short.
+        fd: The file.
+        data: The bytes.
+        at: Where in the file to begin.
+    """
+    while data:
+        done = write(fd, data, at)
+        data, at = data[done:], at + done
+
+
+def fill(fd: int, buffer: memoryview, at: int, wanted: int) -> None:
+    """Read into a buffer.
+
+    Args:
+        fd: The file.
+        buffer: What is filled.
+        at: Where in the file to begin.
+        wanted: How many bytes at least.
+
+    Raises:
+        EOFError: There are fewer.
+    """
+    filled = 0
+    while filled < wanted:
+        done = os.preadv(fd, [buffer[filled:]], at + filled)
+        if not done:
+            raise EOFError(f"{wanted - filled} bytes are missing")
+        filled += done
+
+
+def noise(size: int) -> memoryview:
+    """Return ``size`` bytes of page-aligned memory full of noise: zeros are cheap for some storages."""
+    memory = memoryview(mmap.mmap(-1, size))
+    random = torch.Generator().manual_seed(size)
+    noise = torch.empty(size // 8, dtype=torch.int64).random_(generator=random)
+    memory[:] = bytes_of(noise)
+    return memory
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of ``tensor``, which is contiguous and on the CPU."""
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def takes_direct(directory: str) -> bool:
+    """Whether files below ``directory``, which exists, can be opened past the page cache."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    path = os.path.join(directory, f"direct-{os.getpid()}")
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o666)
+    except OSError:
+        return False
+    else:
+        os.close(fd)
+        return True
+    finally:
+        if os.path.exists(path):
+            os.unlink(path)
+
+
+# -- one way alone ---------------------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+# -- one way alone ---------------------------------------------------------------------------------
+
+
+_MOST_VIEWS = 1024  # of one preadv: IOV_MAX
+
+
+class Way(Enum):
+    """How bytes pass; the value is what is after the colon.
+
+    Attributes:
+        DIRECT: Past the page cache.
+        BUFFERED: Through the page cache.
+    """
+
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How many threads move how much at once."""
+
+    threads: int
+    window_bytes: int
+
+
+_MOVES = _Shape(2, 16 << 20)
+_READS_DIRECT = _Shape(4, 8 << 20)  # a disk answers one reader slower than it can
+
+
+class BareFile(Driver):
+    """One file of this rank's size, written and read one way.
+
+    Args:
+        setting: What it works with.
+        way: Which way.
+    """
+
+    def __init__(self, setting: Setting, way: Way) -> None:
+        super().__init__(setting)
+        self._way = way
+        self._memory: memoryview | None = None
+        self._windows: list[tuple[int, list[memoryview]]] | None = None
+        if way is Way.DIRECT and not takes_direct(os.fspath(self.home.root.local_path)):
+            raise StateError(f"{self.home.place} takes no O_DIRECT", hint="ask for raw:buffered")
+
+    def about(self) -> Engine:
+        return Engine(
+            f"raw:{self._way.value}",
+            f"{self._way.value}, {_MOVES.threads} threads of {_MOVES.window_bytes >> 20} MiB",
+            "file and directory fsynced" if self.setting.durable else "no fsync",
+            "nothing",
+            is_limit=True,
+        )
+
+    def save(self, state: State, at: Attempt) -> None:
+        os.makedirs(at.path, exist_ok=True)
+        size, memory = size_of(state), self._bytes_of(state)
+        flag = os.O_DIRECT if self._way is Way.DIRECT else 0
+        fd = os.open(self._path(at), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flag, 0o666)
+        try:
+            if self._way is Way.DIRECT:
+                os.posix_fallocate(fd, 0, max(1, size))
+
+            def write(start: int) -> None:
+                write_all(os.pwrite, fd, memory[start : start + _MOVES.window_bytes], start)
+
+            _together(_MOVES.threads, write, range(0, size, _MOVES.window_bytes))
+            os.ftruncate(fd, size)
+            if self.setting.durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if self.setting.durable:
+            fsync(at.path)
+
+    def load(self, target: State, at: Attempt, cached: Cached) -> None:
+        if cached is Cached.COLD and self._way is Way.DIRECT:
+            self._load_direct(target, at)
+            return
+        if self._windows is None:
+            self._windows = list(_windows(target))
+        fd = os.open(self._path(at), os.O_RDONLY)
+        try:
+
+            def read(window: tuple[int, list[memoryview]]) -> None:
+                _read_views(fd, *window)
+
+            _together(_MOVES.threads, read, self._windows)
+        finally:
+            os.close(fd)
+
+    def _load_direct(self, target: State, at: Attempt) -> None:
+        memory, size = self._bytes_of(target), size_of(target)
+        fd = os.open(self._path(at), os.O_RDONLY | os.O_DIRECT)
+        try:
+
+            def read(start: int) -> None:
+                end = min(start + _READS_DIRECT.window_bytes, len(memory))
+                # The last block is asked for whole, and its read ends with the file.
+                done = start
+                while done < min(end, size):
+                    got = os.preadv(fd, [memory[done:end]], done)
+                    if not got:
+                        raise EOFError(f"{size - done} bytes are missing")
+                    done += got
+
+            _together(_READS_DIRECT.threads, read, range(0, size, _READS_DIRECT.window_bytes))
+        finally:
+            os.close(fd)
+
+    def _bytes_of(self, state: State) -> memoryview:
+        """The state's bytes one after the other, made once, in the round that counts for nobody."""
+        size = size_of(state)
+        if self._memory is None or len(self._memory) != rounded(size):
+            memory = memoryview(mmap.mmap(-1, max(1, rounded(size))))
+            at = 0
+            for tensor in state.values():
+                view = bytes_of(local_of(tensor))
+                memory[at : at + len(view)] = view
+                at += len(view)
+            self._memory = memory
+        return self._memory
+
+    def _path(self, at: Attempt) -> str:
+        return os.path.join(at.path, f"rank_{self.setting.group.rank}")
+
+
+def _windows(state: State) -> Iterator[tuple[int, list[memoryview]]]:
+    """(offset, tensors' memory from there on), about a window each: small tensors share one read."""
+    start = at = 0
+    views: list[memoryview] = []
+    for tensor in state.values():
+        whole = bytes_of(local_of(tensor))
+        for cut in range(0, len(whole), _MOVES.window_bytes):
+            view = whole[cut : cut + _MOVES.window_bytes]
+            if views and (
+                at - start + len(view) > _MOVES.window_bytes or len(views) == _MOST_VIEWS
+            ):
+                yield start, views
+                start, views = at, []
+            views.append(view)
+            at += len(view)
+    if views:
+        yield start, views
+
+
+def _read_views(fd: int, at: int, views: list[memoryview]) -> None:
+    left = sum(map(len, views))
+    while left:
+        done = os.preadv(fd, views, at)
+        if not done:
+            raise EOFError(f"{left} bytes are missing")
+        at, left = at + done, left - done
+        while done and left:
+            taken = min(done, len(views[0]))
+            done -= taken
+            views = [views[0][taken:], *views[1:]] if taken < len(views[0]) else views[1:]
+
+
+def _together(threads: int, one: Callable[[_T], None], all_: Sequence[_T]) -> None:
+    """``one`` of each, by so many threads, this one among them; the first error is raised here."""
+    waiting, lock = iter(all_), threading.Lock()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    item = next(waiting)  # StopIteration: nothing is left
+                if failed:
+                    return
+                one(item)
+        except StopIteration:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
+            failed.append(error)
+
+    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    for other in others:
+        other.start()
+    work()
+    for other in others:
+        other.join()
+    if failed:
+        raise failed[0]
+
+
+# -- the shortest way to a target ------------------------------------------------------------------
+
 
 _CHUNK_BYTES = 8 << 20
 _THREADS = 4
@@ -56,7 +356,7 @@ def open_raw(setting: Setting, variant: str | None = None) -> Driver:
 
     Args:
         setting: What it works with.
-        variant: One way alone, see ``engine_bare``; None: the default.
+        variant: One way alone, see ``BareFile``; None: the default.
 
     Raises:
         StateError: The target takes no O_DIRECT, and that is the way.

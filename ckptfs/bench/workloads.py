@@ -1,4 +1,4 @@
-"""What is moved: names, shapes and dtypes of a training state, made from a number of parameters. Pure.
+"""What is moved: names, shapes and dtypes of a training state, and the tensors that are made of them.
 
     llm    a decoder and AdamW: bf16 weights, two fp32 moments and a step each      10 bytes a parameter
     moe    the same with experts: 16 of three matrices each in every layer          10
@@ -7,27 +7,49 @@
     loop   llm, saved every n steps of a training loop while it runs
 
 With several ranks every tensor of one dimension or more is sharded over all of them along its first
-dimension, as FSDP2 does; scalars are on every rank. Tensors made of this: ``states``.
+dimension, ``Shard(0)`` of a DTensor, as FSDP2 does; scalars are on every rank.
+
+    make_state   reproducible noise: the same workload, rank and number of ranks are the same bytes
+    make_blank   the same shapes, zeros: what a load fills
+    clear        zeros again, so that no load passes by what an earlier one left
+    differences  names whose bytes are not those that were saved
+
+Tensors are made, emptied and compared outside every measured time. Shapes need no torch: whoever starts
+the ranks asks for sizes only.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import StateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+else:
+    Tensor = Any  # shapes need no torch: what makes tensors imports it
 
 __all__ = [
     "DEFAULT_SIZES",
     "KINDS",
     "DType",
+    "State",
     "TensorSpec",
     "WorkloadSpec",
+    "clear",
+    "differences",
+    "local_of",
+    "locals_of",
+    "make_blank",
+    "make_state",
     "make_workload",
     "parse_params",
     "parse_size",
@@ -376,3 +398,124 @@ def _count_text(params: int) -> str:
         if params >= _COUNT[unit]:
             return f"{params / _COUNT[unit]:.3g}{unit}"
     return str(params)
+
+
+# -- tensors
+
+
+State = dict[str, Tensor]
+
+
+def make_state(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
+    """Return uniform noise: nothing that a disk or a network could compress to nearly nothing.
+
+    Args:
+        workload: The tensors.
+        rank: This rank.
+        ranks: How many ranks.
+    """
+    import torch
+
+    def noise(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        seed = zlib.crc32(f"{spec.name}/{rank if shape else 0}/{ranks}".encode())
+        made = torch.Generator().manual_seed(seed)
+        return torch.empty(shape, dtype=_dtype(spec)).uniform_(-1.0, 1.0, generator=made)
+
+    return _made(workload, rank, ranks, noise)
+
+
+def make_blank(workload: WorkloadSpec, rank: int = 0, ranks: int = 1) -> State:
+    """Return zeros, in memory that was touched. The arguments are as for ``make_state``."""
+    import torch
+
+    def zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=_dtype(spec)).zero_()
+
+    return _made(workload, rank, ranks, zeros)
+
+
+def clear(state: Mapping[str, Tensor]) -> None:
+    """Set all tensors of ``state`` to zero, in place."""
+    for tensor in state.values():
+        local_of(tensor).zero_()
+
+
+def differences(saved: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that differ between ``saved`` and ``loaded`` in any bit, dtype or shape on
+    this rank.
+    """
+    return [
+        name
+        for name, tensor in saved.items()
+        if name not in loaded or not _same(local_of(tensor), local_of(loaded[name]))
+    ]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of ``tensor``; a plain tensor as it is."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def locals_of(state: Mapping[str, Tensor]) -> State:
+    """Return this rank's shards of ``state``: what writers that know no sharding get."""
+    return {name: local_of(tensor) for name, tensor in state.items()}
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    import torch
+
+    # As integers: NaN is equal to itself then, and 0.0 is not -0.0.
+    whole = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    return torch.equal(a.view(whole), b.view(whole))
+
+
+def _made(
+    workload: WorkloadSpec,
+    rank: int,
+    ranks: int,
+    make: Callable[[TensorSpec, tuple[int, ...]], Tensor],
+) -> State:
+    mesh = _mesh(ranks) if ranks > 1 else None
+    return {spec.name: _placed(spec, rank, ranks, mesh, make) for spec in workload.tensors}
+
+
+def _placed(
+    spec: TensorSpec,
+    rank: int,
+    ranks: int,
+    mesh: Any,
+    make: Callable[[TensorSpec, tuple[int, ...]], Tensor],
+) -> Tensor:
+    if mesh is None or not spec.shape:
+        return make(spec, spec.shape)
+    import torch
+    from torch.distributed.tensor import DTensor, Shard
+
+    first, after = rows_of(spec, rank, ranks)
+    local = make(spec, (after - first, *spec.shape[1:]))
+    shape = torch.Size(spec.shape)
+    placed: Tensor = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=shape, stride=_stride(spec.shape)
+    )
+    return placed
+
+
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    import torch
+
+    return torch.empty(shape, device="meta").stride()
+
+
+def _mesh(ranks: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (ranks,))
+
+
+def _dtype(spec: TensorSpec) -> Any:
+    import torch
+
+    return getattr(torch, spec.dtype.value)

@@ -156,8 +156,8 @@ def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[
 @storage_options(of="every URI that is no directory")
 def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -> Answer:
     """Measure how fast checkpoints go to each URI and come back, beside other writers."""
-    from ckptfs.bench.files import try_place
-    from ckptfs.bench.running import measure
+    from ckptfs.bench.results import try_place
+    from ckptfs.bench.run import measure
 
     asked = _asked(uris, told)
     path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
@@ -187,7 +187,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
 
 def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]:
     """Where the result stands, and why not where it should: what was measured is not lost with a disk."""
-    from ckptfs.bench.files import write_result
+    from ckptfs.bench.results import write_result
 
     try:
         write_result(path, result)
@@ -202,8 +202,8 @@ def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]
 
 
 def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
-    from ckptfs.bench.ask import Asked, LoopShape, WorkloadAsked
-    from ckptfs.bench.running import target_asked, under_torchrun
+    from ckptfs.bench.messages import Asked, LoopShape, WorkloadAsked
+    from ckptfs.bench.run import target_asked, under_torchrun
     from ckptfs.bench.workloads import NO_MODELS
     from ckptfs.uri import Uri
 
@@ -253,8 +253,14 @@ def _progress(text: str) -> None:
 
 
 def _show(console: Console, result: Result) -> None:
-    from ckptfs.bench.summary import rows_of, slowdowns_of
-    from ckptfs.bench.words import bytes_text, number_text, phase_text, spread_text
+    from ckptfs.bench.analysis import (
+        bytes_text,
+        number_text,
+        phase_text,
+        rows_of,
+        slowdowns_of,
+        spread_text,
+    )
 
     for workload in result.workloads:
         size = bytes_text(workload.size_bytes)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptfs.bench.ask import Asked
+from ckptfs.bench.messages import Asked
 from ckptfs.storage.options import OURS
 from ckptfs.uri import mask_credentials
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from ckptfs.bench.comparing import Compared, compare_results
+from ckptfs.bench.analysis import Compared, Verdict, compare_results, rows_of, slowdowns_of
 from ckptfs.bench.results import Result, Sample, Target
-from ckptfs.bench.stats import Verdict
-from ckptfs.bench.summary import rows_of, slowdowns_of
 from tests.bench.made import FILE, S3, made_result
 
 Change = Callable[[Sample], Sample]

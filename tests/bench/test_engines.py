@@ -11,18 +11,25 @@ from typing import Any
 
 import pytest
 
-from ckptfs.bench import rounds
-from ckptfs.bench.ask import Asked, TargetAsked, WorkloadAsked
-from ckptfs.bench.choosing import ENGINES, Chosen, Kind, choose
+from ckptfs.bench import measure
 from ckptfs.bench.clock import Clock
-from ckptfs.bench.engine_files import TorchSave
-from ckptfs.bench.engines import Attempt, Cached, Driver, Setting, ready
-from ckptfs.bench.places import Home, has_cold
-from ckptfs.bench.ranks import TorchGroup
+from ckptfs.bench.engines import (
+    ENGINES,
+    Attempt,
+    Cached,
+    Chosen,
+    Driver,
+    Kind,
+    Setting,
+    choose,
+    ready,
+)
+from ckptfs.bench.engines_checkpoint import TorchSave
+from ckptfs.bench.messages import Asked, TargetAsked, Told, WorkloadAsked
+from ckptfs.bench.rank import TorchGroup
 from ckptfs.bench.results import Sample
-from ckptfs.bench.states import State, clear, differences, make_blank, make_state
-from ckptfs.bench.told import Told
-from ckptfs.bench.workloads import make_workload
+from ckptfs.bench.target import Home, has_cold
+from ckptfs.bench.workloads import State, clear, differences, make_blank, make_state, make_workload
 from ckptfs.errors import IntegrityError, MissingDriverError, StateError
 from ckptfs.uri import Uri
 from tests.lab.server import Server
@@ -222,13 +229,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """Everything that a round does, in order, with ``torch.save`` as the engine."""
     found: list[Seen] = []
     for name in ("make_state", "make_blank", "clear", "differences"):
-        real = getattr(rounds, name)
+        real = getattr(measure, name)
 
         def spied(*args: Any, _name: str = name, _real: Any = real) -> Any:
             found.append(Seen(_name, in_clock()))
             return _real(*args)
 
-        monkeypatch.setattr(rounds, name, spied)
+        monkeypatch.setattr(measure, name, spied)
     for name in ("evict", "fill", "clear"):
         method = getattr(Home, name)
 
@@ -260,7 +267,7 @@ def measured(tmp_path: Path, *, engines: tuple[str, ...] = ("torch.save",)) -> l
         rounds=2,
     )
     local_home(tmp_path)
-    rounds.measure_ranks(asked, Solo(), told.append)
+    measure.measure_ranks(asked, Solo(), told.append)
     return told
 
 
@@ -302,7 +309,7 @@ def test_an_engine_that_loads_something_else_is_no_result(
 
 def test_each_round_begins_with_another_engine() -> None:
     """So that nobody always comes after the same one."""
-    turn = rounds._turn
+    turn = measure._turn
     assert [turn(["a", "b", "c"], n) for n in range(4)] == [
         ["a", "b", "c"],
         ["b", "a", "c"],

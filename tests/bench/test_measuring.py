@@ -16,17 +16,14 @@ from urllib.parse import urlencode
 import pytest
 import torch
 
-from ckptfs.bench import engine_raw, loop, rounds, running
-from ckptfs.bench.ask import Asked, LoopShape, TargetAsked, WorkloadAsked
-from ckptfs.bench.choosing import Chosen
+from ckptfs.bench import engine_raw, measure, run
 from ckptfs.bench.clock import Clock
-from ckptfs.bench.engines import Attempt, Cached, Setting, ready
-from ckptfs.bench.loop import Looper, Wait, loop_round, open_looper
-from ckptfs.bench.places import Home
-from ckptfs.bench.resident import resident_share
+from ckptfs.bench.engines import Attempt, Cached, Chosen, Setting, ready
+from ckptfs.bench.measure import Looper, Wait, loop_round, open_looper
+from ckptfs.bench.messages import Asked, LoopShape, TargetAsked, Told, WorkloadAsked
 from ckptfs.bench.results import Sample
-from ckptfs.bench.states import State, clear, make_blank, make_state
-from ckptfs.bench.told import Told
+from ckptfs.bench.target import Home, resident_share
+from ckptfs.bench.workloads import State, clear, make_blank, make_state
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.registry import open_storage
 from tests.bench.made import made_result
@@ -103,7 +100,7 @@ def test_a_save_that_fails_after_the_clock_is_the_same_error_on_every_rank(
 ) -> None:
     """One rank's save of a loop dies behind its last step: no rank goes on alone, nothing is secret."""
     home = Home(TargetAsked(str(tmp_path), "ckptfs-bench-t"))
-    monkeypatch.setattr(loop, "_train", lambda _: None)
+    monkeypatch.setattr(measure, "_train", lambda _: None)
 
     def one(rank: int) -> str:
         group: Any = Pair(rank)
@@ -135,12 +132,12 @@ def test_what_stays_in_memory_is_no_cold_load(
     """A filesystem that does not let go of its pages: such loads are left out, and a note says so."""
     (memory / "file").write_bytes(bytes(100_000))
     assert resident_share([memory / "file"]) == 1.0
-    monkeypatch.setattr(rounds, "has_cold", lambda _: True)
+    monkeypatch.setattr(measure, "has_cold", lambda _: True)
     told: list[Told] = []
     target = TargetAsked(str(memory), "ckptfs-bench-t")
     asked = Asked((target,), (WorkloadAsked("llm", params=20_000),), ("torch.save",), rounds=1)
     local_home(memory)
-    rounds.measure_ranks(asked, Solo(), told.append)
+    measure.measure_ranks(asked, Solo(), told.append)
     assert {one.phase for one in told if isinstance(one, Sample)} == {"save", "load_warm"}
     assert len([one for one in told if isinstance(one, str) and "not cold" in one]) >= 1
 
@@ -166,14 +163,14 @@ def test_each_way_of_the_warm_limit_fills_the_tensors(
 def test_a_limit_that_others_pass_is_called_none() -> None:
     """Only where it was passed."""
     result = made_result()
-    assert list(running._beaten(result)) == []
+    assert list(run._beaten(result)) == []
     slow = [
         replace(one, wall_s=one.wall_s * 3)
         if one.engine == "raw" and one.phase == "load_warm" and one.workload == "llm"
         else one
         for one in result.samples
     ]
-    told = list(running._beaten(made_result(samples=tuple(slow))))
+    told = list(run._beaten(made_result(samples=tuple(slow))))
     assert any("ckptfs took" in one for one in told)
     assert all("load, warm of llm" in one and "no limit there" in one for one in told)
 
@@ -182,10 +179,10 @@ def test_a_closed_terminal_ends_it_as_ctrl_c_does() -> None:
     """SIGHUP, but for whoever ignores it (nohup); afterwards all is as it was."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with running._terminable():
+        with run._terminable():
             os.kill(os.getpid(), signal.SIGHUP)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with running._terminable():
+        with run._terminable():
             assert signal.getsignal(signal.SIGHUP) is signal.default_int_handler
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     finally:
@@ -202,11 +199,11 @@ def test_nothing_is_drawn_while_one_of_many_measures(
         drawn.append(os.environ.get("CKPTFS_PROGRESS"))
 
     monkeypatch.delenv("CKPTFS_PROGRESS", raising=False)
-    monkeypatch.setattr("ckptfs.bench.ranks.joined_group", Solo)
-    monkeypatch.setattr("ckptfs.bench.rounds.measure_ranks", look)
+    monkeypatch.setattr("ckptfs.bench.rank.joined_group", Solo)
+    monkeypatch.setattr("ckptfs.bench.measure.measure_ranks", look)
     target = TargetAsked(str(tmp_path), "ckptfs-bench-t")
     asked = Asked((target,), (WorkloadAsked("llm", params=20_000),))
-    running._as_one_of_many(asked, lambda _: None, None)
+    run._as_one_of_many(asked, lambda _: None, None)
     assert drawn == ["0"]
     assert "CKPTFS_PROGRESS" not in os.environ
 

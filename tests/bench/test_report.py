@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckptfs.bench.files import write_result
-from ckptfs.bench.page import Chapter, page
+from ckptfs.bench.analysis import number_text, rows_of
 from ckptfs.bench.plots import FAINT, INK, Plot, plots_of
-from ckptfs.bench.report import write_report
-from ckptfs.bench.results import Phase, Result, Sample
-from ckptfs.bench.summary import rows_of
-from ckptfs.bench.words import number_text
+from ckptfs.bench.report import Chapter, page, write_report
+from ckptfs.bench.results import Phase, Result, Sample, write_result
 from ckptfs.errors import ManifestError, MissingDriverError
 from tests.bench.made import FILE, S3, made_result
 

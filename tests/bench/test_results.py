@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptfs.bench.comparing import compare_results
-from ckptfs.bench.files import read_result, write_file, write_result
-from ckptfs.bench.page import Chapter, page
+from ckptfs.bench.analysis import compare_results
+from ckptfs.bench.report import Chapter, page
 from ckptfs.bench.results import (
     SCHEMA,
     Engine,
@@ -24,6 +23,9 @@ from ckptfs.bench.results import (
     Workload,
     decode_result,
     encode_result,
+    read_result,
+    write_file,
+    write_result,
 )
 from ckptfs.errors import ManifestError, NotFoundError, UriError
 from tests.bench.made import made_result

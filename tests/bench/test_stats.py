@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckptfs.bench import stats
-from ckptfs.bench.stats import (
+from ckptfs.bench import analysis
+from ckptfs.bench.analysis import (
     LEAST_APART,
     LEAST_PAIRS,
     MARGIN,
@@ -131,7 +131,9 @@ def _is_documented(told: Comparison) -> None:
         assert told.ratio >= MARGIN - near
         assert told.low > 1 - near
     if told.verdict is Verdict.SPREAD_TOO_WIDE:
-        assert told.rounds_needed is None or told.rounds < told.rounds_needed <= stats.MOST_ROUNDS
+        assert (
+            told.rounds_needed is None or told.rounds < told.rounds_needed <= analysis.MOST_ROUNDS
+        )
     else:
         assert told.rounds_needed is None
 
@@ -189,7 +191,7 @@ def test_the_distribution_of_rank_sums_is_exact(before: int, after: int) -> None
     for places in itertools.combinations(range(before + after), before):
         others = [p for p in range(before + after) if p not in places]
         counted[sum(a > b for a in places for b in others)] += 1
-    assert stats._rank_sums(before, after) == counted
+    assert analysis._rank_sums(before, after) == counted
 
 
 @pytest.mark.parametrize("bad", [[], [0.0], [1.0, -1.0]])

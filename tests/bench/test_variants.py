@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptfs.bench.choosing import ON_REQUEST, Chosen, choose
-from ckptfs.bench.engine_bare import BareFile, Way
-from ckptfs.bench.engines import Attempt, Cached, Setting
-from ckptfs.bench.raw_io import bytes_of, takes_direct
-from ckptfs.bench.states import differences, make_blank, make_state
+from ckptfs.bench.engine_raw import BareFile, Way, bytes_of, takes_direct
+from ckptfs.bench.engines import ON_REQUEST, Attempt, Cached, Chosen, Setting, choose
+from ckptfs.bench.workloads import differences, make_blank, make_state
 from ckptfs.errors import StateError
 from ckptfs.uri import Uri
 from tests.bench.test_engines import WORKLOAD, Solo, local_home, round_trip

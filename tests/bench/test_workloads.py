@@ -7,12 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptfs.bench.states import clear, differences, make_blank, make_state
 from ckptfs.bench.workloads import (
     KINDS,
     NO_MODELS,
     DType,
     TensorSpec,
+    clear,
+    differences,
+    make_blank,
+    make_state,
     make_workload,
     parse_params,
     rows_of,

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckptfs.bench.files import read_result, try_place
-from ckptfs.bench.results import decode_result
+from ckptfs.bench.results import decode_result, read_result, try_place
 from ckptfs.cli.bench import _written
 from ckptfs.cli.main import main
 from ckptfs.storage.registry import open_storage

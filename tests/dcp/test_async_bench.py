@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import async_stall, goals
-from ckptfs.bench.files import read_result
+from ckptfs.bench.results import read_result
 from tests.bench.made import made_result
 
 ABOUT = ("date", "command", "machine", "versions", "settings", "targets")

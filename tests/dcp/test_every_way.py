@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ckptfs.bench.resident import evict
+from ckptfs.bench.target import evict
 from ckptfs.dcp.planning.leaves import dtype_round_trips
 from ckptfs.dcp.read.data_file import Verify
 from ckptfs.dcp.write.rank_files import WriteEngine, WriteEngineName, engine_for, stream_engine

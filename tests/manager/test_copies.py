@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.bench.ask import TargetAsked
+from ckptfs.bench.messages import TargetAsked
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.ownership.claim import Takeover, claim
 from ckptfs.commit.ownership.run import Run

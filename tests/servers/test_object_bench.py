@@ -12,8 +12,7 @@ from benchmarks import goals, object_store
 from benchmarks.floors import __main__ as floors
 from benchmarks.floors.claims import CLAIMS, findings_of
 from benchmarks.object_store import asked_goals
-from ckptfs.bench.files import read_result
-from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
+from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, read_result
 from tests.lab.server import Server
 
 RADOSGW = "s3://ckptfs-lab/radosgw"

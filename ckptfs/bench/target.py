@@ -11,19 +11,21 @@ No torch: whoever starts the ranks also cleans up after them, however they ended
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import ipaddress
+import mmap
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from ckptfs.bench.ask import TargetAsked
 from ckptfs.bench.clock import WireKind
 from ckptfs.bench.machine import filesystem
-from ckptfs.bench.resident import evict, resident_share
+from ckptfs.bench.messages import TargetAsked
 from ckptfs.bench.results import Target
 from ckptfs.errors import NoSpaceError, StorageError
 from ckptfs.storage.base import Storage
@@ -31,7 +33,15 @@ from ckptfs.storage.options import OURS
 from ckptfs.storage.registry import open_storage
 from ckptfs.uri import Uri
 
-__all__ = ["Home", "endpoint_of", "fsspec_options", "fsspec_uri", "has_cold"]
+__all__ = [
+    "Home",
+    "endpoint_of",
+    "evict",
+    "fsspec_options",
+    "fsspec_uri",
+    "has_cold",
+    "resident_share",
+]
 
 _IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 _OVER_NETWORK = (
@@ -257,3 +267,71 @@ def _is_loopback(endpoint: str) -> bool:
 def _nearest(path: Path) -> Path:
     """The path, or the lowest directory above it that exists."""
     return next(p for p in (path, *path.parents) if p.exists())
+
+
+# -- the page cache --------------------------------------------------------------------------------
+
+
+_WINDOW_BYTES = 1 << 30  # mapped at once
+
+
+def evict(files: Iterable[Path]) -> None:
+    """Take the files out of the page cache; needs no privileges.
+
+    Args:
+        files: The files.
+
+    Raises:
+        OSError: One cannot be opened or written.
+    """
+    for path in files:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # pages that were not written yet would stay
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def resident_share(files: Iterable[Path]) -> float | None:
+    """Measure the share of the files' pages that can be read without the disk.
+
+    Args:
+        files: The files. They have to be one's own: of others' the kernel says "all".
+
+    Returns:
+        0.0 to 1.0; None: not known.
+
+    Raises:
+        OSError: A file cannot be opened.
+    """
+    if sys.platform != "linux":
+        return None
+    resident = pages = 0
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            for start in range(0, size, _WINDOW_BYTES):
+                found = _pages(file.fileno(), start, min(_WINDOW_BYTES, size - start))
+                if found is None:
+                    return None
+                resident += sum(page & 1 for page in found)
+                pages += len(found)
+    return resident / pages if pages else 0.0
+
+
+def _pages(fd: int, start: int, length: int) -> bytes | None:
+    """A byte of each page; its lowest bit says whether it is there."""
+    try:
+        # A private mapping that is never written: ctypes takes the address of writable memory only.
+        mapped = mmap.mmap(fd, length, access=mmap.ACCESS_COPY, offset=start)
+    except OSError:
+        return None
+    with mapped:
+        found = (ctypes.c_ubyte * -(-length // mmap.PAGESIZE))()
+        first = ctypes.c_ubyte.from_buffer(mapped)
+        library = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(ctypes.addressof(first))
+        failed = library.mincore(address, ctypes.c_size_t(length), found)
+        del first  # else the mapping could not be closed
+        return None if failed else bytes(found)
