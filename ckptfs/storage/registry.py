@@ -49,7 +49,7 @@ _WRAPPERS = {
     "faults": "ckptfs.testing.faults:open_faulty",
     "nodes": "ckptfs.testing.nodes:open_nodes",
     "fsspec": "ckptfs.storage.fsspec_store:open_fsspec",
-    "objects": "ckptfs.testing.object_client:open_memory_objects",
+    "objects": "ckptfs.testing.memory_object_store:open_memory_objects",
 }
 _OBJECT_STORE = "ckptfs.storage.object_store:open_object_store"
 _WEBHDFS = "ckptfs.storage.webhdfs:open_webhdfs"

@@ -14,9 +14,8 @@ instead. Needs pytest.
 from __future__ import annotations
 
 from ckptfs.testing._conformance.base import together
-from ckptfs.testing._conformance.data import DataFiles
+from ckptfs.testing._conformance.data import DataFiles, ParallelFiles
 from ckptfs.testing._conformance.names import Names
-from ckptfs.testing._conformance.parallel import ParallelFiles
 from ckptfs.testing._conformance.small import SmallFiles
 
 __all__ = ["StorageConformance", "together"]

@@ -22,19 +22,25 @@ is half of its bytes; ``create`` and ``replace`` half-way leave half of a tempor
 ``remove_tree`` and ``remove_many`` half-way leave half of the names. CKPTFS_TEST_TRACE=PATH appends one line
 "NUMBER OP KEY" per operation to PATH.RANK, which outlives a SIGKILL.
 
-Only ``ckptfs.testing`` reads those variables. Production code never does.
+A ``Plan`` decides and records, a ``FaultyStorage`` acts. Only ``ckptfs.testing`` reads those variables. Production code never does.
 """
 
 from __future__ import annotations
 
 import copy
+import errno
+import fnmatch
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NoReturn, Protocol, TypeVar
 
-from ckptfs.errors import AnswerLostError, StorageError
+import ckptfs.errors
+from ckptfs.errors import AnswerLostError, CkptfsError, StorageError, UriError
 from ckptfs.storage.base import (
     Capabilities,
     DataReader,
@@ -49,27 +55,17 @@ from ckptfs.storage.base import (
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.storage.os_errors import typed
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faulty_files import FaultyReader, FaultyWindows, FaultyWriter
-from ckptfs.testing.plan import (
-    Action,
-    Fail,
-    Fault,
-    Hold,
-    HoldFile,
-    Kill,
-    Lose,
-    Operation,
-    Plan,
-    When,
-    parse_faults,
-)
 from ckptfs.uri import Uri
 
 __all__ = [
     "Action",
+    "Do",
     "Fail",
     "Fault",
+    "FaultyReader",
     "FaultyStorage",
+    "FaultyWindows",
+    "FaultyWriter",
     "Hold",
     "HoldFile",
     "Kill",
@@ -82,10 +78,428 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Done = Callable[[], object]
+
+
+class When(Enum):
+    """At which moment of an operation.
+
+    Attributes:
+        BEFORE: Before it.
+        HALF: Half-way through.
+        AFTER: After it.
+    """
+
+    BEFORE = "before"
+    HALF = "half"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL to this process.
+
+    Attributes:
+        when: At which moment.
+    """
+
+    when: When = When.BEFORE
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Raise an error.
+
+    Attributes:
+        error: What is raised: an OSError becomes the typed error of its errno; anything else is raised as it
+            is.
+        when: At which moment.
+    """
+
+    error: BaseException
+    when: When = When.BEFORE
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Raise AnswerLostError.
+
+    Attributes:
+        done: Whether the operation is done.
+        later: It is done later, by ``deliver`` or after ``after``.
+        after: How many operations later it is done; None: by ``deliver``.
+    """
+
+    done: bool = True
+    later: bool = False
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Set ``reached``, then wait for ``release`` before the operation is done.
+
+    Attributes:
+        reached: Set when the operation begins.
+        release: Waited for.
+    """
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    release: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldFile:
+    """The same between processes: make the file ``path``.reached, wait until ``path`` exists.
+
+    Attributes:
+        path: The file that is waited for.
+    """
+
+    path: str
+
+
+Action = Kill | Fail | Lose | Hold | HoldFile
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong, at an operation that matches both patterns.
+
+    Attributes:
+        op: Shell pattern of the operation.
+        key: Shell pattern of the key.
+        nth: The number of the matching operation, from 1; None: each of them.
+        action: What happens.
+        rank: Only in the process with this RANK; None: in all.
+        restart: Only in the process with this TORCHELASTIC_RESTART_COUNT; None: in all.
+    """
+
+    op: str
+    key: str
+    nth: int | None
+    action: Action
+    rank: str | None = None
+    restart: str | None = None
+
+    def is_for(self, op: str, key: str) -> bool:
+        """True when operation ``op`` of ``key`` counts for this fault, in this process."""
+        return (
+            fnmatch.fnmatchcase(op, self.op)
+            and fnmatch.fnmatchcase(key, self.key)
+            and self.rank in (None, os.environ.get("RANK", "0"))
+            and self.restart in (None, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One line of the trace.
+
+    Attributes:
+        number: From 1.
+        op: The operation.
+        key: Its key.
+    """
+
+    number: int
+    op: str
+    key: str
+
+
+class Plan:
+    """Faults and the trace of the operations. Thread-safe; may serve several storages.
+
+    Args:
+        faults: What goes wrong.
+        trace_path: A file that gets a line for each operation; None: no file.
+
+    Attributes:
+        trace: The operations so far.
+    """
+
+    def __init__(self, faults: Iterable[Fault] = (), *, trace_path: str | None = None) -> None:
+        self.faults = list(faults)
+        self.trace: list[Operation] = []
+        self._trace_path = trace_path
+        self._seen = [0] * len(self.faults)
+        self._late: list[tuple[int, Done]] = []
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process begins to count afresh, as it does when it reads the variable itself.
+        return {"faults": self.faults, "_trace_path": self._trace_path}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["faults"], trace_path=state["_trace_path"])  # type: ignore[misc]
+
+    @classmethod
+    def from_environment(cls) -> Plan:
+        """Return the plan of CKPTFS_TEST_FAULT, with the trace file of CKPTFS_TEST_TRACE.
+
+        Raises:
+            UriError: The text is not a plan.
+        """
+        text = os.environ.get("CKPTFS_TEST_FAULT", "")
+        trace = os.environ.get("CKPTFS_TEST_TRACE")
+        return cls(parse_faults(text), trace_path=f"{trace}.{_who()}" if trace else None)
+
+    def add(self, fault: Fault) -> None:
+        """Add one more ``fault``; it counts from now."""
+        with self._lock:
+            self.faults.append(fault)
+            self._seen.append(0)
+
+    def begin(self, op: str, key: str) -> Action | None:
+        """Count one operation ``op`` of ``key``.
+
+        Returns:
+            What goes wrong with it; None: nothing.
+        """
+        with self._lock:
+            operation = Operation(len(self.trace) + 1, op, key)
+            self.trace.append(operation)
+            self._write(operation)
+            due = [done for number, done in self._late if number <= operation.number]
+            self._late = [(n, done) for n, done in self._late if n > operation.number]
+            found: Action | None = None
+            for index, fault in enumerate(self.faults):
+                if fault.is_for(op, key):
+                    self._seen[index] += 1
+                    if found is None and fault.nth in (None, self._seen[index]):
+                        found = fault.action
+        _deliver(due)
+        return found
+
+    def later(self, after: int | None, done: Done) -> None:
+        """Keep an operation with a lost answer, ``done``, until ``after`` more operations; None: until
+        ``deliver``.
+        """
+        with self._lock:
+            self._late.append((len(self.trace) + after if after else 1 << 62, done))
+
+    def deliver(self) -> None:
+        """Do now, in order, what was lost and is still on its way. Its errors reach nobody."""
+        with self._lock:
+            due, self._late = [done for _, done in self._late], []
+        _deliver(due)
+
+    def _write(self, operation: Operation) -> None:
+        if self._trace_path:
+            line = f"{operation.number} {operation.op} {operation.key}\n".encode()
+            fd = os.open(self._trace_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                os.write(fd, line)
+            finally:
+                os.close(fd)
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """The faults of a CKPTFS_TEST_FAULT text.
+
+    Args:
+        text: The text.
+
+    Raises:
+        UriError: A part of it is wrong; the message says which.
+    """
+    return [_parse_one(part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _parse_one(text: str) -> Fault:
+    plan, _, who = text.partition("@")
+    pieces = plan.split(":")
+    if len(pieces) != 4:
+        raise UriError(f"not ACTION:OP:KEY:N in CKPTFS_TEST_FAULT: {text!r}")
+    name, op, key, nth = pieces
+    rank, _, restart = who.partition(".")
+    if nth != "*" and not nth.isdigit():
+        raise UriError(f"N is a number from 1, or *, in CKPTFS_TEST_FAULT: {text!r}")
+    number = None if nth == "*" else int(nth)
+    return Fault(op, key, number, _parse_action(name, text), rank or None, restart or None)
+
+
+def _parse_action(text: str, whole: str) -> Action:
+    name, _, argument = text.partition("=")
+    verb, _, moment = name.partition("-")
+    when = When(moment) if moment in ("half", "after", "before") else When.BEFORE
+    match verb, moment:
+        case "kill", "" | "before" | "half" | "after":
+            return Kill(when)
+        case "fail", "" | "before" | "half" | "after":
+            return Fail(_parse_error(argument, whole), when)
+        case "lose", "":
+            return Lose()
+        case "lose", "undone":
+            return Lose(done=False)
+        case "lose", "late":
+            return Lose(done=False, later=True, after=int(argument) if argument else None)
+        case "hold", "" if argument:
+            return HoldFile(argument)
+    raise UriError(f"no such action in CKPTFS_TEST_FAULT: {whole!r}")
+
+
+def _parse_error(name: str, whole: str) -> BaseException:
+    if name == "KeyboardInterrupt":
+        return KeyboardInterrupt()
+    if isinstance(number := getattr(errno, name, None), int):
+        return OSError(number, os.strerror(number))
+    kind = getattr(ckptfs.errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, CkptfsError):
+        return kind("the test asked for it")
+    raise UriError(f"no such error in CKPTFS_TEST_FAULT: {whole!r}")
+
+
+def _deliver(due: Iterable[Done]) -> None:
+    for done in due:
+        try:
+            done()
+        except StorageError:
+            # The caller was told long ago that the answer is lost.
+            continue
+
+
+def _who() -> str:
+    return os.environ.get("RANK") or f"pid{os.getpid()}"
+
+
+# -- the storage -----------------------------------------------------------------------------------
+
+
+class Do(Protocol):
+    """Counts an operation on a key, and does it, half of it, or something else."""
+
+    def __call__(
+        self, op: str, key: str, act: Callable[[], T], half: Callable[[], object] | None = None
+    ) -> T:
+        """What ``act`` returns, or what the plan says."""
+
+
+class FaultyWriter(DataWriter):
+    """A writer of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
+
+    def __init__(self, do: Do, key: str, inner: DataWriter) -> None:
+        self._do = do
+        self._key = key
+        self._inner = inner
+        self._send = inner.write
+        self.there_bytes = inner.there_bytes
+
+    @property
+    def spared_bytes(self) -> int:  # type: ignore[override]  # a number of the base class
+        """That of inner."""
+        return self._inner.spared_bytes
+
+    def read_there(self, offset: int, buffer: memoryview) -> None:
+        """That of inner; not counted."""
+        self._inner.read_there(offset, buffer)
+
+    def skip(self, size_bytes: int) -> None:
+        """That of inner; not counted."""
+        self._inner.skip(size_bytes)
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        def half() -> None:
+            view = memoryview(data).cast("B")
+            self._inner.write(view[: len(view) // 2])
+            flush = getattr(self._inner, "flush", None)
+            if flush is not None:
+                flush()  # a crash leaves what the kernel has, not what Python still gathers
+
+        return self._do("write", self._key, lambda: self._send(data), half)
+
+    def lend(self, data: bytes | bytearray | memoryview) -> int:
+        """Counted as a write: whoever plans a fault does not care who copies."""
+        self._send = self._inner.lend
+        try:
+            return self.write(data)
+        finally:
+            self._send = self._inner.write
+
+    def close(self) -> None:
+        self._do("close", self._key, self._inner.close)
+
+    def abort(self) -> None:
+        try:
+            self._do("abort", self._key, self._inner.abort)
+        except CkptfsError:
+            # abort never raises; a planned failure of it is a removal that did not happen.
+            return
+
+
+class FaultyReader(DataReader):
+    """A reader of ``key`` with operations that are counted by ``do``; ``inner`` is the real one."""
+
+    def __init__(self, do: Do, key: str, inner: DataReader) -> None:
+        self._do = do
+        self._key = key
+        self._inner = inner
+        self.size_bytes = inner.size_bytes
+        self.concurrency, self.window_bytes = inner.concurrency, inner.window_bytes
+        self.reach = inner.reach
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._do("read_into", self._key, lambda: self._inner.read_into(offset, buffer))
+
+    def keep_cached(self) -> None:
+        """That of inner; not counted."""
+        self._inner.keep_cached()
+
+    def close(self) -> None:
+        self._do("close_read", self._key, self._inner.close)
+
+
+class FaultyWindows(ParallelWriter):
+    """A parallel writer of ``key`` with operations that are counted by ``do``, each window as a ``write``;
+    ``inner`` is the real one.
+    """
+
+    def __init__(self, do: Do, key: str, inner: ParallelWriter) -> None:
+        self._do = do
+        self._key = key
+        self._inner = inner
+        self.window_bytes, self.concurrency = inner.window_bytes, inner.concurrency
+
+    @property
+    def engine(self) -> Engine:
+        """That of inner."""
+        return self._inner.engine
+
+    @property
+    def direct_bytes(self) -> int:
+        """That of inner."""
+        return self._inner.direct_bytes
+
+    def write_at(self, offset: int, views: Iterable[memoryview]) -> None:
+        def half() -> None:
+            held = b"".join(views)
+            self._inner.write_at(offset, [memoryview(held)[: len(held) // 2]])
+
+        self._do("write", self._key, lambda: self._inner.write_at(offset, views), half)
+
+    def close(self) -> None:
+        self._do("close", self._key, self._inner.close)
+
+    def abort(self) -> None:
+        try:
+            self._do("abort", self._key, self._inner.abort)
+        except CkptfsError:
+            return  # as for FaultyWriter
 
 
 def open_faulty(uri: Uri, storage_options: Mapping[str, Any]) -> FaultyStorage:
-    """The registry's factory of ``faults+X``: X with the plan of the environment."""
+    """The registry's factory of ``faults+X``: X with the plan of the environment.
+
+    Args:
+        uri: ``faults+`` and the URI of the real storage.
+        storage_options: Those of the real storage.
+
+    Returns:
+        The storage.
+
+    Raises:
+        UriError: CKPTFS_TEST_FAULT is no plan, or the URI cannot be opened.
+    """
     inner = open_storage(uri.with_protocol(uri.protocol.removeprefix("faults+")), storage_options)
     return FaultyStorage(inner, Plan.from_environment(), root=uri)
 

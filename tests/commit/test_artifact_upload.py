@@ -11,8 +11,8 @@ import pytest
 
 import ckptfs
 from ckptfs.errors import AccessError, NotFoundError
-from ckptfs.testing.object_client import STORES, MemoryObjects
-from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from ckptfs.testing.faults import Fail, Fault, Hold, Plan
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 from tests.measures import own_threads
 
 MIB = 1 << 20

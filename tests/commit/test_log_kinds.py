@@ -10,7 +10,7 @@ import torch
 
 import ckptfs
 from ckptfs.storage import object_store
-from ckptfs.testing.memory_objects import STORES, Manner, Manners, MemoryObjects
+from ckptfs.testing.memory_object_store import STORES, Manner, Manners, MemoryObjects
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 import ckptfs
 from ckptfs.storage import object_store
-from ckptfs.testing.memory_objects import STORES, MemoryObjects
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 
 
 @pytest.fixture

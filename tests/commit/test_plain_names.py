@@ -11,8 +11,8 @@ from uuid import uuid4
 import pytest
 
 import ckptfs
-from ckptfs.testing.memory_objects import STORES, MemoryObjects
-from ckptfs.testing.plan import Fault, Hold
+from ckptfs.testing.faults import Fault, Hold
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 
 
 @pytest.fixture

@@ -23,9 +23,8 @@ from ckptfs.commit.save.projection import project
 from ckptfs.errors import UnsupportedError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.memory_objects import Manner, Manners
-from ckptfs.testing.plan import Plan
+from ckptfs.testing.faults import FaultyStorage, Plan
+from ckptfs.testing.memory_object_store import Manner, Manners
 from ckptfs.uri import Uri
 from tests.commit.logs import G1, G2, G3, fence, memory
 from tests.commit.test_reclaim import fold, lay, recover

@@ -10,8 +10,7 @@ from ckptfs.commit.operations import Program, Read, RemoveTree, drive, take_turn
 from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 
 
 def _reads() -> Program[bytes]:

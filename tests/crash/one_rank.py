@@ -39,7 +39,7 @@ from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.faults import Action, Fail, FaultyStorage, Plan
-from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.world import End, simulate
 from ckptfs.uri import Uri
 

@@ -161,7 +161,7 @@ def judge(run: str, scenario: str) -> str:
     halves = [p for p in Path(run).rglob("*") if ".partial" in p.name]
     assert [p for p in halves if p.parent.name != ".ckptfs"] == [], "half of a file is left"
     # And the run goes on.
-    from ckptfs.testing.plan import Plan
+    from ckptfs.testing.faults import Plan
 
     save(run, SCENARIOS[scenario], 3, Plan([]))
     assert ours(f"{run}/{SCENARIOS[scenario]}") == stock(f"{run}/{SCENARIOS[scenario]}") == 3

@@ -37,8 +37,7 @@ from ckptfs.dcp.saving import WriteOptions, save_at
 from ckptfs.events import SaveResult
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage, MemoryStores
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Plan
+from ckptfs.testing.faults import FaultyStorage, Plan
 from ckptfs.uri import Uri
 
 __all__ = ["Run", "same", "shared_in", "walk"]

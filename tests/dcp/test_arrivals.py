@@ -47,8 +47,7 @@ from ckptfs.integrations.fsspec import (
 )
 from ckptfs.replication.copier import copy_to
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fault, Hold, Plan
+from ckptfs.testing.faults import Fault, FaultyStorage, Hold, Plan
 from ckptfs.uri import Uri
 
 SHARDS = ("__0_0.distcp", "__1_0.distcp")

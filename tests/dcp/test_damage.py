@@ -18,7 +18,7 @@ from ckptfs.dcp.loading import who_holds
 from ckptfs.dcp.read.data_file import Verify, verify_file
 from ckptfs.errors import IncompleteCheckpointError, IntegrityError, ManifestError, StateError
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.object_client import STORES
+from ckptfs.testing.memory_object_store import STORES
 from tests.dcp.fake_ranks import load, our_save, source, stock_save
 
 DATA = "save-1/__0_0.distcp"

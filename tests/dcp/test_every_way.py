@@ -29,7 +29,7 @@ from ckptfs.dcp.read.data_file import Verify
 from ckptfs.dcp.write.rank_files import WriteEngine, WriteEngineName, engine_for, stream_engine
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
-from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import SAVE_ID, fake_rank, load, our_save, stock_save
 from tests.dcp.test_metadata import dtensor

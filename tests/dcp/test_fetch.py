@@ -28,8 +28,8 @@ from ckptfs.storage.memory import MemoryStorage, MemoryStores
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.object_client import MemoryObjectClient, MemoryObjects
-from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.faults import Fail, Fault, Plan
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from ckptfs.uri import Uri
 from tests.dcp.fake_ranks import load, our_save, source, stock_save
 from tests.measures import own_threads

@@ -30,8 +30,7 @@ from ckptfs.errors import NoSpaceError, NotFoundError, StateError, UriError
 from ckptfs.integrations.lightning import CkptfsIO, last_checkpoint
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.uri import Uri
 from tests.integrations.conftest import Cell
 from tests.integrations.running import Kill, Mode, Store, story

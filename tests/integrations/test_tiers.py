@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.testing.object_client import STORES
+from ckptfs.testing.memory_object_store import STORES
 
 pytestmark = pytest.mark.integrations
 

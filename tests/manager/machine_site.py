@@ -32,8 +32,7 @@ from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.testing.faults import Action, Fail, FaultyStorage, Plan, When
-from ckptfs.testing.memory_objects import MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from ckptfs.testing.world import End, SimulatedDeath, ThreadControl, thread_worlds
 from ckptfs.uri import Uri
 

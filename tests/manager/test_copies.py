@@ -32,8 +32,8 @@ from ckptfs.replication.copier import gather
 from ckptfs.replication.tiers import Copier, Copy, _Turn, copies_of, open_copies
 from ckptfs.retention.deletion import Retirer
 from ckptfs.retention.policy import Keep
-from ckptfs.testing.memory_objects import STORES, MemoryObjects
-from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from ckptfs.testing.faults import Fail, Fault, Hold, Plan
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 from ckptfs.uri import Uri
 
 

@@ -27,9 +27,8 @@ from ckptfs.events import SaveFailed
 from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.directory_manager import DirectoryManager
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.object_client import STORES, MemoryObjects
-from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 from ckptfs.testing.world import End, simulate
 
 Body = Callable[[DirectoryManager, int], Any]

@@ -21,7 +21,7 @@ from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.directory_manager import DirectoryManager, PartSaver, StepDriver, reading_part
 from ckptfs.replication.copier import gather
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.object_client import STORES
+from ckptfs.testing.memory_object_store import STORES
 from ckptfs.testing.world import simulate
 from tests.manager.test_directories import files_of, write_files
 

@@ -23,8 +23,7 @@ from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.manager.session import Saver
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fail, Fault, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
 from ckptfs.testing.world import SimulatedDeath, simulate
 from ckptfs.tools.changing import remove
 

@@ -23,8 +23,7 @@ from ckptfs.events import Event, SaveCommitted, SaveFailed, SaveSkipped
 from ckptfs.manager.claimed_run import Ground, Where
 from ckptfs.manager.manager import CheckpointManager
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.testing.world import simulate
 
 

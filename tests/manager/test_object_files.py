@@ -21,8 +21,7 @@ from ckptfs.errors import IntegrityError, NoSpaceError, NotFoundError
 from ckptfs.integrations._support.object_files import ObjectFiles, written_before
 from ckptfs.storage import registry
 from ckptfs.storage.base import Storage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Fail, Fault, Hold, Plan
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
 from ckptfs.uri import Uri
 
 Plant = Callable[..., Plan]

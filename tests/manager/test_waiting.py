@@ -33,7 +33,7 @@ from ckptfs.manager.waiting import Pace, Watcher, newer_than, wait_for_new
 from ckptfs.storage.base import Stat
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
-from ckptfs.testing.object_client import STORES, MemoryObjects
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.uri import Uri
 

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 import ckptfs
 from ckptfs.errors import CkptfsError, UriError
 from ckptfs.storage.local import LocalStorage
-from ckptfs.testing.faults import FaultyStorage
-from ckptfs.testing.plan import Action, Plan
+from ckptfs.testing.faults import Action, FaultyStorage, Plan
 from tests.multiprocess.harness import Rank, Result, describe, launch
 
 ROWS = 8

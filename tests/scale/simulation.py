@@ -57,7 +57,7 @@ from ckptfs.retention.policy import Keep
 from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.object_store import ObjectStorage
-from ckptfs.testing.object_client import SMALL_LIMITS, MemoryObjectClient, MemoryObjects
+from ckptfs.testing.memory_object_store import SMALL_LIMITS, MemoryObjectClient, MemoryObjects
 from ckptfs.topology.ensure_dir import ensure_dir
 from ckptfs.uri import Uri
 from tests.scale.counted import Calls, CountedPosix

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckptfs
-from ckptfs.testing.object_client import STORES, MemoryObjectClient
+from ckptfs.testing.memory_object_store import STORES, MemoryObjectClient
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
 DELAY_S = 0.02

@@ -12,9 +12,8 @@ from ckptfs.storage.clients.base import Limits, ObjectClient
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.options import ObjectOptions
 from ckptfs.storage.retry import Retrier
-from ckptfs.testing.memory_objects import SMALL_LIMITS, MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fault, Plan
+from ckptfs.testing.faults import Fault, Plan
+from ckptfs.testing.memory_object_store import SMALL_LIMITS, MemoryObjectClient, MemoryObjects
 from ckptfs.uri import Uri
 
 TINY_LIMITS = Limits(

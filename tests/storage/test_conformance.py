@@ -17,8 +17,8 @@ from ckptfs.storage.memory import STORES, MemoryStorage, Tree
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.conformance import StorageConformance
 from ckptfs.testing.faults import FaultyStorage, Plan
-from ckptfs.testing.object_client import STORES as BUCKETS
-from ckptfs.testing.object_client import Manner, Manners
+from ckptfs.testing.memory_object_store import STORES as BUCKETS
+from ckptfs.testing.memory_object_store import Manner, Manners
 from ckptfs.uri import Uri
 
 

@@ -19,9 +19,8 @@ from ckptfs.errors import (
 from ckptfs.storage.bulk_delete import DeleteBackoff, Deleter
 from ckptfs.storage.clients.base import Listed, Refused
 from ckptfs.storage.object_store import ObjectStorage
-from ckptfs.testing.memory_objects import MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fail, Fault, Lose
+from ckptfs.testing.faults import Fail, Fault, Lose
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from tests.storage.objects import FakeTime, bucket, busy, over
 
 

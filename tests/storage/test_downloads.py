@@ -20,9 +20,8 @@ from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.ranged_reads import RANGE_BYTES, ObjectReader, split
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Threads
-from ckptfs.testing.memory_objects import MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fail, Fault, Hold, Lose, When
+from ckptfs.testing.faults import Fail, Fault, Hold, Lose, When
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from tests.storage.objects import bucket, busy, over
 from tests.storage.s3_scripted import Answer, Request, Scripted, options_for
 

@@ -32,9 +32,14 @@ from ckptfs.storage.conditional_writes import EtagSpelling, HonouredConditions
 from ckptfs.storage.object_store import ObjectStorage
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.retry import Retrier
-from ckptfs.testing.memory_objects import STORES, Manner, Manners, MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fail, Fault, Hold, Lose, Plan
+from ckptfs.testing.faults import Fail, Fault, Hold, Lose, Plan
+from ckptfs.testing.memory_object_store import (
+    STORES,
+    Manner,
+    Manners,
+    MemoryObjectClient,
+    MemoryObjects,
+)
 from ckptfs.uri import Uri
 from tests.storage.objects import bucket, busy, over
 

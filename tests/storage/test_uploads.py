@@ -26,9 +26,8 @@ from ckptfs.storage.clients.base import Buffer, Limits, Upload
 from ckptfs.storage.multipart import ObjectWriter
 from ckptfs.storage.retry import Retrier, RetryPolicy
 from ckptfs.testing._conformance.base import write_and_raise
-from ckptfs.testing.memory_objects import MemoryObjects
-from ckptfs.testing.object_client import MemoryObjectClient
-from ckptfs.testing.plan import Fail, Fault, Hold, Lose, When
+from ckptfs.testing.faults import Fail, Fault, Hold, Lose, When
+from ckptfs.testing.memory_object_store import MemoryObjectClient, MemoryObjects
 from tests.storage.objects import TINY_LIMITS, bucket, busy, over
 
 PART = 64 << 10

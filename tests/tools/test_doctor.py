@@ -16,15 +16,14 @@ from ckptfs.storage.base import Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
-from ckptfs.testing.faults import Fault, FaultyStorage, Plan
-from ckptfs.testing.object_client import (
+from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
+from ckptfs.testing.memory_object_store import (
     STORES,
     Manner,
     Manners,
     MemoryObjectClient,
     MemoryObjects,
 )
-from ckptfs.testing.plan import Fail
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import simulate
 from ckptfs.tools.doctor import Clock, Expect, Report, Settings, Theme, Verdict, examine_with

@@ -24,7 +24,7 @@ from ckptfs.commit.paths import LEASE, log_key
 from ckptfs.errors import TransientError
 from ckptfs.storage.registry import open_storage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Plan
-from ckptfs.testing.object_client import STORES, MemoryObjects
+from ckptfs.testing.memory_object_store import STORES, MemoryObjects
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.tools.runlog import EventKind, RunEvent, RunWatcher
 

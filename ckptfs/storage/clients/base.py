@@ -196,6 +196,10 @@ class ObjectClient(ABC):
     def get(self, key: str, limit_bytes: int | None = None) -> tuple[bytes, str | None]:
         """Return all bytes of a small object, and its etag.
 
+        Args:
+            key: The object.
+            limit_bytes: The most bytes that are received; None: no limit.
+
         Raises:
             StorageError: It has more than ``limit_bytes`` (EFBIG), and no more than those were received.
         """
@@ -218,11 +222,20 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def put(self, key: str, data: Buffer, condition: Condition = ALWAYS) -> str | None:
-        """Write an object in one request. It becomes visible at once. Returns its new etag."""
+        """Write an object in one request. It becomes visible at once.
+
+        Args:
+            key: The object.
+            data: All its bytes.
+            condition: When it is written.
+
+        Returns:
+            Its new etag, if the answer has one.
+        """
 
     @abstractmethod
     def head(self, key: str) -> Head:
-        """Return size and etag of one object."""
+        """Return size and etag of the object ``key``."""
 
     @abstractmethod
     def list_keys(self, prefix: str, *, delimiter: bool) -> Iterator[Listed]:
@@ -230,7 +243,14 @@ class ObjectClient(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[str]) -> list[Refused]:
-        """Delete up to ``limits.delete_batch`` keys. Absent is success. Returns the refused keys with their errors."""
+        """Delete some objects. An absent one is success.
+
+        Args:
+            keys: The objects, up to ``limits.delete_batch``.
+
+        Returns:
+            The refused keys with their errors.
+        """
 
     @abstractmethod
     def begin_upload(self, key: str, *, part_bytes: int) -> Upload:
@@ -238,14 +258,20 @@ class ObjectClient(ABC):
 
         Args:
             key: The object.
-            part_bytes: The size of each part. The last may be smaller. Later ones may be larger if
+            part_bytes: The size of each part in bytes. The last may be smaller. Later ones may be larger if
                 ``limits.equal_parts`` is false.
+
+        Returns:
+            The upload.
         """
 
     def list_uploads(self, prefix: str) -> Iterator[PendingUpload]:
         """Yield the uploads below a prefix that nobody completed.
 
         A client does not override this if its store drops such uploads by itself.
+
+        Args:
+            prefix: What their keys begin with.
 
         Raises:
             UnsupportedError: The server does not implement the request, or the library for it is missing.
@@ -254,7 +280,7 @@ class ObjectClient(ABC):
         return iter(())
 
     def abort_pending(self, upload: PendingUpload) -> None:
-        """Abort an upload that ``list_uploads`` returned."""
+        """Abort ``upload``, which ``list_uploads`` returned."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
