@@ -112,7 +112,7 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ckptfs.tools.doctor.verdicts import by_theme
+    from ckptfs.tools.doctor.report import by_theme
 
     console.print(f"{report.uri}  ({report.shape}, {_who(report)})")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)

@@ -16,7 +16,7 @@ from ckptfs.errors import NotFoundError
 from ckptfs.storage.base import DataReader, DataWriter, Entry, Stat, Storage
 from ckptfs.storage.io import Engine, ParallelWriter
 from ckptfs.testing.faults import FaultyStorage, Plan
-from ckptfs.tools.doctor.settings import Clock
+from ckptfs.tools.doctor import Clock
 
 __all__ = ["LateNews", "LateStorage", "SharedClock"]
 

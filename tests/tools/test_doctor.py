@@ -12,7 +12,7 @@ import pytest
 
 from ckptfs.control.control import Control, SoloControl
 from ckptfs.errors import AccessError, CollectiveError, CredentialsError, UnsupportedError
-from ckptfs.storage.base import Storage
+from ckptfs.storage.base import Stat, Storage
 from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.local.posix import Posix
 from ckptfs.storage.registry import open_storage
@@ -27,7 +27,7 @@ from ckptfs.testing.memory_object_store import (
 from ckptfs.testing.readonly import ReadOnlyStorage
 from ckptfs.testing.world import simulate
 from ckptfs.tools.doctor import Clock, Expect, Report, Settings, Theme, Verdict, examine_with
-from ckptfs.tools.doctor.corner import ABOUT, PREFIX
+from ckptfs.tools.doctor.session import ABOUT, PREFIX
 from ckptfs.uri import Uri
 from tests.faults.late import LateNews, LateStorage, SharedClock
 from tests.faults.mounts import CopyingMount
@@ -239,6 +239,17 @@ def test_what_cannot_be_read_is_a_load_that_fails(
     refused = faulty(Fault(op, key, None, Fail(UnsupportedError("no ranges here"))))
     found = alone(tmp_path / "run", opener=refused).finding(name)
     assert (found.verdict, found.meaning) == (FAIL, "a load would fail here the same way")
+
+
+def test_a_place_that_folds_case_is_named(tmp_path: Path) -> None:
+    """Names that differ in case only are one name there."""
+
+    class Folding(LocalStorage):
+        def stat(self, key: str) -> Stat:
+            return super().stat(key.replace("/case", "/Case"))
+
+    found = alone(tmp_path / "run", opener=lambda uri, _: Folding(uri)).finding("names")
+    assert (found.verdict, found.data["not_kept"]) == (WARN, ["names that differ in case only"])
 
 
 def test_an_upload_that_no_list_has_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,31 +11,49 @@ import pytest
 from ckptfs.errors import AccessError, CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.clients.bucket_rules import Lock, Rule, Versioning, of_gcs, of_s3
 from ckptfs.testing.world import thread_worlds
-from ckptfs.tools.doctor import Report, Verdict
-from ckptfs.tools.doctor.corner import PREFIX, begun_s, new_id
-from ckptfs.tools.doctor.judge.ranks import on_ranks, seconds, size
-from ckptfs.tools.doctor.judge.rules import judge_rules
-from ckptfs.tools.doctor.judge.sharing import judge_clocks
-from ckptfs.tools.doctor.judge.space import judge_mount, judge_names, judge_room
-from ckptfs.tools.doctor.judge.speed import judge_bandwidth, judge_latency
-from ckptfs.tools.doctor.look.space import mounts_of
-from ckptfs.tools.doctor.seen import (
-    Clocks,
-    Latency,
-    Mounted,
-    Names,
-    Refusal,
-    Room,
-    Rules,
-    Transfer,
-    Why,
+from ckptfs.tools import doctor
+from ckptfs.tools.doctor import (
+    CHECKS,
+    Report,
+    Theme,
+    Verdict,
+    access,
+    bucket,
+    commit,
+    mount,
+    session,
+    sharing,
+    speed,
 )
+from ckptfs.tools.doctor.bucket import Rules, judge_rules
+from ckptfs.tools.doctor.mount import (
+    Mount,
+    Room,
+    judge_inodes,
+    judge_mount,
+    judge_names,
+    judge_quota,
+    judge_space,
+    mounts_of,
+)
+from ckptfs.tools.doctor.report import on_ranks, seconds, size
+from ckptfs.tools.doctor.session import (
+    PREFIX,
+    DoctorCheck,
+    Refusal,
+    Why,
+    begun_s,
+    failure,
+    new_id,
+)
+from ckptfs.tools.doctor.sharing import Clocks, judge_clocks
+from ckptfs.tools.doctor.speed import Transfer, judge_bandwidth, judge_latency
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
 WORLDS = tuple(control.world for control in thread_worlds(2, nodes=["a", "b"]))
 GB = 10**9
-DISK = Mounted("ext4", "/dev/sda1", ("rw", "relatime"), "/data")
-NFS = Mounted("nfs4", "server:/x", ("rw", "vers=4.2", "hard", "actimeo=30"), "/data")
+DISK = Mount("ext4", "/dev/sda1", ("rw", "relatime"), "/data")
+NFS = Mount("nfs4", "server:/x", ("rw", "vers=4.2", "hard", "actimeo=30"), "/data")
 NO = Refusal(Why.ACCESS, "AccessDenied", "allow it")
 UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
 
@@ -61,7 +79,7 @@ def test_space_against_needs(
     rooms: list[Room], needs: int | None, verdict: Verdict, seen: str
 ) -> None:
     """The place with the least room decides, and is named where the others have more."""
-    found = judge_room(WORLDS, rooms, [None, None], needs)[0]
+    found = judge_space(WORLDS, rooms, needs)
     assert (found.name, found.verdict) == ("free-space", verdict)
     assert seen in found.seen
 
@@ -69,7 +87,7 @@ def test_space_against_needs(
 @pytest.mark.parametrize(("free", "verdict"), [(99, FAIL), (9_999, WARN), (10_000, OK)])
 def test_inodes_run_out_by_themselves(free: int, verdict: Verdict) -> None:
     """Few names left: a warning, then a failure, whatever space there is."""
-    found = judge_room(WORLDS, [Room(GB, free), Room(GB, 10**6)], [DISK, DISK], None)[1]
+    [found] = judge_inodes(WORLDS, [Room(GB, free), Room(GB, 10**6)])
     assert (found.name, found.verdict) == ("inodes", verdict)
 
 
@@ -82,11 +100,9 @@ def test_inodes_run_out_by_themselves(free: int, verdict: Verdict) -> None:
         (NFS, UNKNOWN, "quota -s"),
     ],
 )
-def test_quota_is_known_to_be_off_or_not_known(
-    mount: Mounted, verdict: Verdict, advice: str
-) -> None:
+def test_quota_is_known_to_be_off_or_not_known(mount: Mount, verdict: Verdict, advice: str) -> None:
     """A mount without quota options has none; else a person is told what to ask."""
-    found = judge_room(WORLDS, [Room(None, None)] * 2, [mount, mount], None)[-1]
+    [found] = judge_quota([mount, mount])
     assert (found.name, found.verdict) == ("quota", verdict)
     assert advice in found.advice
 
@@ -104,7 +120,7 @@ def test_quota_is_known_to_be_off_or_not_known(
         (replace(DISK, kind="fuse.s3fs", source="s3fs"), OK, "FUSE"),
     ],
 )
-def test_mounts_worth_a_note(mount: Mounted, verdict: Verdict, words: str) -> None:
+def test_mounts_worth_a_note(mount: Mount, verdict: Verdict, words: str) -> None:
     """Options that change what a job may rely on; a FUSE mount is named and decides nothing."""
     [found] = judge_mount(WORLDS, [DISK, mount])
     assert found.verdict is verdict
@@ -136,12 +152,11 @@ def test_the_mount_of_a_path_is_the_last_and_deepest_that_holds_it() -> None:
 
 def test_names_that_do_not_come_back() -> None:
     """Case folded, or a kind of name refused: a warning that says which."""
-    good = Names(True, {"spaces": None})  # noqa: FBT003 - what was seen
+    good = {"spaces": None, "long": None}
     assert judge_names(WORLDS, [good, good])[0].verdict is OK
-    folded = judge_names(WORLDS, [good, replace(good, case_kept=False)])[0]
-    assert (folded.verdict, "differ in case" in folded.seen) == (WARN, True)
-    refused = judge_names(WORLDS, [good, replace(good, refused={"spaces": NO})])[0]
-    assert refused.data["not_kept"] == ["spaces"]
+    refused = judge_names(WORLDS, [good, {**good, "spaces": NO}])[0]
+    assert (refused.verdict, refused.data["not_kept"]) == (WARN, ["spaces"])
+    assert judge_names(WORLDS, [None, None]) == ()
 
 
 # -- rules of a bucket -------------------------------------------------------------------
@@ -328,22 +343,45 @@ def test_clock_of_the_place(place: tuple[float, float] | None, verdict: Verdict)
 
 def test_speed_is_judged_only_where_it_is_hopeless() -> None:
     """Slow commits and slow transfers warn; a short transfer tells nothing; --needs becomes a time."""
-    quick, slow = Latency({"write": (0.01, 0.02)}), Latency({"write": (2.0, 3.0)})
+    quick, slow = {"write": (0.01, 0.02)}, {"write": (2.0, 3.0)}
     assert judge_latency(WORLDS, [quick, quick])[0].verdict is OK
     assert judge_latency(WORLDS, [slow, slow])[0].verdict is WARN
-    assert judge_latency(WORLDS, [quick, Latency({}, NO)])[0].seen.startswith("rank 1 on host-b")
     mib = 1 << 20
-    write, read = judge_bandwidth(WORLDS, [Transfer(100 * mib, 1.0, 50.0, "memory")] * 2, 21 * GB)
+    write, read = judge_bandwidth([Transfer(100 * mib, 1.0, 50.0, "memory")] * 2, 21 * GB)
     assert (write.verdict, read.verdict) == (OK, WARN)
     assert write.seen.startswith("210 MB/s")
     assert "21 GB at this rate: 100.1 s" in write.seen
     assert "from memory perhaps" in read.seen
-    assert judge_bandwidth(WORLDS, [Transfer(mib, 0.5, 0.5)] * 2, None)[0].verdict is OK
-    failed = judge_bandwidth(WORLDS, [Transfer(mib, 1.0, 1.0), Transfer(mib, refusal=NO)], None)
-    assert [f.verdict for f in failed] == [FAIL]
+    assert judge_bandwidth([Transfer(mib, 0.5, 0.5)] * 2, None)[0].verdict is OK
 
 
 # -- words and reports -------------------------------------------------------------------
+
+
+def test_what_failed_names_its_ranks_and_whether_loads_or_saves_would_fail() -> None:
+    """A load only where every failed rank read; the first rank's hint is the advice."""
+    read = replace(NO, is_read=True)
+    told = failure("latency", Theme.SPEED, WORLDS, {1: NO})
+    assert (told.verdict, told.seen, told.advice) == (
+        FAIL,
+        "rank 1 on host-b: AccessDenied",
+        "allow it",
+    )
+    for refused, fails in (
+        ({1: NO}, "save"),
+        ({0: read, 1: read}, "load"),
+        ({0: read, 1: NO}, "save"),
+    ):
+        found = failure("latency", Theme.SPEED, WORLDS, refused)
+        assert found.meaning == f"a {fails} would fail here the same way"
+    assert failure("latency", Theme.SPEED, WORLDS, {1: NO}, "nothing").meaning == "nothing"
+
+
+def test_every_check_is_in_the_list_once() -> None:
+    """A check that is defined and not listed would never be made."""
+    modules = (access, bucket, commit, mount, sharing, speed, session, doctor)
+    defined = {id(x) for m in modules for x in vars(m).values() if isinstance(x, DoctorCheck)}
+    assert sorted(map(id, CHECKS)) == sorted(defined)
 
 
 def test_who_how_long_how_much() -> None:
@@ -362,11 +400,9 @@ def test_who_how_long_how_much() -> None:
 
 def test_the_worst_finding_is_the_verdict() -> None:
     """fail before warn before ok; unknown counts for nothing; --strict takes warnings for failures."""
-    [ok], [warn], [fail] = (
-        judge_mount(WORLDS[:1], [DISK]),
-        judge_mount(WORLDS[:1], [replace(DISK, kind="tmpfs")]),
-        judge_room(WORLDS, [Room(0, None, NO)] * 2, [None, None], None),
-    )
+    [ok] = judge_mount(WORLDS[:1], [DISK])
+    [warn] = judge_mount(WORLDS[:1], [replace(DISK, kind="tmpfs")])
+    fail = judge_space(WORLDS, [Room(0, None, NO)] * 2, None)
     unknown = judge_rules(None, "")[0]
 
     def report(*findings: Any) -> Report:

@@ -4,21 +4,48 @@
     report.verdict                      OK, WARN or FAIL
     for finding in report.findings: ... finding.name  .verdict  .seen  .meaning  .advice
 
-    corner     .ckptfs-doctor-<id>/ below the run: all that is written lies there, and goes again
-    look       what one rank does and sees: one module per theme; the only I/O
-    seen       what it saw, as values that travel between ranks
-    judge      pure: from what all ranks saw to findings
-    driver     the order of it, collective: every rank gets the same report
+    report     findings, and how they are written
+    session    the scratch directory .ckptfs-doctor-<id>/ below the run, and how a check is made: all that is
+               written is in that directory, and is removed again
+    access  commit  sharing  mount  bucket  speed      the checks, by theme
+    CHECKS     the order of them; every rank gets the same report
 
 Alone or under a launcher: where torchrun's environment says so, every rank takes part and no process
 group is needed. A run's own log is never written.
+
+A place that cannot be reached, or permits neither reading nor writing, is a typed error. Where nothing can be
+written, the rest is looked at only. A rank that fails, or meets Ctrl-C, ends the step on all of them; each removes
+what it made.
 """
 
 from __future__ import annotations
 
-from ckptfs.tools.doctor.driver import examine, examine_with
-from ckptfs.tools.doctor.settings import Clock, Expect, Settings
-from ckptfs.tools.doctor.verdicts import Finding, Report, Theme, Verdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from ckptfs.commit.session import agree_uri
+from ckptfs.control.control import Control, open_control
+from ckptfs.control.rank_errors import collective_error, failure_of
+from ckptfs.errors import AccessError, CkptfsError, StateError
+from ckptfs.storage.base import Shape, Storage
+from ckptfs.storage.clients.choose import PROTOCOLS
+from ckptfs.storage.registry import open_storage
+from ckptfs.tools.doctor import access, bucket, commit, mount, sharing, speed
+from ckptfs.tools.doctor.report import Finding, Report, Theme, Verdict
+from ckptfs.tools.doctor.session import (
+    Clock,
+    Expect,
+    Findings,
+    Opener,
+    ScratchDirectory,
+    Session,
+    Settings,
+    check,
+    cleaning,
+    leftovers,
+    new_id,
+)
+from ckptfs.uri import Uri
 
 __all__ = [
     "Clock",
@@ -31,3 +58,218 @@ __all__ = [
     "examine",
     "examine_with",
 ]
+
+T = TypeVar("T")
+
+_RETRY_S = (
+    10.0  # of one request: whoever asks whether a store answers does not wait a minute for no
+)
+_NOT_TESTED = (
+    ("atomic-replace", Theme.COMMIT),
+    ("domains", Theme.SHARING),
+    ("visibility-delay", Theme.SHARING),
+    ("latency", Theme.SPEED),
+    ("write-bandwidth", Theme.SPEED),
+)
+
+
+@check()
+def not_tested(session: Session) -> Findings:
+    """The names of what is not known where nothing can be written."""
+    if session.is_writable:
+        return ()
+    why = "not tested: nothing could be written"
+    create = "exclusive-create" if session.is_mounted else "conditional-create"
+    names = ((create, Theme.COMMIT), *_NOT_TESTED)
+    return tuple(Finding(name, theme, Verdict.UNKNOWN, why) for name, theme in names)
+
+
+# In the order of importance within each theme; cleaning is the last.
+CHECKS = (
+    access.permissions,
+    commit.exclusive_create,
+    commit.atomic_replace,
+    commit.rename_directory,
+    commit.fsync,
+    commit.hard_links,
+    commit.conditional_replace,
+    commit.multipart,
+    sharing.domains,
+    sharing.shared_directory,
+    sharing.visibility_delay,
+    sharing.clocks,
+    mount.free_space,
+    mount.inodes,
+    mount.quota,
+    bucket.bucket_rules,
+    bucket.data_path,
+    mount.mount,
+    not_tested,
+    mount.names,
+    speed.latency,
+    speed.bandwidth,
+    bucket.requests,
+    leftovers,
+    cleaning,
+)
+
+
+def examine(
+    uri: object,
+    storage_options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+) -> Report:
+    """Examine a storage. Collective where torchrun's environment, or a process group, says so; else alone.
+
+    In any case, and after Ctrl-C, the doctor's directory is removed; after SIGKILL it stays, and a later
+    visit removes it once it is a day old.
+
+    Args:
+        uri: The run, or what is to become one.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        settings: What to measure; None: the defaults.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        CredentialsError: Credentials are missing, wrong or expired.
+        AccessError: Neither reading nor writing is permitted.
+        NotFoundError: There is no such bucket.
+        StorageError: The storage does not answer.
+        UriError: The URI cannot be read.
+        CollectiveError: Only some ranks met such an error; every rank raises this same one.
+    """
+    with open_control() as control:
+        return examine_with(control, uri, storage_options, settings)
+
+
+def examine_with(
+    control: Control,
+    uri: object,
+    storage_options: Mapping[str, Any] | None = None,
+    settings: Settings | None = None,
+    *,
+    opener: Opener = open_storage,
+) -> Report:
+    """As ``examine``, over a control plane that is open.
+
+    Args:
+        control: The ranks that take part.
+        uri: The run, or what is to become one.
+        storage_options: What fsspec's filesystem of that protocol takes; None: nothing beyond what the URI
+            has.
+        settings: What to measure; None: the defaults.
+        opener: How the storage is opened.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        CkptfsError: As for ``examine``.
+    """
+    wanted = settings or Settings()
+    place = agree_uri(control, uri)
+    doctor_id = control.step(
+        "doctor.id", lambda: new_id(wanted.clock.wall_s()), lambda ids: str(ids[0])
+    )
+    options = _impatient(place, storage_options or {})
+    scratch = _agreed(
+        control, "doctor.open", lambda: ScratchDirectory(place, doctor_id, options, opener)
+    )
+    session = Session(control, scratch, wanted, place)
+    try:
+        _agreed(control, "doctor.file", lambda: _refuse_file(scratch.run, place))
+        findings = _findings(session)
+    except BaseException:
+        scratch.clean_quietly()
+        raise
+    finally:
+        scratch.close()
+    worlds = control.worlds
+    sites = dict.fromkeys(w.site for w in worlds)
+    shape = scratch.run.capabilities.shape
+    shapes = control.step("doctor.end", lambda: shape.value, lambda told: str(told[0]))
+    return Report(str(place), doctor_id, shapes, control.size, tuple(sites), tuple(findings))
+
+
+def _refuse_file(storage: Storage, place: Uri) -> None:
+    """StateError: a file lies at that name on a filesystem, and below it there can be no run."""
+    if storage.capabilities.shape is Shape.OBJECT:
+        return
+    try:
+        is_file = not storage.stat("").is_dir
+    except CkptfsError:
+        return  # the checks say what is wrong with the place
+    if is_file:
+        raise StateError(
+            "this is a plain file: doctor tests directories and prefixes",
+            uri=place,
+            hint="give it the directory that the file lies in; ckptfs inspect shows a file",
+        )
+
+
+def _impatient(uri: Uri, options: Mapping[str, Any]) -> dict[str, Any]:
+    ours = {"retry_s": _RETRY_S} if uri.protocol in PROTOCOLS else {}
+    return {**ours, **uri.options, **options}
+
+
+def _agreed(control: Control, label: str, act: Callable[[], T]) -> T:
+    """What ``act`` returned here; where it failed on every rank, the first one's error as it is."""
+    kept: list[T] = []
+
+    def local() -> CkptfsError | None:
+        try:
+            kept.append(act())
+        except CkptfsError as error:
+            return error
+        return None
+
+    control.step(label, local, lambda told: _raise_any(control, label, told))
+    return kept[0]
+
+
+def _raise_any(control: Control, label: str, told: Sequence[CkptfsError | None]) -> None:
+    wrong = {rank: error for rank, error in enumerate(told) if error is not None}
+    if not wrong:
+        return
+    if len(wrong) == len(told):
+        raise wrong[0]
+    worlds = control.worlds
+    failures = {rank: failure_of(error, worlds[rank]) for rank, error in wrong.items()}
+    raise collective_error(label, failures, worlds)
+
+
+def _findings(session: Session) -> list[Finding]:
+    control, scratch = session.control, session.scratch
+    control.step(
+        "doctor.reach",
+        lambda: access.reach(scratch),
+        lambda errors: _raise_any(control, "doctor.reach", errors),
+    )
+    session.access = control.step(
+        "doctor.access", lambda: access.look_at_access(scratch, control.rank)
+    )
+    if all(access.is_shut(seen) for seen in session.access):
+        raise _shut(session)
+    session.is_writable = access.may_write(session.access)
+    if session.is_writable:
+        session.learn()
+    session.mounts = control.step("doctor.mount", lambda: mount.look_at_mount(session.run))
+    findings = [
+        finding for one in CHECKS if session.offers(one.needs) for finding in one.run(session)
+    ]
+    if not session.is_writable:
+        scratch.clean_quietly()
+    return findings
+
+
+def _shut(session: Session) -> AccessError:
+    """Neither reading nor writing: the same on every rank, from what all of them saw."""
+    first = next(r for seen in session.access for r in seen.values() if r is not None)
+    return AccessError(
+        f"neither reading nor writing is permitted: {first.text}",
+        uri=session.uri,
+        hint=first.hint or "check whose credentials the job has",
+    )

@@ -1,13 +1,30 @@
-"""Judges a bucket's rules: versions, locks, expiry. Pure."""
+"""What a bucket does to objects by itself, as far as the job's credentials may ask, and how requests to it go."""
 
 from __future__ import annotations
 
-from ckptfs.storage.clients.bucket_rules import Rule, Versioning
-from ckptfs.tools.doctor.seen import Refusal, Rules, Why
-from ckptfs.tools.doctor.verdicts import Finding, Theme, Verdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-__all__ = ["judge_rules"]
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError
+from ckptfs.storage.base import Storage
+from ckptfs.storage.clients.base import ObjectClient
+from ckptfs.storage.clients.bucket_rules import Lock, Rule, Versioning
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict
+from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
 
+__all__ = ["Rules", "bucket_rules", "data_path", "judge_rules", "requests"]
+
+T = TypeVar("T")
+
+_COMMANDS = {
+    "s3": "pip install 'ckptfs[s3]', or: aws s3api get-bucket-versioning, get-object-lock-configuration, "
+    "get-bucket-lifecycle-configuration --bucket BUCKET",
+    "gs": "gcloud storage buckets describe gs://BUCKET",
+    "az": "az storage account blob-service-properties show, az storage account management-policy show",
+}
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _THEME = Theme.RULES
 _SOON_DAYS = 7
 _SHORT_DAYS = 1
@@ -15,7 +32,55 @@ _NAMES = ("versioning", "object-lock", "lifecycle")
 _SLOW_CLASSES = ("GLACIER", "DEEP_ARCHIVE", "ARCHIVE", "COLDLINE")
 
 
-def judge_rules(seen: Rules | None, how_to_look: str) -> tuple[Finding, ...]:
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """A bucket's rules as its client gave them; a Refusal in place of what could not be asked."""
+
+    prefix: str  # of the run inside the bucket, with its slash
+    versioning: Versioning | Refusal
+    lock: Lock | Refusal | None
+    lifecycle: tuple[Rule, ...] | Refusal
+
+
+@check(Need.BUCKET)
+def bucket_rules(session: Session) -> Findings:
+    """Versions, locks and expiry."""
+    run, rank = session.run, session.rank
+
+    def judge(_: Sequence[World], seen: Sequence[Rules | None]) -> Findings:
+        return judge_rules(seen[0], _how_to_look(session.uri.protocol))
+
+    # One bucket has one set of rules: rank 0 asks.
+    return session.step(
+        "versioning", _THEME, lambda: _look_at_rules(run) if rank == 0 else None, judge
+    )
+
+
+def _look_at_rules(run: Storage) -> Rules | None:
+    """The bucket's rules, and the run's prefix in it; None: its client cannot ask."""
+    client = getattr(run, "client", None)
+    found = client.bucket_rules() if isinstance(client, ObjectClient) else None
+    if found is None:
+        return None
+    prefix = run.root.path.strip("/")
+    return Rules(
+        f"{prefix}/" if prefix else "",
+        _answer(found.versioning),
+        _answer(found.lock),
+        _answer(found.lifecycle),
+    )
+
+
+def _answer(answer: T | CkptfsError) -> T | Refusal:
+    return Refusal.of(answer) if isinstance(answer, CkptfsError) else answer
+
+
+def _how_to_look(protocol: str) -> str:
+    """What a person can ask, where this process cannot."""
+    return _COMMANDS.get(_ALIASES.get(protocol, protocol), "ask whoever runs this store")
+
+
+def judge_rules(seen: Rules | None, how_to_look: str) -> Findings:
     """Three findings. how_to_look: for a person, where the client cannot ask."""
     if seen is None:
         told = "this client cannot ask"
@@ -83,7 +148,7 @@ def _lock(seen: Rules) -> Finding:
     )
 
 
-def _lifecycle(seen: Rules) -> tuple[Finding, ...]:
+def _lifecycle(seen: Rules) -> Findings:
     if isinstance(seen.lifecycle, Refusal):
         return (_unknown("lifecycle", seen.lifecycle),)
     ours = [rule for rule in _rules(seen) if _for_us(rule, seen.prefix)]
@@ -140,3 +205,41 @@ def _uploads(ours: list[Rule]) -> Finding:
     return Finding(
         name, _THEME, Verdict.OK, f"unfinished uploads are aborted after {days:.0f} days"
     )
+
+
+# -- requests --------------------------------------------------------------------------------
+
+
+@check(Need.BUCKET)
+def data_path(session: Session) -> Findings:
+    """Which library carries the data, and why; nothing where there is no choice."""
+    run = session.run
+
+    def judge(_: Sequence[World], seen: Sequence[str]) -> Findings:
+        paths = list(dict.fromkeys(path for path in seen if path))
+        slow = any(not path.startswith("obstore") for path in paths)
+        meaning = "each file is written and read in one stream, not in parts" if slow else ""
+        text = "; ".join(paths)
+        return (Finding("data-path", Theme.SPEED, Verdict.OK, text, meaning),) if paths else ()
+
+    return session.step("data-path", Theme.SPEED, lambda: getattr(run, "data_path", ""), judge)
+
+
+@check(Need.WRITE)
+def requests(session: Session) -> Findings:
+    """What the client of the scratch directory learnt of the server from all requests before."""
+    client = session.client
+    if client is None:
+        return ()
+
+    def judge(_: Sequence[World], answers: Sequence[tuple[str, ...]]) -> Findings:
+        lacking = list(dict.fromkeys(text for answer in answers for text in answer))
+        if not lacking:
+            text = "ranges are read and batches deleted as ckptfs asks"
+            return (Finding("requests", Theme.SPEED, Verdict.OK, text),)
+        meaning = "it works, with more bytes or more requests than elsewhere"
+        advice = "fsspec+ before the URI may read ranges there (docs/stores/s3.md)"
+        text = "; ".join(lacking)
+        return (Finding("requests", Theme.SPEED, Verdict.WARN, text, meaning, advice),)
+
+    return session.step("requests", Theme.SPEED, lambda: client.lacks, judge)

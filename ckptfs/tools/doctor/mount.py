@@ -1,0 +1,382 @@
+"""Free space and inodes, quota, the mount below a path, and names."""
+
+from __future__ import annotations
+
+import os
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptfs.control.world import World
+from ckptfs.errors import CkptfsError, NotFoundError, StorageError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks, size
+from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
+
+__all__ = [
+    "Mount",
+    "Room",
+    "free_space",
+    "inodes",
+    "judge_inodes",
+    "judge_mount",
+    "judge_names",
+    "judge_quota",
+    "judge_space",
+    "look_at_mount",
+    "look_at_room",
+    "mount",
+    "mounts_of",
+    "names",
+    "quota",
+]
+
+_LITTLE_BYTES = 1 << 30
+_FEW_INODES = 10_000
+_NO_INODES = 100
+_LONG_CACHE_S = 60
+_SHOWN_OPTIONS = re.compile(
+    r"vers|proto|soft|softerr|hard|ac|noac|nocto|actimeo|acregm(in|ax)|acdirm(in|ax)|lookupcache|nolock|"
+    r"local_lock|ro|rw|sync|async|cache|dir_attribute_timeout"
+)
+_QUOTAS = ("usrquota", "grpquota", "prjquota", "quota", "uquota", "gquota", "pquota", "uqnoenforce")
+_WITH_QUOTA_OPTIONS = ("ext4", "ext3", "xfs", "f2fs")
+_WITHOUT_QUOTA = ("tmpfs", "ramfs", "overlay")
+_NETWORK = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "lustre",
+    "beegfs",
+    "gpfs",
+    "ceph",
+    "glusterfs",
+    "9p",
+    "virtiofs",
+)
+_QUOTA_TOOLS = {
+    "lustre": "lfs quota -h -u $USER PATH",
+    "beegfs": "beegfs-ctl --getquota --uid $USER",
+    "gpfs": "mmlsquota",
+    "ceph": "getfattr -n ceph.quota.max_bytes PATH",
+}
+
+
+# -- space -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What is free; None where the place does not say."""
+
+    free_bytes: int | None
+    free_inodes: int | None
+    full: Refusal | None = None  # a write that failed for want of space
+
+
+def look_at_room(session: Session) -> list[Room]:
+    """Collective. What the place says on each rank, and what was refused for want of space."""
+    told = session.control.step("doctor.room", lambda: _room(session.run))
+    full = [
+        next((r for r in s.values() if r is not None and r.why is Why.NO_SPACE), None)
+        for s in session.access
+    ]
+    return [replace(t, full=t.full or f) for t, f in zip(told, full, strict=True)]
+
+
+def _room(storage: Storage) -> Room:
+    try:
+        found = storage.space()
+    except StorageError as error:
+        return Room(None, None, Refusal.of(error))
+    return Room(None, None) if found is None else Room(found.free_bytes, found.free_inodes)
+
+
+@check()
+def free_space(session: Session) -> Findings:
+    """Free bytes against what the job needs."""
+    session.rooms = look_at_room(session)
+    return (judge_space(session.worlds, session.rooms, session.settings.needs_bytes),)
+
+
+def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int | None) -> Finding:
+    """The place with the least room decides."""
+    name, theme = "free-space", Theme.SPACE
+    full = {rank: room.full for rank, room in enumerate(seen) if room.full is not None}
+    meaning = "the next save fails; what was committed stays"
+    if full:
+        first = next(iter(full.values()))
+        text = f"{on_ranks(worlds, full)}{first.text}"
+        return Finding(name, theme, Verdict.FAIL, text, meaning, "free space, or ask for quota")
+    told = {rank: room.free_bytes for rank, room in enumerate(seen) if room.free_bytes is not None}
+    if not told:
+        seen_text = (
+            "the place does not tell"
+            if needs_bytes is None
+            else (f"the place does not tell whether {size(needs_bytes)} fit")
+        )
+        return Finding(
+            name, theme, Verdict.UNKNOWN, seen_text, "", "look at the bucket's quota, if it has one"
+        )
+    least = min(told, key=lambda rank: told[rank])
+    free, where = told[least], on_ranks(worlds, [least] if len(set(told.values())) > 1 else told)
+    data = {"free_bytes": free, "needs_bytes": needs_bytes}
+    text = f"{where}{size(free)} free"
+    if needs_bytes is not None and free < needs_bytes:
+        wanted = f"{text}, {size(needs_bytes)} needed"
+        advice = "free space, ask for quota, or keep fewer checkpoints (keep_latest=)"
+        return Finding(
+            name, theme, Verdict.FAIL, wanted, "the job would run out of space", advice, data
+        )
+    if free < _LITTLE_BYTES:
+        return Finding(
+            name, theme, Verdict.WARN, text, meaning, "free space, or ask for quota", data
+        )
+    return Finding(name, theme, Verdict.OK, text, data=data)
+
+
+@check()
+def inodes(session: Session) -> Findings:
+    """Free inodes, where the place has any."""
+    return judge_inodes(session.worlds, session.rooms)
+
+
+def judge_inodes(worlds: Sequence[World], seen: Sequence[Room]) -> Findings:
+    """Few names that are left are a warning, then a failure, whatever space there is."""
+    told = {
+        rank: room.free_inodes for rank, room in enumerate(seen) if room.free_inodes is not None
+    }
+    if not told:
+        return ()
+    least = min(told, key=lambda rank: told[rank])
+    free = told[least]
+    verdict = (
+        Verdict.FAIL if free < _NO_INODES else Verdict.WARN if free < _FEW_INODES else Verdict.OK
+    )
+    bad = verdict is not Verdict.OK
+    where = on_ranks(worlds, [least]) if bad else ""
+    return (
+        Finding(
+            "inodes",
+            Theme.SPACE,
+            verdict,
+            f"{where}{free} free",
+            "no file can be made when they are used up, however much space is left" if bad else "",
+            "remove small files, or ask for more inodes" if bad else "",
+            {"free_inodes": free},
+        ),
+    )
+
+
+@check()
+def quota(session: Session) -> Findings:
+    """Whether the mount has quotas that free space does not show."""
+    return judge_quota(session.mounts)
+
+
+def judge_quota(mounts: Sequence[Mount | None]) -> Findings:
+    """A mount without quota options has none; elsewhere a person is told what to ask."""
+    mount = mounts[0]
+    if mount is None:
+        return ()
+    name, theme = "quota", Theme.SPACE
+    on = sorted(set(_QUOTAS) & set(mount.options))
+    if mount.kind in _WITHOUT_QUOTA or (mount.kind in _WITH_QUOTA_OPTIONS and not on):
+        return (Finding(name, theme, Verdict.OK, f"{mount.kind} mounted without quotas"),)
+    tool = _QUOTA_TOOLS.get(mount.kind, "quota -s")
+    told = f"{mount.kind} mounted with {', '.join(on)}" if on else f"{mount.kind} does not tell"
+    meaning = "free space may be more than this user is allowed"
+    return (Finding(name, theme, Verdict.UNKNOWN, told, meaning, f"look with `{tool}`"),)
+
+
+# -- the mount -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """The mount below a path."""
+
+    kind: str
+    source: str
+    options: tuple[str, ...]
+    at: str
+
+
+def look_at_mount(storage: Storage) -> Mount | None:
+    """The mount below the place, as this process sees it; None: no mounted place, or no /proc."""
+    path = storage.local_path("")
+    if path is None:
+        return None
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            table = file.read()
+    except OSError:
+        return None
+    return mounts_of(table, os.path.realpath(path))
+
+
+def mounts_of(table: str, path: str) -> Mount | None:
+    """The mount that holds ``path``, from the text of mountinfo. Pure."""
+    found: Mount | None = None
+    for line in table.splitlines():
+        left, _, right = line.partition(" - ")
+        words, kinds = left.split(), right.split()
+        if len(words) < 6 or len(kinds) < 3:  # noqa: PLR2004 - fields of proc(5)
+            continue
+        at = _plain(words[4])
+        inside = path == at or path.startswith(f"{at.rstrip('/')}/")
+        # Of two mounts at one point the later one is seen.
+        if inside and (found is None or len(at) >= len(found.at)):
+            options = tuple(dict.fromkeys([*words[5].split(","), *kinds[2].split(",")]))
+            found = Mount(kinds[0], _plain(kinds[1]), options, at)
+    return found
+
+
+def _plain(word: str) -> str:
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        word = word.replace(code, character)
+    return word
+
+
+@check()
+def mount(session: Session) -> Findings:
+    """What is mounted, and options that change what a job may rely on."""
+    return judge_mount(session.worlds, session.mounts)
+
+
+def judge_mount(worlds: Sequence[World], mounts: Sequence[Mount | None]) -> Findings:
+    """The type of a mount is named; only options, and places that do not last, are worth a warning."""
+    told = [mount for mount in mounts if mount is not None]
+    if not told:
+        return ()
+    kinds = {rank: mount.kind for rank, mount in enumerate(mounts) if mount is not None}
+    first = told[0]
+    shown = [o for o in first.options if _SHOWN_OPTIONS.fullmatch(o.partition("=")[0])]
+    text = f"{first.kind} at {first.at}"
+    if first.kind in _NETWORK or first.kind.startswith("fuse"):
+        text += f" from {first.source} ({','.join(shown)})"
+    data = {"kind": first.kind, "at": first.at, "options": shown}
+    if len(set(kinds.values())) > 1:
+        odd = next(rank for rank in kinds if kinds[rank] != first.kind)
+        text += f"; {kinds[odd]} on rank {odd}, {worlds[odd].site}"
+    notes = [note for mount in told for note in _notes(mount)]
+    if notes:
+        meaning, advice = notes[0]
+        return (Finding("mount", Theme.MOUNT, Verdict.WARN, text, meaning, advice, data),)
+    meaning = ""
+    if first.kind.startswith("fuse"):
+        meaning = "a FUSE mount: what it did above decides, not its name"
+    return (Finding("mount", Theme.MOUNT, Verdict.OK, text, meaning, data=data),)
+
+
+def _notes(mount: Mount) -> list[tuple[str, str]]:
+    """What a mount's type or options mean for checkpoints, and what to do, worst first."""
+    options = dict(o.partition("=")[::2] for o in mount.options)
+    notes = []
+    if mount.kind in ("tmpfs", "ramfs"):
+        notes.append(
+            ("memory: gone when the machine or the container ends", "use it for fast copies only")
+        )
+    if mount.kind == "overlay":
+        notes.append(
+            ("a container's own layer: gone with the container", "mount a volume at this path")
+        )
+    if mount.kind.startswith("nfs") and ({"soft", "softerr"} & options.keys()):
+        notes.append(
+            (
+                "mounted soft: a busy server becomes an I/O error, and a write may be lost",
+                "mount it hard",
+            )
+        )
+    if mount.kind.startswith("nfs") and "nocto" in options:
+        notes.append(
+            ("mounted nocto: an opened file may be an older one", "mount it without nocto")
+        )
+    late = [
+        f"{name}={value}"
+        for name, value in options.items()
+        if name in ("actimeo", "acdirmax", "acregmax", "dir_attribute_timeout")
+        and value.isdigit()
+        and int(value) > _LONG_CACHE_S
+    ]
+    if late:
+        notes.append(
+            (f"{late[0]}: new files of other nodes are seen late", "leave it at 60 s or below")
+        )
+    return notes
+
+
+# -- names -----------------------------------------------------------------------------------
+
+# By the kind of name: None where it came back as it was given.
+_Names = Mapping[str, Refusal | None]
+_CASE = "names that differ in case only"
+
+
+@check(Need.WRITE)
+def names(session: Session) -> Findings:
+    """Names that steps, ranks and parts may have."""
+    look = partial(_look_at_names, session.storage, session.rank)
+    return session.step("names", Theme.MOUNT, look, judge_names)
+
+
+def _look_at_names(storage: Storage, rank: int) -> _Names | None:
+    """Names that differ in case, that are long, and that are no ASCII; None: no file could be made."""
+    base = f"names/{rank}"
+    accented = "étape-größe"
+    try:
+        storage.make_dir(base)
+        storage.replace(f"{base}/Case", b"x")
+    except StorageError:
+        return None
+    folded = None
+    try:
+        storage.stat(f"{base}/case")
+        folded = Refusal(Why.EXISTS, "another name answers to it")
+    except NotFoundError:
+        pass
+    tried = {
+        "100 characters": "n" * 100,
+        "composed accents": unicodedata.normalize("NFC", accented),
+        "decomposed accents": unicodedata.normalize("NFD", accented),
+        "spaces and signs": "a b+c%d=e",
+    }
+    found = {kind: _named(storage, base, name) for kind, name in tried.items()}
+    return {_CASE: folded, **found}
+
+
+def judge_names(_: Sequence[World], seen: Sequence[_Names | None]) -> Findings:
+    """A warning that says which kinds of names did not come back."""
+    tried = [names for names in seen if names is not None]
+    if not tried:
+        return ()
+    refused = sorted({kind for names in tried for kind, r in names.items() if r is not None})
+    if not refused:
+        return (Finding("names", Theme.MOUNT, Verdict.OK, "case, length and accents are kept"),)
+    return (
+        Finding(
+            "names",
+            Theme.MOUNT,
+            Verdict.WARN,
+            f"not kept: {', '.join(refused)}",
+            "checkpoints or parts with such names clash, or cannot be made",
+            "name runs, steps and parts in short plain ASCII",
+            {"not_kept": refused},
+        ),
+    )
+
+
+def _named(storage: Storage, base: str, name: str) -> Refusal | None:
+    try:
+        storage.replace(f"{base}/{name}", name.encode())
+        if storage.read(f"{base}/{name}") != name.encode():
+            raise StorageError("another name answers to it", uri=storage.uri(base))
+        if name not in [entry.name for entry in storage.list(base)]:
+            raise StorageError("it is listed as another name", uri=storage.uri(base))
+        storage.remove(f"{base}/{name}")
+    except CkptfsError as error:
+        return Refusal.of(error)
+    return None

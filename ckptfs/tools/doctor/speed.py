@@ -1,0 +1,224 @@
+"""How long small operations take, and how fast a large file goes out and comes back.
+
+Numbers first, verdicts only where something is badly wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+from ckptfs.control.world import World
+from ckptfs.errors import StorageError
+from ckptfs.storage.base import Storage
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, seconds, size
+from ckptfs.tools.doctor.session import (
+    Findings,
+    Need,
+    ReadFailedError,
+    Refusal,
+    Session,
+    check,
+    failure,
+)
+
+__all__ = ["Transfer", "bandwidth", "judge_bandwidth", "judge_latency", "latency"]
+
+_SMALL = 8
+_PIECE_BYTES = 8 << 20
+_BLOCK_BYTES = 16 << 20
+_SLOW_S = 1.0
+_SLOW_BYTES_PER_S = 5e6
+_LONG_S = 1.0  # what took less tells of latency, not of bandwidth
+
+
+# Seconds of each small operation, by its name, in the order they were done.
+Latency = Mapping[str, Sequence[float]]
+
+
+@check(Need.WRITE)
+def latency(session: Session) -> Findings:
+    """Small operations of all ranks at once."""
+    look = partial(_look_at_latency, session.storage, session.rank)
+    return session.step("latency", Theme.SPEED, look, judge_latency)
+
+
+def _look_at_latency(storage: Storage, rank: int) -> Latency:
+    """A few small files: each written durably, looked at and read."""
+    base = f"small/{rank}"
+    taken: dict[str, list[float]] = {"write": [], "stat": [], "read": []}
+
+    def timed(what: str, act: Callable[[], object]) -> None:
+        begun_s = time.perf_counter()
+        act()
+        taken[what].append(time.perf_counter() - begun_s)
+
+    try:
+        storage.make_dir(base)
+        for number in range(_SMALL):
+            key = f"{base}/{number}"
+            timed("write", partial(storage.replace, key, b"small"))
+            timed("stat", partial(storage.stat, key))
+            timed("read", partial(storage.read, key))
+    except StorageError as error:
+        if len(taken["write"]) > len(taken["read"]):
+            raise ReadFailedError(error) from error
+        raise
+    return taken
+
+
+def judge_latency(_: Sequence[World], seen: Sequence[Latency]) -> Findings:
+    """Only commits that are hopelessly slow are a warning."""
+    name = "latency"
+    told, data, worst_s = [], {}, 0.0
+    for what in seen[0]:
+        times = [t for s in seen for t in s[what]]
+        middle_s, most_s = median(times), max(times)
+        told.append(f"{what} {seconds(middle_s)} (at most {seconds(most_s)})")
+        data[what] = {"median_s": middle_s, "max_s": most_s}
+        worst_s = max(worst_s, middle_s)
+    text = f"{', '.join(told)}; {many(len(seen), 'rank')} at once"
+    if worst_s <= _SLOW_S:
+        return (Finding(name, Theme.SPEED, Verdict.OK, text, data=data),)
+    meaning = "every commit takes several such operations one after another"
+    advice = "look at the load of the server, the distance to it, and proxies on the way"
+    return (Finding(name, Theme.SPEED, Verdict.WARN, text, meaning, advice, data),)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One file written and read."""
+
+    size_bytes: int
+    write_s: float
+    read_s: float = 0.0
+    cached: str = ""  # what may have answered the read; "" where nothing
+
+
+@check(Need.WRITE)
+def bandwidth(session: Session) -> Findings:
+    """A file of each rank, all at once: written durably, read back by another where there is one."""
+    control, settings, storage = session.control, session.settings, session.storage
+    size_bytes, rank = settings.size_bytes, session.rank
+    if not size_bytes:
+        return ()
+    wanted = 2 * size_bytes * control.size
+    if any(room.free_bytes is not None and room.free_bytes < wanted for room in session.rooms):
+        why = "not measured: too little space"
+        return (Finding("write-bandwidth", Theme.SPEED, Verdict.UNKNOWN, why, "", "--size 8MiB"),)
+    written = control.step("doctor.write", lambda: _write_whole(storage, rank, size_bytes))
+    mine = next(group for group in session.groups if rank in group)
+
+    def look() -> Transfer | Refusal:
+        return _read_back(storage, _reads(control.worlds, mine, rank), written[rank])
+
+    def judge(_: Sequence[World], seen: Sequence[Transfer]) -> Findings:
+        return judge_bandwidth(seen, settings.needs_bytes)
+
+    return session.step("write-bandwidth", Theme.SPEED, look, judge, _failed)
+
+
+def _reads(worlds: Sequence[World], group: Sequence[int], rank: int) -> int:
+    """Whose file a rank reads: another node's where it sees one, for its own may be in its memory."""
+    others = [r for r in group if worlds[r].node != worlds[rank].node]
+    return others[list(group).index(rank) % len(others)] if others else rank
+
+
+def _failed(worlds: Sequence[World], refused: Mapping[int, Refusal]) -> Finding:
+    # What was written and cannot be read back: saves go through.
+    reads = all(refusal.is_read for refusal in refused.values())
+    name = "read-bandwidth" if reads else "write-bandwidth"
+    return failure(name, Theme.SPEED, worlds, refused)
+
+
+def _write_whole(storage: Storage, rank: int, size_bytes: int) -> Transfer | Refusal:
+    """Write this rank's file, durably. Its bytes are random and made before the time is taken."""
+    block = memoryview(os.urandom(min(size_bytes, _BLOCK_BYTES)))
+    try:
+        storage.make_dir("large")
+        begun_s = time.perf_counter()
+        left = size_bytes
+        with storage.open_write(f"large/{rank}", size_hint_bytes=size_bytes) as writer:
+            while left > 0:
+                at = (size_bytes - left) % len(block)
+                piece = block[at : at + min(left, _PIECE_BYTES)]
+                writer.lend(piece)
+                left -= len(piece)
+        storage.sync("large")
+        taken_s = time.perf_counter() - begun_s
+    except StorageError as error:
+        return Refusal.of(error)
+    return Transfer(size_bytes, taken_s, cached=_let_go(storage, rank))
+
+
+def _let_go(storage: Storage, rank: int) -> str:
+    """Ask the kernel to drop what it holds of the file; what may answer the read all the same."""
+    path = storage.local_path(f"large/{rank}")
+    if path is None:
+        return ""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    except OSError:
+        return "this node's memory"
+    return "the server's or the disk's memory"
+
+
+def _read_back(storage: Storage, rank: int, mine: Transfer | Refusal) -> Transfer | Refusal:
+    """Read the file of ``rank``, several ranges at once as a load does; ``mine`` with its time."""
+    if isinstance(mine, Refusal):
+        return mine
+    buffer = memoryview(bytearray(mine.size_bytes))
+    try:
+        begun_s = time.perf_counter()
+        with storage.open_read(f"large/{rank}") as reader:
+            step = max(1, reader.window_bytes)
+            spans = [(at, buffer[at : at + step]) for at in range(0, mine.size_bytes, step)]
+            with ThreadPoolExecutor(max(1, reader.concurrency)) as pool:
+                list(pool.map(lambda span: reader.read_into(*span), spans))
+        taken_s = time.perf_counter() - begun_s
+    except StorageError as error:
+        raise ReadFailedError(error) from error
+    return replace(mine, read_s=taken_s)
+
+
+def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findings:
+    """A short transfer says nothing; what the job needs becomes a time."""
+    total = sum(s.size_bytes for s in seen)
+    each = f"{many(len(seen), 'rank')} x {size(seen[0].size_bytes)}"
+    write_s = max(s.write_s for s in seen)
+    read_s = max(s.read_s for s in seen)
+    cached = next((s.cached for s in seen if s.cached), "")
+    written = _of("write-bandwidth", total, write_s, f"{each}, durable")
+    read = _of(
+        "read-bandwidth", total, read_s, each + (f"; from {cached} perhaps" if cached else "")
+    )
+    if needs_bytes is None:
+        return written, read
+    takes = f"{size(needs_bytes)} at this rate: {seconds(needs_bytes * write_s / total)}"
+    return (
+        Finding(written.name, written.theme, written.verdict, f"{written.seen}; {takes}",
+                written.meaning, written.advice, written.data),
+        read,
+    )  # fmt: skip
+
+
+def _of(name: str, total_bytes: int, taken_s: float, how: str) -> Finding:
+    rate = total_bytes / max(taken_s, 1e-9)
+    text = f"{rate / 1e6:.0f} MB/s ({how})"
+    data = {"bytes_per_s": rate, "bytes": total_bytes, "seconds": taken_s}
+    if rate >= _SLOW_BYTES_PER_S or taken_s < _LONG_S:
+        return Finding(name, Theme.SPEED, Verdict.OK, text, data=data)
+    meaning = "a checkpoint of 10 GB takes more than half an hour"
+    advice = (
+        "look at the network and the server's load; save in the background (async_save), less often"
+    )
+    return Finding(name, Theme.SPEED, Verdict.WARN, text, meaning, advice, data)
