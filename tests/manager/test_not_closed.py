@@ -16,7 +16,14 @@ import ckptfs
 from ckptfs.commit.log.append import catch_up
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
+from ckptfs.commit.ownership.claim import claim
+from ckptfs.commit.ownership.lease import LeaseTimes
+from ckptfs.commit.ownership.run import Run
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import SoloControl
+from ckptfs.storage.local import LocalStorage
 from ckptfs.storage.registry import open_storage
+from ckptfs.uri import Uri
 
 STATE = {"w": torch.arange(8.0)}
 WITHIN_S = 30.0  # nobody waits so long but for a defect
@@ -209,6 +216,20 @@ def test_two_living_owners_of_one_process(tmp_path: Path, takeover: Any) -> None
         assert "since 20" in text
         assert "last commit step_1" in text
         manager.save(2, STATE)  # it goes on
+
+
+def test_a_living_owner_of_this_process_is_not_judged_by_its_lease(tmp_path: Path) -> None:
+    """Its thread may not have come to write one for long: the process itself is there to tell that it lives."""
+    storage = LocalStorage(Uri.parse(str(tmp_path / "run")))
+
+    def claimed(times: LeaseTimes) -> Run:
+        return claim(sit_down(SoloControl(), storage, Place(), write=True), times=times)
+
+    with (
+        claimed(LeaseTimes(rewrite_s=3600.0)),
+        pytest.raises(ckptfs.RunBusyError, match="is held by this process"),
+    ):
+        claimed(LeaseTimes(still_s=0.0))
 
 
 def test_a_released_run_is_not_released_again(tmp_path: Path) -> None:

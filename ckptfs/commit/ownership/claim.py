@@ -39,7 +39,14 @@ from ckptfs.commit.ownership.lease import (
 )
 from ckptfs.commit.ownership.recovery import Report, plan_recovery, report, settle
 from ckptfs.commit.ownership.recovery_plan import Plan, with_equal_seals_once
-from ckptfs.commit.ownership.run import Caller, Run, ownership_of, release_fence, wait_until_left
+from ckptfs.commit.ownership.run import (
+    Caller,
+    Ownership,
+    Run,
+    ownership_of,
+    release_fence,
+    wait_until_left,
+)
 from ckptfs.commit.paths import LOG, log_key
 from ckptfs.commit.save.owner_steps import survey
 from ckptfs.commit.save.spec import fresh_ids
@@ -278,6 +285,9 @@ class _Claimant:
         def local() -> _Look | None:
             if not self._owner:
                 return None
+            own = None if found.fence is None else self._own(found.fence)
+            if own is not None and own.stays:
+                return _Look(Pulse.MOVES, is_of_call=False)  # alive, however old its lease is
             pulse = watch.look(look_s if waits else math.inf)
             return _Look(pulse, pulse is Pulse.MOVES and watch.is_of_call)
 
@@ -292,11 +302,17 @@ class _Claimant:
 
         return self._seat.control.step("watch", local, decide)
 
+    def _own(self, fence: Fence) -> Ownership | None:
+        """What this process knows of that fence, where it is its own."""
+        me = who_am_i(self._seat.control.world)
+        return (
+            ownership_of(fence.generation) if (fence.node, fence.job) == (me.node, me.job) else None
+        )
+
     def _busy(self, fence: Fence, last: Seal | None, *, waited: bool) -> RunBusyError:
         told = "nothing committed yet" if last is None else f"last commit {last.name}"
-        root, me = self._seat.storage.root, who_am_i(self._seat.control.world)
-        own = ownership_of(fence.generation)
-        if own is not None and (fence.node, fence.job) == (me.node, me.job):
+        root, own = self._seat.storage.root, self._own(fence)
+        if own is not None:
             return RunBusyError(
                 f"the run is held by this process (pid {fence.pid}) since {own.since}, "
                 f"by {own.call}, {told}",

@@ -217,6 +217,11 @@ class Ownership:
             self.leave()
 
     @property
+    def stays(self) -> bool:
+        """Whether the run is held for longer than one call, and will not be released by itself."""
+        return not self.is_leaving and not self.caller.for_call
+
+    @property
     def call(self) -> str:
         """What claimed the run, and where in the program that was called."""
         return f"{self.caller.call}{self.where}"
