@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,8 +62,8 @@ def fold(storage: Storage) -> LogState:
 def delete(storage: Storage, by: Generation = G1) -> None:
     """The holder deletes the save."""
     caps, views = storage.capabilities, {"A": fold(storage)}
-    program = partial(delete_save, A.seal(G1, 1), views, "A", by, caps)
-    drive(program(reason="asked", ids=ids(f"d{by.number}")), storage)
+    means = Means("A", caps, ids(f"d{by.number}"))
+    drive(delete_save(A.seal(G1, 1), views, means, by, reason="asked"), storage)
 
 
 def recover(storage: Storage, gen: Generation) -> LogState:

@@ -19,8 +19,8 @@ import torch
 from ckptfs.commit.catalog.catalog import list_live
 from ckptfs.commit.catalog.locate import locate
 from ckptfs.commit.delete.deletion_steps import delete_save
-from ckptfs.commit.log.append import catch_up
-from ckptfs.commit.log.entries import Kind, Seal, Stamp
+from ckptfs.commit.log.append import Means, catch_up
+from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import decode_manifest
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import Takeover, claim
@@ -107,12 +107,9 @@ class Run:
         program = delete_save(
             self.seal(name),
             {domain: state},
-            domain,
+            Means(domain, seat.caps, self._ids),
             self.held.generation,
-            seat.caps,
             reason="the test",
-            ids=self._ids,
-            stamp=Stamp(),
         )
         drive(program, seat.storage)
 

@@ -195,13 +195,11 @@ def driver_again(what: Whole, domains: tuple[str, ...] = ("A",)) -> Steps:
         if not (yield from on(domain, lies_nowhere(taken, domain, what.caps.shape))):
             return "taken"
     for domain in taken.everywhere:
-        program = record_removal(
-            taken, views[domain], domain, what.gen, what.caps.shape,
-            ids=ids(f"again-{what.save_id}-{domain}"),
-        )  # fmt: skip
+        means = Means(domain, what.caps, ids(f"again-{what.save_id}-{domain}"))
+        program = record_removal(taken, means, what.gen, views[domain])
         if isinstance((yield from on(domain, program)), Refused):
             return "lies there"
-    del views, program, taken
+    del views, program, taken, means
     return (yield from driver(what))
 
 

@@ -466,9 +466,7 @@ def saver_again(what: What, spec: Holder) -> Steps:
     state = yield from on("A", catch_up())
     done = yield from on(
         "A",
-        record_removal(
-            taken, state, "A", spec.gen, what.caps.shape, ids=means.ids, stamp=means.stamp
-        ),
+        record_removal(taken, means, spec.gen, state),
     )
     if isinstance(done, Refused):
         return "lies there"
@@ -664,7 +662,7 @@ def _delete(spec: Holder, name: str, own: Iterator[str]) -> Steps:
             continue
         outcome = yield from on(
             domain,
-            delete_save(found[-1], views, domain, spec.gen, spec.caps, reason="asked", ids=own),
+            delete_save(found[-1], views, Means(domain, spec.caps, own), spec.gen, reason="asked"),
         )
         if isinstance(outcome, Refused):
             return

@@ -15,7 +15,6 @@ from ckptfs.commit.delete.deletion_steps import delete_save
 from ckptfs.commit.log.append import Refused
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.run import Run
-from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.errors import CkptfsError
 from tests.faults.proxy import At, FaultProxy, Gate, Hold, HttpFault, Nth
 from tests.lab.server import Server
@@ -124,12 +123,8 @@ def delete(run: Run, name: str) -> str:
     assert view is not None
     views = dict([view])
     [seal] = [s.seal for s in views[view[0]].saves.values() if s.seal and s.seal.name == name]
-    done = drive(
-        delete_save(
-            seal, views, view[0], run.generation, run.seat.caps, reason="test", ids=fresh_ids()
-        ),
-        run.seat.storage,
-    )
+    program = delete_save(seal, views, run.seat.means(), run.generation, reason="test")
+    done = drive(program, run.seat.storage)
     return str(done.reason) if isinstance(done, Refused) else "deleted"
 
 

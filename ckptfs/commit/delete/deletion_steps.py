@@ -35,7 +35,7 @@ A save keeps its name if anything of it is left, or if a domain that cannot be r
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -50,7 +50,7 @@ from ckptfs.commit.log.append import (
     catch_up_again,
     write_snapshot,
 )
-from ckptfs.commit.log.entries import Delete, Generation, Kind, Seal, Stamp
+from ckptfs.commit.log.entries import Delete, Generation, Kind, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import (
     List,
@@ -71,7 +71,6 @@ from ckptfs.commit.paths import (
     shared_key,
 )
 from ckptfs.commit.save.projection import discard_source
-from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.commit.session import Seat, View, step_with_views
 from ckptfs.commit.state import committed, name_taken, pieces
 from ckptfs.errors import (
@@ -110,38 +109,34 @@ logger = logging.getLogger("ckptfs.commit")
 def delete_save(
     seal: Seal,
     views: Mapping[str, LogState],
-    domain: str,
+    means: Means,
     holder: Generation,
-    caps: Capabilities,
     *,
     reason: str,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
     still: Callable[[LogState], bool] = lambda _: True,
 ) -> Program[Appended | Refused[Refusal]]:
     """Delete one committed save in this domain: the entry, its bytes, the entry that they are gone.
 
     views: what is known of all domains. still: as for ``enter_delete``.
     """
+    state = views[means.domain]
     outcome = yield from enter_delete(
-        seal.save_id, views[domain], holder, reason=reason, ids=ids, stamp=stamp, still=still
+        seal.save_id, means, holder, state, reason=reason, still=still
     )
     if isinstance(outcome, Refused) and (
         outcome.reason is Refusal.FENCED or not outcome.state.save(seal.save_id).deleted
     ):
         return outcome
-    now = {**views, domain: outcome.state}
-    return (yield from finish_delete(seal, now, domain, holder, caps, ids=ids, stamp=stamp))
+    return (yield from finish_delete(seal, {**views, means.domain: outcome.state}, means, holder))
 
 
 def enter_delete(
     save_id: str,
-    state: LogState | None,
+    means: Means,
     holder: Generation,
+    state: LogState | None,
     *,
     reason: str,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
     still: Callable[[LogState], bool] = lambda _: True,
 ) -> Program[Appended | Refused[Refusal]]:
     """The entry alone: from here the save is deleted, and its bytes may go at any time.
@@ -155,33 +150,36 @@ def enter_delete(
             return Refused(Refusal.NOTHING, seen)
         return may_delete(seen, save_id, holder, reason)
 
-    return (yield from append(decide, write_id=next(ids), stamp=stamp, state=state))
+    return (yield from append(decide, write_id=next(means.ids), stamp=means.stamp, state=state))
 
 
 def finish_delete(
     seal: Seal,
     views: Mapping[str, LogState],
-    domain: str,
+    means: Means,
     holder: Generation,
-    caps: Capabilities,
     *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
     trash: str | None = None,
 ) -> Program[Appended | Refused[Refusal]]:
     """Remove the bytes of a save with a delete in this domain's log, and record this there.
 
     trash: of a remover that holds nothing; otherwise the holder's.
     """
-    erased = yield from erase(seal, views, domain, trash or trash_of(holder), caps)
-    if not erased:
-        return Refused(Refusal.NOTHING, views[domain])
+    state, where = views[means.domain], trash or trash_of(holder)
+    if not (yield from erase(seal, views, means.domain, where, means.caps)):
+        return Refused(Refusal.NOTHING, state)
+    return (yield from _enter_gone(seal.save_id, means, holder, state))
+
+
+def _enter_gone(
+    save_id: str, means: Means, holder: Generation, state: LogState
+) -> Program[Appended | Refused[Refusal]]:
     return (
         yield from append(
-            lambda seen: may_forget(seen, seal.save_id, holder),
-            write_id=next(ids),
-            stamp=stamp,
-            state=views[domain],
+            lambda seen: may_forget(seen, save_id, holder),
+            write_id=next(means.ids),
+            stamp=means.stamp,
+            state=state,
         )
     )
 
@@ -303,15 +301,7 @@ def retire(
         here = {means.domain: seen}
         return not going or why_kept(seal.save_id, here, AT_ENTRY, going) is None
 
-    done = yield from enter_delete(
-        seal.save_id,
-        state,
-        holder,
-        reason=reason,
-        ids=means.ids,
-        stamp=means.stamp,
-        still=still,
-    )
+    done = yield from enter_delete(seal.save_id, means, holder, state, reason=reason, still=still)
     if isinstance(done, Refused):
         return done
     summed = yield from write_snapshot(done.state, write_id=next(means.ids), stamp=means.stamp)
@@ -341,16 +331,7 @@ def erase_retired(
     if again and means.caps.shape is Shape.FILESYSTEM:
         # What was renamed is not found at its place any more: the next rename would take it for gone.
         yield from _empty_trash(save_id, trash_of(holder))
-    done = yield from finish_delete(
-        save.seal,
-        {means.domain: seen},
-        means.domain,
-        holder,
-        means.caps,
-        ids=means.ids,
-        stamp=means.stamp,
-        trash=trash,
-    )
+    done = yield from finish_delete(save.seal, {means.domain: seen}, means, holder, trash=trash)
     if done.state.save(save_id).gone:
         write_id = next(means.ids)
         return Erasure.GONE, (
@@ -450,32 +431,18 @@ def _entries(key: str) -> Program[list[Entry]]:
 
 
 def record_removal(
-    seal: Seal,
-    state: LogState,
-    domain: str,
-    holder: Generation,
-    shape: Shape,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
+    seal: Seal, means: Means, holder: Generation, state: LogState
 ) -> Program[LogState | Refused[Refusal]]:
     """Record that a save was removed by hand and that its bytes are gone here. Only for the holder.
 
     If something of it is here after all, nothing is recorded. Removes nothing.
     """
-    if not (yield from lies_nowhere(seal, domain, shape)):
+    if not (yield from lies_nowhere(seal, means.domain, means.caps.shape)):
         return Refused(Refusal.NOTHING, state)
-    entered = yield from enter_delete(
-        seal.save_id, state, holder, reason=REMOVED_BY_HAND, ids=ids, stamp=stamp
-    )
+    entered = yield from enter_delete(seal.save_id, means, holder, state, reason=REMOVED_BY_HAND)
     if isinstance(entered, Refused) and not entered.state.save(seal.save_id).deleted:
         return entered
-    done = yield from append(
-        lambda seen: may_forget(seen, seal.save_id, holder),
-        write_id=next(ids),
-        stamp=stamp,
-        state=entered.state,
-    )
+    done = yield from _enter_gone(seal.save_id, means, holder, entered.state)
     if isinstance(done, Refused) and not done.state.save(seal.save_id).gone:
         return done
     return done.state
@@ -566,15 +533,12 @@ def record_removed(seat: Seat, name: str, artifact: Kind, holder: Generation) ->
 def _record_here(seat: Seat, removed: Sequence[Removal], holder: Generation) -> bool:
     if not seat.placement.is_owner:
         return True
-    here, ids, stamp = seat.placement.mine.id, fresh_ids(), seat.stamp()
+    means = seat.means()
     for one in removed:
-        if here not in one.seal.everywhere:
+        if means.domain not in one.seal.everywhere:
             continue
         state = drive(catch_up_again(seat.fold_from), seat.storage)
-        program = record_removal(
-            one.seal, state, here, holder, seat.caps.shape, ids=ids, stamp=stamp
-        )
-        done = drive(program, seat.storage)
+        done = drive(record_removal(one.seal, means, holder, state), seat.storage)
         if isinstance(done, Refused):
             return False
         seat.known.learn(done)

@@ -26,7 +26,7 @@ from ckptfs.commit.delete.deletion_steps import (
     wipe_leftovers,
 )
 from ckptfs.commit.delete.trash import take_trash
-from ckptfs.commit.log.append import Appended, Refused, append, catch_up, write_snapshot
+from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up, write_snapshot
 from ckptfs.commit.log.entries import Body, Decided, Generation, Outcome, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import List, Program, Read, Refresh, Sync, is_checkpoint_name
@@ -137,17 +137,15 @@ def settle(
     None removes them here.
     """
     views = yield from settle_plan(plan, domain, holder, caps, ids=ids, stamp=stamp, spared=spared)
+    means = Means(domain, caps, ids, stamp)
     for doom in doomed(views):
         if domain in doom.seal.everywhere:
             delete = delete_save(
                 doom.seal,
                 views,
-                domain,
+                means,
                 holder,
-                caps,
                 reason=doom.reason,
-                ids=ids,
-                stamp=stamp,
                 still=_still_doomed(doom, views, domain),
             )
             gone = yield from _if_permitted(delete, doom.seal.name, caps)
@@ -170,7 +168,7 @@ def settle_plan(
     spared: set[str] | None = None,
 ) -> Program[Mapping[str, LogState]]:
     """Carry the plan out in one domain, and nothing else. Errors and ``spared`` as for ``settle``."""
-    state = plan.views[domain]
+    state, means = plan.views[domain], Means(domain, caps, ids, stamp)
     doubtful = names_saved_twice(state)  # before what is gone is forgotten
     dead: list[AttemptRecord] = []
     for record in plan.abort:
@@ -200,7 +198,7 @@ def settle_plan(
         _stop_if_fenced(told, domain)
     # Before any byte of them: from the entry on nobody publishes them here.
     seen = {**plan.views, domain: state}
-    noted = yield from note_deletes(seen, domain, holder, ids=ids, stamp=stamp)
+    noted = yield from note_deletes(seen, means, holder)
     _stop_if_fenced(noted, domain)
     views: Mapping[str, LogState] = {**seen, domain: noted.state}
     for record in (*dead, *plan.released):
@@ -208,9 +206,7 @@ def settle_plan(
         if is_released(record.save_id, record.of, views, domain):
             discard = discard_attempt(record.save_id, record.name, holder, caps)
             yield from _if_permitted(discard, record.save_id, caps)
-    views = yield from _complete_deletes(
-        views, domain, holder, caps, ids=ids, stamp=stamp, spared=spared
-    )
+    views = yield from _complete_deletes(views, means, holder, spared)
     yield from project_all(views, domain, caps, holder, doubtful)
     return views
 
@@ -264,17 +260,14 @@ def _stop_if_fenced(outcome: object, domain: str) -> None:
 
 def _complete_deletes(
     views: Mapping[str, LogState],
-    domain: str,
+    means: Means,
     holder: Generation,
-    caps: Capabilities,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp,
     spared: set[str] | None,
 ) -> Program[Mapping[str, LogState]]:
     """Finish deletes whose bytes a crash left, and deletes that another domain began: the entry
     here too, before any byte, or this domain alone would believe in a save that is not there.
     """
+    domain, caps = means.domain, means.caps
     leftovers: dict[str, list[Seal]] = {}
     for save in list(views[domain].saves.living.values()):
         if save.seal is None or standing(save.save_id, views) is not Standing.DELETED:
@@ -284,14 +277,10 @@ def _complete_deletes(
             continue
         reason = "begun elsewhere"
         if spared is None:
-            delete = delete_save(
-                save.seal, views, domain, holder, caps, reason=reason, ids=ids, stamp=stamp
-            )
+            delete = delete_save(save.seal, views, means, holder, reason=reason)
         else:
             spared.add(save.save_id)
-            delete = enter_delete(
-                save.save_id, views[domain], holder, reason=reason, ids=ids, stamp=stamp
-            )
+            delete = enter_delete(save.save_id, means, holder, views[domain], reason=reason)
         gone = yield from _if_permitted(delete, save.seal.name, caps)
         if gone is None:
             continue
@@ -351,24 +340,18 @@ def publish(
 
 
 def note_deletes(
-    views: Views,
-    domain: str,
-    by: Generation,
-    *,
-    ids: Iterator[str],
-    stamp: Stamp = Stamp(),
+    views: Views, means: Means, by: Generation
 ) -> Program[Appended | Refused[Refusal]]:
     """Enter here the deletes of saves that were never published here: only parts of them are."""
-    outcome: Appended | Refused[Refusal] = Refused(Refusal.NOTHING, views[domain])
-    for whole in promised_here(views[domain]):
+    state = views[means.domain]
+    outcome: Appended | Refused[Refusal] = Refused(Refusal.NOTHING, state)
+    for whole in promised_here(state):
         known = outcome.state.save(whole)
         if known.seal is not None or known.deleted:
             continue
         if standing(whole, views) is not Standing.DELETED:
             continue
-        outcome = yield from enter_delete(
-            whole, outcome.state, by, reason="deleted at home", ids=ids, stamp=stamp
-        )
+        outcome = yield from enter_delete(whole, means, by, outcome.state, reason="deleted at home")
         if isinstance(outcome, Refused) and outcome.reason is Refusal.FENCED:
             return outcome
     return outcome

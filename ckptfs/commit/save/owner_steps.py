@@ -202,12 +202,9 @@ def clear(
             gone = yield from delete_save(
                 one.seal,
                 seen,
-                means.domain,
+                means,
                 holder,
-                means.caps,
                 reason=one.reason,
-                ids=means.ids,
-                stamp=means.stamp,
                 still=lambda now, s=one.seal: any(  # type: ignore[misc]
                     s.save_id == other.seal.save_id
                     for other in to_clear({means.domain: now}, means.domain, spare, at_once)
