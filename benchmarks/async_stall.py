@@ -46,9 +46,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import ckptfs
 from benchmarks import goals, telling
-from ckptfs.bench.analysis import number_text
 from ckptfs.bench.machine import describe, filesystem, versions
-from ckptfs.bench.results import Engine, Result, Sample, Target, Workload
+from ckptfs.bench.results import Engine, Result, Sample, Target, Workload, number_text
 
 MIB = 1 << 20
 WORKLOAD, PLACE = "layers", "directory"

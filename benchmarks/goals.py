@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ckptfs.bench.analysis import grouped, phase_text
-from ckptfs.bench.results import Result, Sample
+from ckptfs.bench.analysis import grouped
+from ckptfs.bench.results import Result, Sample, phase_text
 
 
 class What(Enum):

@@ -19,17 +19,9 @@ from rich.table import Table
 
 from benchmarks.goals import Goal
 from benchmarks.old_results import read_any
-from ckptfs.bench.analysis import (
-    Row,
-    interval_text,
-    number_text,
-    phase_text,
-    rows_of,
-    spread_text,
-    verdict_text,
-)
+from ckptfs.bench.analysis import Row, interval_text, rows_of, spread_text, verdict_text
 from ckptfs.bench.machine import describe, versions
-from ckptfs.bench.results import Result, write_result
+from ckptfs.bench.results import Result, number_text, phase_text, write_result
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ("engine", "rounds", "seconds", "GB/s", "CPU s/GB", "seconds by ckptfs's")

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.goals import What, best_of
-from ckptfs.bench.analysis import grouped, number_text, phase_text, spread
-from ckptfs.bench.results import Phase, Result, Sample
+from ckptfs.bench.analysis import grouped, spread
+from ckptfs.bench.results import Phase, Result, Sample, conditions_text, number_text, phase_text
 
 OURS = "ckptfs"
 DCP = ("dcp", "dcp:t2", "dcp:t4")
@@ -237,7 +237,9 @@ def findings_of(row: str, result: Result) -> list[Finding]:
     for claim in (one for one in CLAIMS if one.row == row):
         for (workload, target, phase), engines in places:
             if phase == claim.phase and claim.where(workload, target):
-                where = f"{workload}, {target}"
+                where = "; ".join(
+                    filter(None, (f"{workload}, {target}", conditions_text(result, workload)))
+                )
                 found.append(Finding(claim, where, claim.quantity(engines)))
     return found
 

@@ -26,8 +26,6 @@ Two ratios of one row come from the same rounds: an engine that was measured in 
 with the others in that minute. Two runs never took turns, so nothing of them is paired: intervals are
 those of two runs apart. A limit that both measured is the control. Where the raw storage itself became
 faster or slower, the machine did, and a verdict about any engine says no more than that.
-
-Three digits of a number are what a benchmark can carry; seconds below one are given in milliseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +39,15 @@ from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ckptfs.bench.results import Phase, Result, Sample
+from ckptfs.bench.results import (
+    PHASES,
+    Phase,
+    Result,
+    Sample,
+    number_text,
+    phase_text,
+    seconds_text,
+)
 
 __all__ = [
     "CONFIDENCE",
@@ -51,7 +57,6 @@ __all__ = [
     "MOST_ROUNDS",
     "MOVING",
     "OURS",
-    "PHASES",
     "Beside",
     "Compared",
     "Comparison",
@@ -60,17 +65,13 @@ __all__ = [
     "Slowdown",
     "Spread",
     "Verdict",
-    "bytes_text",
     "compare_apart",
     "compare_paired",
     "compare_results",
     "grouped",
     "interval_text",
     "limit_text",
-    "number_text",
-    "phase_text",
     "rows_of",
-    "seconds_text",
     "slowdowns_of",
     "spread",
     "spread_text",
@@ -290,48 +291,6 @@ def _rank_sums(before: int, after: int) -> list[int]:
 
 
 # -- in words --------------------------------------------------------------------------------------
-
-
-# In the order in which they are told.
-PHASES: dict[Phase, tuple[str, str]] = {
-    "save": ("save", "one call, until the bytes are as durable as the engine promises"),
-    "load_cold": ("load, cold", "the files were taken out of the page cache before"),
-    "load_warm": ("load, warm", "the files had just been written or read"),
-    "stall": ("stall", "how long one asynchronous save held the training loop"),
-    "steps": ("training loop alone", "steps that save nothing"),
-    "steps_saving": ("training loop saving", "the same steps with asynchronous saves"),
-}
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
-def phase_text(phase: str) -> str:
-    """The name of ``phase``; an unknown one, of a newer version, as it is written."""
-    return PHASES[phase][0] if phase in PHASES else phase
-
-
-def number_text(value: float) -> str:
-    """Return three digits of ``value``: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
-    if value == 0:
-        return "0"
-    for limit, digits in ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3)):
-        if abs(value) >= limit - 0.5 * 10.0**-digits:
-            return f"{value:.{digits}f}"
-    return f"{value:#.3g}"
-
-
-def seconds_text(value: float) -> str:
-    """Return ``1.23 s``, ``12.3 ms`` for ``value`` seconds."""
-    return f"{number_text(value)} s" if value >= 1 else f"{number_text(1e3 * value)} ms"
-
-
-def bytes_text(value: float | None) -> str:
-    """Return ``1.23 GB``, of 10^9, for ``value`` bytes; ``-`` where it could not be measured, None."""
-    if value is None:
-        return "-"
-    for unit, name in _UNITS:
-        if abs(value) >= unit:
-            return f"{number_text(value / unit)} {name}"
-    return f"{value:.0f} B"
 
 
 def spread_text(values: Spread) -> str:
@@ -555,7 +514,9 @@ def _known(samples: list[Sample], of: Callable[[Sample], int | None]) -> Spread 
 
 
 _DECIDES = ("cpu", "cores", "memory_gib", "filesystem")  # of a machine; the rest is told
-_TOLD = frozenset({"rounds", "warm_up_rounds", "engines"})  # of the settings; the rest decides
+_TOLD = frozenset(
+    {"rounds", "within_s", "warm_up_rounds", "engines"}
+)  # of the settings; the rest decides
 _ALIKE = 1.1  # memory of two machines of one kind differs by what firmware takes
 _MEASURED = 2.0  # what was measured of a machine, such as fsync_ms, is told from this factor on
 

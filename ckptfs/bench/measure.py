@@ -32,7 +32,7 @@ import contextlib
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -281,16 +281,22 @@ def measure_ranks(asked: Asked, group: TorchGroup, tell: Tell) -> None:
             )
         elif home.wire is WireKind.NETWORK:
             say(f"bytes on the wire of {home.place}: of this machine, other programs' are in it")
+    ends = _Ends(asked)
     for workload in asked.workloads:
         moved = _made(workload, group)
         say(Progress(f"{moved.spec.name}: {moved.spec.size_bytes / 1e9:.2f} GB were made"))
         say(
             Workload(
-                moved.spec.name, len(moved.spec.tensors), moved.spec.size_bytes, moved.spec.told
+                moved.spec.name,
+                len(moved.spec.tensors),
+                moved.spec.size_bytes,
+                moved.spec.told,
+                *moved.spec.tensor_sizes_bytes,
             )
         )
         for home in homes:
             at_target = _AtTarget(asked, group, say, home, moved)
+            at_target.ends_s = ends.next_s()
             if workload.kind == "loop":
                 at_target.run_loop()
             else:
@@ -303,8 +309,31 @@ def _made(workload: WorkloadAsked, group: TorchGroup) -> _Moved:
     return _Moved(spec, state, make_blank(spec, group.rank, group.size))
 
 
+class _Ends:
+    """When each workload at each target has to end: those that are left share the time that is left."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._left = len(asked.workloads) * len(asked.targets)
+        self._end_s = None if asked.within_s is None else time.perf_counter() + asked.within_s
+
+    def next_s(self) -> float | None:
+        """Of the next one, on this rank's clock."""
+        if self._end_s is None:
+            return None
+        now_s = time.perf_counter()
+        share_s = max(0.0, self._end_s - now_s) / self._left
+        self._left -= 1
+        return now_s + share_s
+
+
 class _AtTarget:
-    """One workload at one target."""
+    """One workload at one target.
+
+    Attributes:
+        ends_s: When the last round should have ended, on this rank's clock; None: it may take long.
+    """
+
+    ends_s: float | None = None
 
     def __init__(
         self, asked: Asked, group: TorchGroup, say: Tell, home: Home, moved: _Moved
@@ -316,6 +345,7 @@ class _AtTarget:
             group, Wire(home.wire, counts=group.is_first_of_node), asked.memory_from
         )
         self._samples: list[Sample] = []
+        self._round_s = 0.0
 
     # -- saves and loads
 
@@ -324,7 +354,7 @@ class _AtTarget:
         chosen, notes = choose(self._asked.engines, self._home.place)
         self._note(notes)
         drivers = self._drivers(chosen)
-        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
+        for number in self._rounds():
             for label in _turn(list(drivers), number):
                 self._tell_round(number, label)
                 try:
@@ -397,7 +427,7 @@ class _AtTarget:
         self._note(f"{name} takes no part in a training loop" for name in quiet)
         drivers = self._drivers([one for one in chosen if one.name in LOOPERS])
         names = {one.label: one.name for one in chosen}
-        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
+        for number in self._rounds():
             for label in _turn(list(drivers), number):
                 self._tell_round(number, label)
                 try:
@@ -422,6 +452,26 @@ class _AtTarget:
             self._sample(label, "steps_saving", number, found.saving)
 
     # -- both
+
+    def _rounds(self) -> Iterator[int]:
+        """The rounds that are measured, warm-ups first: one that counts, and the others while there is time."""
+        for number in range(1 - self._asked.warm_ups, self._asked.rounds + 1):
+            if number > 1 and self._is_late():
+                self._say(
+                    f"{self._moved.spec.name} at {self._home.place}: {number - 1} of {self._asked.rounds} rounds "
+                    f"fit into {self._asked.within_s:g} s"
+                )
+                return
+            began_s = time.perf_counter()
+            yield number
+            self._round_s = time.perf_counter() - began_s
+
+    def _is_late(self) -> bool:
+        """Collective. Whether another round would end too late, by the clock of rank 0."""
+        if self.ends_s is None:
+            return False
+        late: bool = self._group.gather(time.perf_counter() + self._round_s > self.ends_s)[0]
+        return late
 
     def _drivers(self, chosen: Sequence[Chosen]) -> dict[str, Driver]:
         drivers: dict[str, Driver] = {}
@@ -475,7 +525,13 @@ class _AtTarget:
 
     def _tell_round(self, number: int, label: str) -> None:
         told = f"round {number} of {self._asked.rounds}" if number > 0 else "warm-up"
-        self._say(Progress(f"{self._moved.spec.name} at {self._home.place}: {told}, {label}"))
+        text = f"{self._moved.spec.name} at {self._home.place}: {told}, {label}"
+        if self._round_s:
+            left_s = self._round_s * (self._asked.rounds - max(number, 1) + 1)
+            if self.ends_s is not None:
+                left_s = min(left_s, max(self._round_s, self.ends_s - time.perf_counter()))
+            text += f"; less than {left_s:.0f} s left here"
+        self._say(Progress(text))
 
     def _note(self, notes: Iterable[str]) -> None:
         for note in notes:

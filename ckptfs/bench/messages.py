@@ -111,6 +111,8 @@ class Asked:
         workloads: Which states.
         engines: Names of engines; () takes all that are installed and fit.
         rounds: How many rounds count.
+        within_s: No round begins that would end later than so many seconds after the first began, over all
+            targets and workloads; one round counts in any case. None: all rounds, however long they take.
         ranks: How many processes.
         durable: Whether writers that have the choice make files survive a power cut.
         keep: Leave what the last round wrote.
@@ -132,6 +134,7 @@ class Asked:
     warm_ups: int = 1
     phases: tuple[Phase, ...] = _MOVED
     memory_from: Baseline = "call"
+    within_s: float | None = None
 
 
 def encode_asked(asked: Asked) -> str:
@@ -167,6 +170,8 @@ def settings_of(asked: Asked) -> dict[str, Any]:
         "engines": list(asked.engines) or "all that are installed",
         "storage_options": sorted({name for t in asked.targets for name in t.storage_options}),
     }
+    if asked.within_s is not None:
+        found["within_s"] = asked.within_s
     if any(one.kind == "loop" for one in asked.workloads):
         found["loop"] = asdict(asked.loop)
     return found

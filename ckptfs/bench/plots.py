@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.bench.analysis import MOVING, Row, Spread, number_text, phase_text, rows_of
-from ckptfs.bench.results import Phase, Result
+from ckptfs.bench.analysis import MOVING, Row, Spread, rows_of
+from ckptfs.bench.results import Phase, Result, number_text, phase_text
 from ckptfs.errors import MissingDriverError
 
 if TYPE_CHECKING:

@@ -31,16 +31,21 @@ from ckptfs.bench.analysis import (
     Slowdown,
     Spread,
     Verdict,
-    bytes_text,
     limit_text,
-    number_text,
-    phase_text,
     rows_of,
     slowdowns_of,
     verdict_text,
 )
 from ckptfs.bench.plots import FAINT, INK, Plot, plots_of
-from ckptfs.bench.results import Result, read_result, write_file
+from ckptfs.bench.results import (
+    Result,
+    bytes_text,
+    conditions_text,
+    number_text,
+    phase_text,
+    read_result,
+    write_file,
+)
 
 __all__ = [
     "HOW_TO_READ",
@@ -268,7 +273,7 @@ def _chapter(number: int, one: Chapter) -> str:
         f'<h1 id="result-{number}">{escape(_sentence(result.what))}</h1>',
         f'<p class="lead">{escape(one.name)}, measured {escape(_date(result.date))}</p>',
         f"<pre><code>{escape(result.command)}</code></pre>",
-        _in_short(rows),
+        _in_short(result, rows),
         _cached(result),
         _notes(result),
     ]
@@ -278,9 +283,9 @@ def _chapter(number: int, one: Chapter) -> str:
     return f'<article aria-labelledby="result-{number}">\n' + "\n".join(parts) + "\n</article>"
 
 
-def _in_short(rows: Sequence[Row]) -> str:
+def _in_short(result: Result, rows: Sequence[Row]) -> str:
     """ckptfs, the fastest of the others, and the limit: what most readers came for."""
-    lines: list[tuple[Cell | str, ...]] = []
+    lines: list[tuple[Cell, *tuple[Cell | str, ...]]] = []
     moved = [row for row in rows if row.phase in MOVING]
     for place in dict.fromkeys((row.workload, row.target, row.phase) for row in moved):
         here = [row for row in moved if (row.workload, row.target, row.phase) == place]
@@ -302,7 +307,14 @@ def _in_short(rows: Sequence[Row]) -> str:
         return ""
     heads = ["workload", "phase", "ckptfs GB/s"]
     heads += ["fastest other: its seconds by ckptfs's", "limit: ckptfs's seconds by its"]
-    return "<h2>In short</h2>" + table("In short", heads, lines, numbers={2}, grouped=True)
+    held = dict.fromkeys(
+        f"{line[0].text}: {conditions_text(result, line[0].text)}" for line in lines
+    )
+    return (
+        "<h2>In short</h2>"
+        + table("In short", heads, lines, numbers={2}, grouped=True)
+        + "".join(f"<p>Ratios of {escape(text)}.</p>" for text in held if not text.endswith(": "))
+    )
 
 
 def _told(name: str, cell: Cell) -> Cell:
@@ -340,6 +352,8 @@ def _workload(prefix: str, workload: str, one: Chapter, rows: Sequence[Row]) -> 
     if told is not None:
         what = f"{told.tensors} tensors, {bytes_text(told.size_bytes)} on all ranks together"
         parts.append(f"<p>{escape('; '.join(filter(None, (told.told, what))))}.</p>")
+    if conditions := conditions_text(one.result, workload):
+        parts.append(f"<p>Ratios hold for {escape(conditions)}.</p>")
     mine = [plot for plot in one.plots if plot.workload == workload]
     parts += [_figure(f"p{prefix}-{n}", plot) for n, plot in enumerate(mine)]
     of_this = [row for row in rows if row.workload == workload]

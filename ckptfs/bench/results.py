@@ -13,6 +13,8 @@ every value that no clock measured: a page of wrong numbers, or a traceback, wou
     read_result(path)            decoded, or an error that names the file
     try_place(path)              an error now rather than after the measuring
     write_result(path, result)   directories are made; a file that was there is replaced as a whole
+
+In words, three digits of a number are what a benchmark can carry; seconds below one are given in milliseconds.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from ckptfs.storage.os_errors import translated
 from ckptfs.uri import Uri
 
 __all__ = [
+    "PHASES",
     "SCHEMA",
     "Engine",
     "Phase",
@@ -43,9 +46,14 @@ __all__ = [
     "Sample",
     "Target",
     "Workload",
+    "bytes_text",
+    "conditions_text",
     "decode_result",
     "encode_result",
+    "number_text",
+    "phase_text",
     "read_result",
+    "seconds_text",
     "try_place",
     "write_file",
     "write_result",
@@ -71,12 +79,19 @@ class Workload:
         tensors: How many tensors, of all ranks together.
         size_bytes: Bytes of all ranks together.
         told: What it is, in words.
+        least_tensor_bytes: Bytes of its smallest tensor; None where they were not recorded.
+        half_tensor_bytes: Half of all bytes are in tensors of up to so many bytes; None where they were not
+            recorded.
+        largest_tensor_bytes: Bytes of its largest tensor; None where they were not recorded.
     """
 
     name: str
     tensors: Count
     size_bytes: Count
     told: str = ""
+    least_tensor_bytes: Count | None = None
+    half_tensor_bytes: Count | None = None
+    largest_tensor_bytes: Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,3 +372,76 @@ def write_file(path: str | Path, data: bytes) -> None:
             with contextlib.suppress(OSError):
                 aside.unlink()
             raise
+
+
+# -- in words --------------------------------------------------------------------------------------
+
+
+# In the order in which they are told.
+PHASES: dict[Phase, tuple[str, str]] = {
+    "save": ("save", "one call, until the bytes are as durable as the engine promises"),
+    "load_cold": ("load, cold", "the files were taken out of the page cache before"),
+    "load_warm": ("load, warm", "the files had just been written or read"),
+    "stall": ("stall", "how long one asynchronous save held the training loop"),
+    "steps": ("training loop alone", "steps that save nothing"),
+    "steps_saving": ("training loop saving", "the same steps with asynchronous saves"),
+}
+
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def phase_text(phase: str) -> str:
+    """The name of ``phase``; an unknown one, of a newer version, as it is written."""
+    return PHASES[phase][0] if phase in PHASES else phase
+
+
+def number_text(value: float) -> str:
+    """Return three digits of ``value``: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
+    if value == 0:
+        return "0"
+    for limit, digits in ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3)):
+        if abs(value) >= limit - 0.5 * 10.0**-digits:
+            return f"{value:.{digits}f}"
+    return f"{value:#.3g}"
+
+
+def seconds_text(value: float) -> str:
+    """Return ``1.23 s``, ``12.3 ms`` for ``value`` seconds."""
+    return f"{number_text(value)} s" if value >= 1 else f"{number_text(1e3 * value)} ms"
+
+
+def bytes_text(value: float | None) -> str:
+    """Return ``1.23 GB``, of 10^9, for ``value`` bytes; ``-`` where it could not be measured, None."""
+    if value is None:
+        return "-"
+    for unit, name in _UNITS:
+        if abs(value) >= unit:
+            return f"{number_text(value / unit)} {name}"
+    return f"{value:.0f} B"
+
+
+def conditions_text(result: Result, workload: str) -> str:
+    """Return for which tensor sizes, ranks and threads the ratios of a workload hold: they differ for others.
+
+    Args:
+        result: The result.
+        workload: The name of the workload.
+
+    Returns:
+        A phrase; empty where the result does not say.
+    """
+    found = next((one for one in result.workloads if one.name == workload), None)
+    told = []
+    if found is not None and found.half_tensor_bytes is not None:
+        least, largest = (
+            bytes_text(found.least_tensor_bytes),
+            bytes_text(found.largest_tensor_bytes),
+        )
+        half = bytes_text(found.half_tensor_bytes)
+        told.append(f"tensors of {least} to {largest}, half of the bytes in those up to {half}")
+    if "ranks" in result.settings:
+        told.append(f"ranks: {result.settings['ranks']}")
+    if "omp_num_threads" in result.settings:
+        told.append(f"OMP_NUM_THREADS={result.settings['omp_num_threads']}")
+    return "; ".join(told)

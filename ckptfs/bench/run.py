@@ -31,7 +31,7 @@ from typing import IO, Any
 
 import ckptfs
 from ckptfs import errors
-from ckptfs.bench.analysis import phase_text, rows_of
+from ckptfs.bench.analysis import rows_of
 from ckptfs.bench.engines import choose
 from ckptfs.bench.machine import available_memory_bytes, describe, versions
 from ckptfs.bench.messages import (
@@ -44,7 +44,7 @@ from ckptfs.bench.messages import (
     encode_asked,
     settings_of,
 )
-from ckptfs.bench.results import Result
+from ckptfs.bench.results import Result, phase_text
 from ckptfs.bench.target import Home
 from ckptfs.errors import CkptfsError, StateError, StorageError
 from ckptfs.uri import HasProtocol, Uri, mask_credentials

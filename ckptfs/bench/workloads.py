@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from ckptfs.dcp.sizes import parse_size
@@ -131,6 +131,16 @@ class WorkloadSpec:
     def size_bytes(self) -> int:
         """Bytes of all tensors, each counted once."""
         return sum(tensor.size_bytes for tensor in self.tensors)
+
+    @property
+    def tensor_sizes_bytes(self) -> tuple[int, int, int]:
+        """Of the least tensor; of one that half of all bytes are in tensors up to; of the largest."""
+        sizes = sorted(tensor.size_bytes for tensor in self.tensors)
+        sums = accumulate(sizes)
+        half = next(
+            size for size, total in zip(sizes, sums, strict=True) if 2 * total >= sum(sizes)
+        )
+        return sizes[0], half, sizes[-1]
 
     def local_bytes(self, rank: int, ranks: int) -> int:
         """Return the bytes that ``rank`` of ``ranks`` holds: its rows of every tensor, and all scalars."""
@@ -324,12 +334,12 @@ KINDS: Mapping[str, Callable[[int], WorkloadSpec]] = {
 NO_MODELS = frozenset({"many", "shapes"})  # sized in bytes only
 _BYTES_PER_PARAM = {"llm": 10, "moe": 10, "rl": 22, "loop": 10}
 DEFAULT_SIZES: Mapping[str, int] = {
-    "llm": 1_250_000_000,
+    "llm": 250_000_000,
     "many": 100_000_000,
     "shapes": 100_000_000,
-    "moe": 1_250_000_000,
-    "rl": 1_250_000_000,
-    "loop": 1_250_000_000,
+    "moe": 250_000_000,
+    "rl": 250_000_000,
+    "loop": 250_000_000,
 }
 
 

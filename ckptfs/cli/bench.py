@@ -15,6 +15,7 @@ import os
 import secrets
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
@@ -31,6 +32,7 @@ from ckptfs.errors import CkptfsError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ckptfs.bench.messages import Asked
     from ckptfs.bench.results import Result
 
 __all__ = ["bench"]
@@ -46,6 +48,10 @@ _READERS = {
         "Two results side by side: faster, slower, or no verdict.",
     ),
 }
+_ROUNDS = 5  # fewer never give a verdict
+# Of measuring, where neither --rounds nor --keep says otherwise: the whole command then takes less than a minute.
+_WITHIN_S = 40.0
+_LONGER_ROUNDS, _LONGER_BYTES = 11, 1_250_000_000
 _WORKLOADS = ("llm", "many", "shapes", "moe", "rl", "loop")
 
 
@@ -136,7 +142,12 @@ def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[
     metavar="NAME,...",
     help="ckptfs, ckptfs:CLIENT, dcp, torch.save, safetensors, s3torchconnector, raw.  [all]",
 )
-@click.option("--rounds", type=click.IntRange(1), default=5, help="After one warm-up.  [5]")
+@click.option(
+    "--rounds",
+    type=click.IntRange(1),
+    default=None,
+    help=f"After one warm-up.  [{_ROUNDS}, or what fits into {_WITHIN_S:.0f} s]",
+)
 @click.option(
     "--ranks",
     type=click.IntRange(1),
@@ -159,7 +170,7 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
     from ckptfs.bench.results import try_place
     from ckptfs.bench.run import measure
 
-    asked = _asked(uris, told)
+    asked, began_s = _asked(uris, told), time.monotonic()
     path = out or f"ckptfs-bench-{datetime.now(UTC):%Y%m%dT%H%M%SZ}.json"
     result = measure(
         asked,
@@ -176,6 +187,9 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
     def show(console: Console) -> None:
         _show(console, result)
         console.print()
+        if asked.within_s is not None:
+            for line in _longer(asked, result, told, time.monotonic() - began_s):
+                console.print(line, soft_wrap=True)
         console.print(f"every measurement: {written or 'written nowhere'}")
 
     document = {"file": written, "result": dataclasses.asdict(result)}
@@ -183,6 +197,26 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
         return Answer(document, show)
     say(f"ckptfs bench: {error} The result is in {written or 'no file'}.")
     return Answer(document | {"error": error_document(error)}, show, exit_of(error))
+
+
+def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -> tuple[str, str]:
+    """Which run gives tighter figures than this one of ``took_s`` seconds, and about how long it takes."""
+    from ckptfs.bench.results import bytes_text
+
+    rounds = max((one.round for one in result.samples), default=1)
+    size = max((one.size_bytes for one in result.workloads), default=0)
+    factor = (_LONGER_ROUNDS + 1) / (rounds + 1)
+    if told["size"] is None and told["params"] is None and 0 < size < _LONGER_BYTES:
+        told = {**told, "size": f"{_LONGER_BYTES / 1e9:g}GB"}
+        factor *= _LONGER_BYTES / size
+    longer = dataclasses.replace(asked, rounds=_LONGER_ROUNDS, within_s=None)
+    return (
+        (
+            f"This was a short run: {rounds} of {asked.rounds} rounds of {bytes_text(size)}, {took_s:.0f} s. "
+            f"Tighter figures, in about {max(1, round(took_s * factor / 60))} min:"
+        ),
+        f"  {_command(longer, told, None)}",
+    )
 
 
 def _written(path: str, result: Result) -> tuple[str | None, CkptfsError | None]:
@@ -229,7 +263,9 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
             for kind in dict.fromkeys(told["workloads"])
         ),
         engines=told["engines"],
-        rounds=told["rounds"],
+        rounds=told["rounds"] or _ROUNDS,
+        # Of a run that may end early the round that --keep leaves is not known before.
+        within_s=None if told["rounds"] or told["keep"] else _WITHIN_S,
         ranks=told["ranks"] or 1,
         durable=told["durable"],
         keep=told["keep"],
@@ -253,18 +289,14 @@ def _progress(text: str) -> None:
 
 
 def _show(console: Console, result: Result) -> None:
-    from ckptfs.bench.analysis import (
-        bytes_text,
-        number_text,
-        phase_text,
-        rows_of,
-        slowdowns_of,
-        spread_text,
-    )
+    from ckptfs.bench.analysis import rows_of, slowdowns_of, spread_text
+    from ckptfs.bench.results import bytes_text, conditions_text, number_text, phase_text
 
     for workload in result.workloads:
         size = bytes_text(workload.size_bytes)
         console.print(f"{workload.name}: {size} in {workload.tensors} tensors; {workload.told}")
+        if conditions := conditions_text(result, workload.name):
+            console.print(f"ratios of {workload.name} hold for {conditions}")
     for target in result.targets:
         console.print(f"{target.uri} ({target.kind}): {target.cached}")
     console.print()

@@ -27,7 +27,7 @@ def command_text(asked: Asked, told: Mapping[str, Any], out: str | None) -> str:
             words += [f"--{name}", str(told[name])]
     if asked.engines:
         words += ["--engines", ",".join(asked.engines)]
-    words += ["--rounds", str(asked.rounds)]
+    words += ["--rounds", str(asked.rounds)] if asked.within_s is None else []
     if told["ranks"] is not None:
         words += ["--ranks", str(told["ranks"])]
     words += [] if asked.durable else ["--no-durable"]

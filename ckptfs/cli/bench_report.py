@@ -13,18 +13,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.bench.analysis import (
-    PHASES,
     Beside,
     Compared,
     Verdict,
     compare_results,
-    number_text,
-    phase_text,
     spread_text,
     verdict_text,
 )
 from ckptfs.bench.report import Report, write_report
-from ckptfs.bench.results import Result, read_result
+from ckptfs.bench.results import PHASES, Result, number_text, phase_text, read_result
 from ckptfs.cli.answer import Answer, table
 from ckptfs.cli.command import group_command
 from ckptfs.cli.exits import Exit

@@ -38,7 +38,15 @@ def made_result(**changes: Any) -> Result:
         versions={"ckptfs": "0.1.0", "torch": "2.13.0+cpu", "safetensors": "none"},
         settings={"ranks": 2, "durable": True, "rounds": 5},
         workloads=(
-            Workload("llm", 344, 2 * GB, "a model of 130 million parameters with its optimizer"),
+            Workload(
+                "llm",
+                344,
+                2 * GB,
+                "a model of 130 million parameters with its optimizer",
+                4,
+                4_000_000,
+                64_000_000,
+            ),
             Workload("small", 20000, GB // 2, "tensors of 4 to 64 KiB"),
         ),
         targets=(

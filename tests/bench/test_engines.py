@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ckptfs.bench.engines import (
     ready,
 )
 from ckptfs.bench.engines_checkpoint import TorchSave
-from ckptfs.bench.messages import Asked, TargetAsked, Told, WorkloadAsked
+from ckptfs.bench.messages import Asked, Progress, TargetAsked, Told, WorkloadAsked
 from ckptfs.bench.rank import TorchGroup
 from ckptfs.bench.results import Sample
 from ckptfs.bench.target import Home, has_cold
@@ -257,14 +258,21 @@ def _this_module() -> Any:
     return sys.modules[__name__]
 
 
-def measured(tmp_path: Path, *, engines: tuple[str, ...] = ("torch.save",)) -> list[Told]:
+def measured(
+    tmp_path: Path,
+    *,
+    engines: tuple[str, ...] = ("torch.save",),
+    kinds: tuple[str, ...] = ("llm",),
+    within_s: float | None = None,
+) -> list[Told]:
     """Two rounds of a small state on a directory, in this process."""
     told: list[Told] = []
     asked = Asked(
         (TargetAsked(str(tmp_path), "ckptfs-bench-t"),),
-        (WorkloadAsked("llm", params=20_000),),
+        tuple(WorkloadAsked(kind, params=20_000) for kind in kinds),
         engines,
         rounds=2,
+        within_s=within_s,
     )
     local_home(tmp_path)
     measure.measure_ranks(asked, Solo(), told.append)
@@ -290,6 +298,67 @@ def test_nothing_but_the_call_is_in_the_measured_time(tmp_path: Path, seen: list
     ]
     assert all(one.wall_s > 0 and one.size_bytes > 200_000 for one in samples)
     assert list(tmp_path.glob("*/*")) == []
+
+
+@pytest.mark.parametrize(("within_s", "rounds"), [(0.0, 1), (1e9, 2), (None, 2)])
+def test_a_short_run_ends_after_the_rounds_that_there_is_time_for(
+    tmp_path: Path, within_s: float | None, rounds: int
+) -> None:
+    """One round counts however slow it is, of each workload; what was left out is a note."""
+    told = measured(tmp_path, kinds=("llm", "moe"), within_s=within_s)
+    found = {(one.workload, one.round) for one in told if isinstance(one, Sample)}
+    assert found == {(name, n + 1) for name in ("llm", "moe") for n in range(rounds)}
+    notes = [one for one in told if isinstance(one, str) and "1 of 2 rounds fit into 0 s" in one]
+    assert len(notes) == (2 if rounds == 1 else 0)
+
+
+def test_every_workload_gets_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that took longer than its share leaves less to the others; the last one has what is left."""
+    now_s = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    targets = tuple(TargetAsked(f"/t{n}", "ckptfs-bench-t") for n in range(2))
+    ends = measure._Ends(Asked(targets, (WorkloadAsked("llm"),) * 2, within_s=40.0))
+    assert ends.next_s() == 110.0
+    now_s[0] = 110.0
+    assert ends.next_s() == 120.0
+    now_s[0] = 130.0
+    assert ends.next_s() == 135.0
+    now_s[0] = 150.0
+    assert ends.next_s() == 150.0
+
+
+class OfTwo(Solo):
+    """A rank that hears of rank 0 what it is told here."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self._first = first
+
+    def gather(self, value: Any) -> list[Any]:
+        """Rank 0's value, then that of this one."""
+        return [self._first, value]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_ranks_end_after_the_same_round(tmp_path: Path, late: bool) -> None:
+    """Their clocks differ, so rank 0's decides: else one would wait for a round that nobody else begins."""
+    asked = Asked((TargetAsked(str(tmp_path), "x"),), (WorkloadAsked("llm", params=20_000),))
+    moved = measure._made(asked.workloads[0], Solo())
+    at = measure._AtTarget(asked, OfTwo(late), lambda _: None, Home(asked.targets[0]), moved)
+    at.ends_s = -1e9 if not late else 1e12
+    assert at._is_late() is late
+
+
+def test_a_person_is_told_what_is_under_way(tmp_path: Path, seen: list[Seen]) -> None:
+    """Each engine's turn, before it, and how long the rest takes at most as soon as a round was timed."""
+    told = [one.text for one in measured(tmp_path) if isinstance(one, Progress)]
+    assert "GB were made" in told[0]
+    rounds = [text.partition(": ")[2] for text in told[1:]]
+    assert rounds[0] == "warm-up, torch.save"
+    assert [text.partition(";")[0] for text in rounds[1:]] == [
+        f"round {number} of 2, torch.save" for number in (1, 2)
+    ]
+    assert all(re.search(r"; less than \d+ s left here$", text) for text in rounds[1:])
 
 
 def test_an_engine_that_loads_something_else_is_no_result(

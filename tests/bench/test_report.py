@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckptfs.bench.analysis import number_text, rows_of
+from ckptfs.bench.analysis import rows_of
 from ckptfs.bench.plots import FAINT, INK, Plot, plots_of
 from ckptfs.bench.report import Chapter, page, write_report
-from ckptfs.bench.results import Phase, Result, Sample, write_result
+from ckptfs.bench.results import Phase, Result, Sample, number_text, write_result
 from ckptfs.errors import ManifestError, MissingDriverError
 from tests.bench.made import FILE, S3, made_result
 
@@ -128,6 +128,16 @@ def test_every_engine_and_every_number_is_on_the_page(told: str) -> None:
     assert "2.13.0+cpu" in words
     assert "AMD EPYC" in words
     assert "seconds by raw's" in words
+
+
+def test_the_page_says_for_which_tensors_and_threads_a_ratio_holds() -> None:
+    """With the summary and with each workload; an older file says what it knows."""
+    settings = {"ranks": 2, "omp_num_threads": "1"}
+    told = page([Chapter("small", made_result(settings=settings), ())])
+    llm = "tensors of 4 B to 64.0 MB, half of the bytes in those up to 4.00 MB; ranks: 2; OMP_NUM_THREADS=1"
+    assert f"<p>Ratios of llm: {llm}.</p>" in told
+    assert f"<p>Ratios hold for {llm}.</p>" in told
+    assert "<p>Ratios hold for ranks: 2; OMP_NUM_THREADS=1.</p>" in told
 
 
 def test_plots_are_read_aloud(told: str, drawn: tuple[Plot, ...]) -> None:

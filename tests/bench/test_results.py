@@ -94,8 +94,11 @@ def test_a_file_of_schema_1_is_read_as_it_was_meant() -> None:
 
 
 def test_the_golden_file_is_what_is_written_today() -> None:
-    """Schema 1 did not move: the same fields, in the same places."""
-    assert json.loads(encode_result(read_result(GOLDEN))) == json.loads(GOLDEN.read_text())
+    """Schema 1 did not move: the same fields, in the same places. What came later is null in an older file."""
+    wanted = json.loads(GOLDEN.read_text())
+    for one in wanted["workloads"]:
+        one |= {f"{which}_tensor_bytes": None for which in ("least", "half", "largest")}
+    assert json.loads(encode_result(read_result(GOLDEN))) == wanted
 
 
 @given(RESULTS)

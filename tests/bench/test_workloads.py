@@ -12,6 +12,7 @@ from ckptfs.bench.workloads import (
     NO_MODELS,
     DType,
     TensorSpec,
+    WorkloadSpec,
     clear,
     differences,
     make_blank,
@@ -49,6 +50,18 @@ def test_a_workload_has_the_bytes_that_were_asked_for(kind: str, size_bytes: int
     size_bytes = min(size_bytes, 50_000_000) if kind in NO_MODELS else size_bytes
     found = make_workload(kind, size_bytes=size_bytes).size_bytes
     assert found == pytest.approx(size_bytes, rel=0.03)
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30))
+def test_half_of_the_bytes_are_in_tensors_up_to_a_size(sizes: list[int]) -> None:
+    """What a result says of a state: by that much at least, and by less without the tensors of that size."""
+    made = WorkloadSpec(
+        "x", tuple(TensorSpec(str(n), (size,), DType.BF16) for n, size in enumerate(sizes)), ""
+    )
+    least, half, largest = made.tensor_sizes_bytes
+    assert (least, largest) == (2 * min(sizes), 2 * max(sizes))
+    assert 2 * sum(2 * size for size in sizes if 2 * size <= half) >= made.size_bytes
+    assert 2 * sum(2 * size for size in sizes if 2 * size < half) <= made.size_bytes
 
 
 @settings(deadline=None, max_examples=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -95,6 +96,29 @@ def test_two_ranks_share_the_state(cli: Cli, tmp_path: Path) -> None:
     assert {f.name for f in home.glob("llm-torch.save-*/*")} == {"rank_0.pt", "rank_1.pt"}
     assert "ckptfs" in ran.out
     assert "of limit" in ran.out
+
+
+def test_without_rounds_it_is_short_and_names_the_longer_run(cli: Cli, tmp_path: Path) -> None:
+    """What fits into 40 s; the call that it shows is one of its own, with all options and without secrets."""
+    told = ("-w", "many", "--size", "60KB", "-e", "ckptfs,raw", "--no-durable")
+    ran = cli("bench", tmp_path / "run", *told, "--out", tmp_path / "result.json")
+    assert ran.exit == 0, ran.err
+    result = read_result(tmp_path / "result.json")
+    assert (result.settings["within_s"], result.settings["rounds"]) == (40.0, 5)
+    assert "--rounds" not in result.command
+    (line,) = [text.strip() for text in ran.out.splitlines() if "--rounds 11" in text]
+    words = shlex.split(line)
+    assert words[:3] == ["ckptfs", "bench", str(Uri.parse(tmp_path / "run"))]
+    for option in ("--workload many", "--size 60000", "--engines ckptfs,raw", "--no-durable"):
+        assert option in line
+    assert "This was a short run: 5 of 5 rounds" in ran.out
+    held = "ratios of many hold for tensors of 4.10 kB to "
+    assert f"{held}" in ran.out
+    assert "OMP_NUM_THREADS=" in ran.out
+    longer = cli("bench", tmp_path / "run", *told, "--rounds", "1", "--out", tmp_path / "2.json")
+    assert longer.exit == 0, longer.err
+    assert "short run" not in longer.out
+    assert "within_s" not in read_result(tmp_path / "2.json").settings
 
 
 def bench_rank(rank: Rank) -> list[Any]:
