@@ -213,6 +213,10 @@ def test_a_pin_in_one_domain_is_enough() -> None:
     saves = [save(n, domains=("A", "B")) for n in range(2)]
     views = {"A": in_order(*saves), "B": in_order(*saves, Pin("s0"))}
     assert going(plan_retention(views, Keep(1), NAMES.is_ours)) == []
+    for order in (("A", "B"), ("B", "A")):
+        kept = why_kept("s0", {domain: views[domain] for domain in order}, BY_NAME)
+        assert kept is not None
+        assert kept.text == "it is pinned"
 
 
 def test_a_pin_is_the_steps_and_passes_to_its_successor() -> None:

@@ -13,4 +13,5 @@ Ways in:
     shared_data         how a save takes files over, and where they are
 
 ``erase`` and ``trash`` are inside: nothing is unlinked before its entry is in the log.
+What may be deleted is decided in ``commit.decisions``.
 """

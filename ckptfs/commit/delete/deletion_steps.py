@@ -1,4 +1,4 @@
-"""Everything that deletes: first the entry, then the bytes; always by rename, never by name.
+"""The one executor of deletes: first the entry, then the bytes; always by rename, never by name.
 
 A recursive delete of ``attempts/<id>`` through a stale NFS client emptied the committed step, 20 times of 20;
 renaming it first gave "not found". So a save is deleted in four steps:
@@ -13,11 +13,14 @@ renaming it first gave "not found". So a save is deleted in four steps:
 ours, stay: the save stays "deleted", and the person who put them there has to remove them. Between 1 and 4 no other
 process projects to the name, so a check is still true at the rename.
 
-Retention does the same in two programs, and its owner decides when:
+Whether something may be deleted is decided in ``commit.decisions`` and nowhere here. Who deletes by which program:
 
-    pin             append pin(save_id)                    retention leaves the save alone
-    retire          append delete(save_id)                 from here it is deleted, in every domain
-    erase_retired   rename to trash, unlink, append gone   any time later, any number of tries
+    enter_delete   finish_delete    step 1; steps 2 to 4                  the two halves of every delete
+    delete_save                     both: clearing, recovery              replaced, overwritten or half deleted saves
+    retire         erase_retired    retention, ``delete=``, ``ckptfs rm``: the bytes at any later time, any number of tries
+    discard_attempt  discard_own_attempt  discard_late  wipe_leftovers
+                                    bytes that were never committed, or came after their save was gone
+    pin                             no delete: retention and ``rm`` leave the save alone
 
 Between ``retire`` and ``erase_retired`` the save is complete where it was, so a reader that found it before the entry
 can continue. If the process dies in between, the next owner of the run does the rest.

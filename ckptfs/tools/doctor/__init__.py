@@ -61,9 +61,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_RETRY_S = (
-    10.0  # of one request: whoever asks whether a store answers does not wait a minute for no
-)
+_RETRY_S = 10.0  # of one request: a person who asks whether a store answers does not wait a minute
 _NOT_TESTED = (
     ("atomic-replace", Theme.COMMIT),
     ("domains", Theme.SHARING),

@@ -60,9 +60,7 @@ _TAIL = b"the last part"
 class _Race:
     """One rank's part in the races."""
 
-    wins: tuple[
-        tuple[str, ...], ...
-    ]  # by round, the marks of those of its threads that believe they won
+    wins: tuple[tuple[str, ...], ...]  # by round, the marks of its threads that believe they won
     holds: tuple[str, ...]  # what the name held afterwards, by round ("" where nothing)
 
 
