@@ -18,6 +18,7 @@ What may be deleted, for retention, ``delete=``, ``ckptfs rm``, ``ckptfs gc`` an
     waiting  half_deleted       deletes that did not come to their end, here and in other domains
     to_clear                    both, in one domain
     with_bytes  needs_claim     what has a name, and whether the run has to be claimed to delete it
+    fence_brings_back           whether such a claim would bring older checkpoints back
     inherited_pins              pins that pass to a successor
 
 Two questions need I/O and are asked where that is done: whether the owner of a run is alive (``ownership.claim``), and
@@ -36,6 +37,7 @@ from ckptfs.commit.log.entries import (
     Abort,
     Delete,
     Fence,
+    FenceMode,
     Generation,
     Gone,
     Outcome,
@@ -69,6 +71,7 @@ __all__ = [
     "Obstacle",
     "Refusal",
     "doomed",
+    "fence_brings_back",
     "half_deleted",
     "inherited_pins",
     "may_abort",
@@ -465,6 +468,15 @@ def needs_claim(name: str, state: LogState) -> bool:
     # generation would take a successor's plain names. A fence takes the other's trash away.
     half = any(state.save(seal.save_id).deleted for seal in with_bytes(name, state))
     return half or not (state.generation == GENESIS or state.released)
+
+
+def fence_brings_back(state: LogState) -> bool:
+    """Whether a newer fence would bring back what the newest one hid: it overwrites, and nothing was committed under
+    it yet.
+    """
+    views = {"": state}
+    is_overwrite = state.fence.mode is FenceMode.OVERWRITE
+    return is_overwrite and state.generation not in used_overwrites(views, commits(views))
 
 
 def may_delete(

@@ -38,16 +38,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptfs.commit.catalog.catalog import Look, looking_at, refuse_gap, refuse_no_run
+from ckptfs.commit.decisions import fence_brings_back
 from ckptfs.commit.delete.deletion_steps import discard_late
 from ckptfs.commit.log.append import catch_up
-from ckptfs.commit.log.entries import FenceMode
 from ckptfs.commit.operations import drive
 from ckptfs.commit.ownership.claim import ORPHAN_S, Takeover, claim
 from ckptfs.commit.ownership.run import Caller, Run
 from ckptfs.commit.paths import CONTROL, MANIFEST, METADATA, TMP, staging_key
 from ckptfs.commit.save.spec import fresh_ids
 from ckptfs.commit.session import Place, open_seat
-from ckptfs.commit.state import commits
 from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
     AccessError,
@@ -259,11 +258,7 @@ def _refuse(look: Look, before: Collected) -> None:
             uri=look.root,
             hint="wait for it, or say --older-than 0s if nobody saves or copies there now",
         )
-    lives = commits(look.views)
-    used = state.saves.settled.was_base(state.generation) or any(
-        live.seal.base == state.generation for live in lives
-    )
-    if state.fence.mode is FenceMode.OVERWRITE and not used:
+    if fence_brings_back(state):
         raise RunBusyError(
             'prepared with mode="overwrite", and nothing was committed since',
             uri=look.root,

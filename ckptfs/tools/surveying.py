@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptfs.commit.catalog.catalog import Look
-from ckptfs.commit.decisions import doomed
+from ckptfs.commit.decisions import doomed, waiting
 from ckptfs.commit.delete.erase import listed_files
 from ckptfs.commit.delete.shared_data import needed, not_needed
 from ckptfs.commit.log.entries import Generation, Seal
@@ -184,11 +184,8 @@ class _Finder:
 
     def deleted(self) -> Iterator[Found]:
         """Saves whose delete is in the log and whose bytes are here."""
-        for save in self._state.saves.living.values():
-            if save.seal is None or save.gone:
-                continue
-            if standing(save.save_id, self._look.views) is Standing.DELETED:
-                yield self._save(Debris.DELETED, save.seal, "its delete is in the log")
+        for seal in waiting(self._state):
+            yield self._save(Debris.DELETED, seal, "its delete is in the log")
 
     def replaced(self) -> Iterator[Found]:
         """Saves that the next owner deletes without being asked."""
