@@ -4,6 +4,7 @@
     moe    the same with experts: 16 of three matrices each in every layer          10
     rl     actor and critic as llm, a frozen reference: weights only                22 of the actor's
     many   tensors of 4 to 64 KiB, no structure at all
+    4MB, 16MB, 64MB   tensors of one size: peers pay for each tensor, so ratios depend on it
     loop   llm, saved every n steps of a training loop while it runs
 
 With several ranks every tensor of one dimension or more is sharded over all of them along its first
@@ -26,6 +27,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +41,7 @@ else:
 
 __all__ = [
     "DEFAULT_SIZES",
+    "EVEN_SIZES",
     "KINDS",
     "DType",
     "State",
@@ -63,6 +66,8 @@ _HEAD_WIDTH = 128
 _EXPERTS = 16
 _TIED_BELOW = 2_000_000_000  # smaller models share the embedding with the head
 _SMALL_SIZES = (4 * _KIB, 6 * _KIB, 8 * _KIB, 18 * _KIB, 64 * _KIB)  # 20 KiB on average
+EVEN_SIZES = {"4MB": 4_000_000, "16MB": 16_000_000, "64MB": 64_000_000}
+_EVEN_WIDTH = 250
 _STRIDE = 37  # of the lengths of ``shapes``: large and small ones by turns, and none twice
 _COUNT = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -315,6 +320,18 @@ def _shapes(size_bytes: int) -> WorkloadSpec:
     )
 
 
+def _even(name: str, size_bytes: int) -> WorkloadSpec:
+    row_bytes = _EVEN_WIDTH * DType.FP32.size_bytes
+    rows, left = EVEN_SIZES[name] // row_bytes, size_bytes // row_bytes
+    if not left:
+        raise StateError(f"{size_bytes} bytes make no tensor of {name}", hint="give more")
+    made = tuple(
+        TensorSpec(f"even.{n}", (min(rows, left - n * rows), _EVEN_WIDTH), DType.FP32)
+        for n in range(-(-left // rows))
+    )
+    return WorkloadSpec(name, made, f"tensors of {name} each, fp32")
+
+
 def _refuse_too_many(kind: str, size_bytes: int, mean_bytes: int) -> None:
     if size_bytes > _MOST_SMALL * mean_bytes:
         raise StateError(
@@ -327,16 +344,18 @@ KINDS: Mapping[str, Callable[[int], WorkloadSpec]] = {
     "llm": _llm,
     "many": _many,
     "shapes": _shapes,
+    **{name: partial(_even, name) for name in EVEN_SIZES},
     "moe": _moe,
     "rl": _rl,
     "loop": _loop,
 }
-NO_MODELS = frozenset({"many", "shapes"})  # sized in bytes only
+NO_MODELS = frozenset({"many", "shapes", *EVEN_SIZES})  # sized in bytes only
 _BYTES_PER_PARAM = {"llm": 10, "moe": 10, "rl": 22, "loop": 10}
 DEFAULT_SIZES: Mapping[str, int] = {
     "llm": 250_000_000,
     "many": 100_000_000,
     "shapes": 100_000_000,
+    **dict.fromkeys(EVEN_SIZES, 250_000_000),
     "moe": 250_000_000,
     "rl": 250_000_000,
     "loop": 250_000_000,

@@ -52,7 +52,7 @@ _ROUNDS = 5  # fewer never give a verdict
 # Of measuring, where neither --rounds nor --keep says otherwise: the whole command then takes less than a minute.
 _WITHIN_S = 40.0
 _LONGER_ROUNDS, _LONGER_BYTES = 11, 1_250_000_000
-_WORKLOADS = ("llm", "many", "shapes", "moe", "rl", "loop")
+_WORKLOADS = ("llm", "many", "shapes", "4MB", "16MB", "64MB", "moe", "rl", "loop")
 
 
 class _Bench(click.Group):

@@ -102,6 +102,14 @@ def test_the_golden_file_is_what_is_written_today() -> None:
 
 
 @given(RESULTS)
+def test_samples_are_rows_of_a_table(result: Result) -> None:
+    """Flat records with the same fields: what a data frame is made of."""
+    rows = json.loads(encode_result(result))["samples"]
+    assert len({tuple(row) for row in rows}) <= 1
+    assert all(not isinstance(value, dict | list) for row in rows for value in row.values())
+
+
+@given(RESULTS)
 def test_what_is_written_is_read_again(result: Result) -> None:
     """Every field of every record, through JSON and back."""
     assert decode_result(encode_result(result), "x.json") == result

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptfs.bench.workloads import (
+    EVEN_SIZES,
     KINDS,
     NO_MODELS,
     DType,
@@ -50,6 +51,16 @@ def test_a_workload_has_the_bytes_that_were_asked_for(kind: str, size_bytes: int
     size_bytes = min(size_bytes, 50_000_000) if kind in NO_MODELS else size_bytes
     found = make_workload(kind, size_bytes=size_bytes).size_bytes
     assert found == pytest.approx(size_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(("kind", "size"), EVEN_SIZES.items())
+def test_tensors_of_one_size(kind: str, size: int) -> None:
+    """All but the last, which has what is left."""
+    made = [one.size_bytes for one in make_workload(kind, size_bytes=5 * size + size // 2).tensors]
+    assert made[:-1] == [size] * 5
+    assert made[-1] == size // 2
+    with pytest.raises(StateError, match=f"no tensor of {kind}"):
+        make_workload(kind, size_bytes=999)
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=30))
