@@ -31,6 +31,7 @@ from ckptfs.bench.messages import Asked, WorkloadAsked
 from ckptfs.bench.results import Result
 from ckptfs.bench.run import measure, target_asked
 from tests import lab
+from tests.faults.proxy import Delay, Each, FaultProxy, HttpFault
 from tests.lab.server import Server
 
 MIB = 1 << 20
@@ -84,9 +85,11 @@ def at_server(
     engines: Sequence[str],
     rounds: int,
     options: Mapping[str, Any] | None = None,
+    *,
+    delay_s: float = 0.0,
 ) -> Result:
     """At a server that is started for it. sizes: bytes of each workload; 0 leaves it out. options: of
-    the storage, for everybody who takes any.
+    the storage, for everybody who takes any. delay_s: how long a proxy holds each request, as a network does.
 
     Engines that are not installed, or are known to fail there, are left out.
     """
@@ -99,8 +102,8 @@ def at_server(
     engines = [one for one in engines if find_spec(NEEDS.get(one, "ckptfs"))]
     # It fails on radosgw 16.2, and can be told of no authority.
     engines = [e for e in engines if e != "s3torchconnector" or name in ("moto", "sink")]
-    with starting[name]() as server, _checksums(name):
-        told = server.storage_options(**(options or {}), concurrency=AT_ONCE)
+    with starting[name]() as server, _checksums(name), _delayed(server, delay_s) as delayed:
+        told = server.storage_options(**delayed, **(options or {}), concurrency=AT_ONCE)
         place = target_asked(server.uri(name), told)
         asked = Asked(
             (place,),
@@ -111,8 +114,21 @@ def at_server(
         result = measure(asked, progress=lambda text: print(text, file=sys.stderr, flush=True))
     assert result is not None, "torchrun has no part in this"
     # A port of the day is no property of the server: two results of one server are of one target.
-    kinds = tuple(replace(one, kind=f"s3: {name}, on this machine") for one in result.targets)
+    kind = f"s3: {name}, on this machine"
+    if delay_s:
+        kind += f", {delay_s * 1000:g} ms in front of each request"
+    kinds = tuple(replace(one, kind=kind) for one in result.targets)
     return replace(result, targets=kinds)
+
+
+@contextmanager
+def _delayed(server: Server, delay_s: float) -> Iterator[dict[str, Any]]:
+    """Options that lead to the server through a proxy that waits before each request; none without a delay."""
+    if not delay_s:
+        yield {}
+        return
+    with FaultProxy(server.endpoint, [HttpFault("*", "*", Each(), Delay(delay_s))]) as proxy:
+        yield {"endpoint_url": proxy.url}
 
 
 @contextmanager

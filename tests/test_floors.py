@@ -57,7 +57,7 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
         "small",
         *(
             pytest.param(row, marks=pytest.mark.campaign)
-            for row in ("shapes", "durable", "tmpfs", "hot", "cold", "memory", "stall")
+            for row in ("shapes", "durable", "tmpfs", "hot", "cold", "memory", "stall", "latency")
         ),
     ],
 )

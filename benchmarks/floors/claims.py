@@ -197,6 +197,9 @@ def _claims() -> Iterable[Claim]:
             yield Claim(row, "faster than FsspecWriter", phase, fsspec, least, 8.0, 14.0, "x")
             yield Claim(row, "CPU s/GB", phase, cpu_per_gb(), most, 0.35, 0.25)
             yield Claim(row, "of bare obstore", phase, others_by_ours("raw"), least, None, None)
+        yield Claim(
+            "latency", "FsspecWriter's time", phase, ours_by_others("dcp"), most, None, None, "x"
+        )
         yield Claim("tls", "faster than FsspecWriter", phase, fsspec, least, None, None, "x")
         yield Claim("tls", "CPU s/GB", phase, cpu_per_gb(), most, None, None)
         yield Claim("tls", "of bare obstore", phase, others_by_ours("raw"), least, None, None)

@@ -24,6 +24,7 @@ from ckptfs.bench.workloads import NO_MODELS
 
 MOST_ON_S3, MOST_ON_NFS = 536_870_912, 200_000_000
 NFS_TIMEOUT_S = 3600.0
+MOST_OVER_LATENCY, LATENCY_S = 1 << 20, 0.03
 # Storage options of ckptfs and of s3fs. The sum over a body, and the checksum that s3fs adds to it.
 UNSIGNED: Mapping[str, Any] = {
     "config_kwargs": {
@@ -169,6 +170,17 @@ def _at_sink(name: str, sizes: Sizes, options: Mapping[str, Any] | None = None) 
         return at_server(name, {"llm": size_bytes}, engines, sizes.pairs, options or {})
 
 
+def latency(sizes: Sizes) -> Result:
+    """A small state over a slow network: what is counted are the requests that wait for each other."""
+    from benchmarks.object_store import at_server
+
+    engines = [one for one in (OURS, "dcp") if not sizes.only or one in sizes.only]
+    with _threads_of_a_plain_process():
+        return at_server(
+            "moto", {"llm": MOST_OVER_LATENCY}, engines, sizes.pairs, delay_s=LATENCY_S
+        )
+
+
 def memory(sizes: Sizes) -> Result:
     """The most that a first save, and the load after it, add to a process that holds the state.
 
@@ -253,6 +265,7 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "s3": s3,
     "s3-unsigned": s3_unsigned,
     "tls": tls,
+    "latency": latency,
     "memory": memory,
     "ranks2": ranks2,
     "ranks4": ranks4,
