@@ -22,8 +22,7 @@ CHECKED := tests/test_docs.py tests/test_layers.py tests/test_exports.py tests/t
 CORE = -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder \
     $(addprefix --ignore=,$(LABS) $(CHECKED) tests/test_manual.py)
 # Of benchmarks/: each script of it runs with tiny sizes.
-BENCHED := tests/test_bench.py tests/test_floors.py tests/test_engine_settings_bench.py \
-    tests/test_replicated_bench.py tests/test_copying_bench.py tests/servers/test_object_bench.py
+BENCHED := tests/test_bench.py tests/test_floors.py tests/test_copying_bench.py tests/servers/test_object_bench.py
 # Runs of `make test-repeat`.
 N ?= 5
 
