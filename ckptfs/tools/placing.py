@@ -26,8 +26,7 @@ from ckptfs.dcp.read.read_plan import untiled
 from ckptfs.dcp.safetensors.safetensors_reader import read_layout
 from ckptfs.errors import CkptfsError, ManifestError, NotFoundError
 from ckptfs.storage.base import Storage
-from ckptfs.tools.findings import Damage
-from ckptfs.tools.looked import Looked
+from ckptfs.tools.findings import Damage, Looked
 from ckptfs.uri import Uri
 
 __all__ = ["Places", "keys_in", "look_at_stock", "look_into", "places_of"]

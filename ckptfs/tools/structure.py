@@ -5,10 +5,12 @@ unless ``.metadata`` has to be looked into.
                   it says what the log says, and lists what a checkpoint cannot be without
     files         every listed one is there, with its size   manifest -> files
     sidecars      they are those that were committed, decode, and are of their files
-    .metadata     its digest, or what it says: this save, listed files, ranges inside them
+    .metadata     its digest, or what it says: this save, listed files, ranges inside them (``placing``)
     projection    what stock readers see is what was committed
 
-What is damaged does not end the look: the rest is looked at too.
+The rest is looked at too after a damage was found. A digest binds a manifest to its seal, not the seal to
+its manifest; and a copy without its log has only the manifest: one that lists nothing would be as clean as
+nothing can be. So ``contradictions`` and ``lacks`` compare the two.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from typing import TypeVar
 from ckptfs.commit.catalog.catalog import Found, find, unlogged
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.digests import FileDigests, decode_digests
+from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
 from ckptfs.commit.operations import drive, read_limited
 from ckptfs.commit.paths import LOG, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.save.foreign_metadata import is_known
-from ckptfs.commit.state import Views
+from ckptfs.commit.save.planning import origins_of
+from ckptfs.commit.state import Views, split_name
 from ckptfs.errors import (
     IntegrityError,
     ManifestError,
@@ -33,11 +37,61 @@ from ckptfs.errors import (
     StorageError,
 )
 from ckptfs.storage.base import Shape, Stat, Storage
-from ckptfs.tools.agreement import contradictions, lacks
-from ckptfs.tools.findings import Damage, Finding
-from ckptfs.tools.looked import Looked, Target
+from ckptfs.tools.findings import Damage, Finding, Looked, Target
 
-__all__ = ["look_at"]
+__all__ = ["contradictions", "lacks", "look_at"]
+
+
+def contradictions(seal: Seal, manifest: Manifest) -> list[str]:
+    """Return what the log says otherwise than the manifest.
+
+    A part takes over what its whole says, so that of it only what it has itself is compared.
+
+    Args:
+        seal: The entry of the log.
+        manifest: The manifest of the same save.
+    """
+    whole, part = split_name(seal.name)
+    pairs: dict[str, tuple[object, object]] = {
+        "save": (seal.save_id, manifest.save_id),
+        "name": (part or whole, manifest.name),
+        "step": (seal.step, manifest.step),
+        "domains": (set(seal.domains), {d.id for d in manifest.domains}),
+    }
+    if part is None:
+        pairs |= {
+            "kind": (seal.artifact.value, manifest.artifact.value),
+            "generation": (seal.base, manifest.base),
+            "references": (set(seal.references), set(manifest.references)),
+            "origins": (set(seal.origins), set(origins_of(manifest))),
+            "parts": (_ids(seal), _ids(manifest)),
+        }
+    return [
+        f"{what} {_shown(said)} in the log, {_shown(there)} in the manifest"
+        for what, (said, there) in pairs.items()
+        if said != there
+    ]
+
+
+def lacks(manifest: Manifest) -> str:
+    """The file that a training state or weights cannot be without, and that ``manifest`` lacks; "" where there
+    is none.
+    """
+    if manifest.parts or manifest.artifact is Kind.DIRECTORY:
+        return ""
+    path = f"{manifest.save_id}/{METADATA}"
+    return "" if any(f.path == path for f in manifest.files) else path
+
+
+def _ids(of: Seal | Manifest) -> set[tuple[str, str, str]]:
+    return {(ref.name, ref.save_id, ref.digest) for ref in of.parts}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, (set, tuple)):
+        return ", ".join(sorted(str(one) for one in value)) or "none"
+    return str(value)
+
 
 _BRING_BACK = "copy it back from another place, or restore another checkpoint"
 _SIDECAR_BACK = 'copy it back; the data may be whole: it loads with verify="off", unverified'

@@ -18,8 +18,8 @@ from ckptfs.commit.operations import drive
 from ckptfs.errors import AccessError, IntegrityError, StateError, TransientError
 from ckptfs.progress import Meter
 from ckptfs.replication.copier import copy_to
+from ckptfs.tools.digesting import Resumed
 from ckptfs.tools.findings import Damage, Verdict, Verified
-from ckptfs.tools.resuming import Resumed
 from ckptfs.tools.verifying import verify
 from tests.cli.conftest import Place, a_run
 
