@@ -197,7 +197,8 @@ class ArgumentChoice(Enum):
     def _missing_(cls, value: object) -> Never:
         words = [f'"{one.value}"' for one in cls]
         raise StateError(
-            f"{cls.parameter}={value!r:.100} is no choice: {', '.join(words[:-1])} or {words[-1]}"
+            f"{cls.parameter}={value!r:.100} is not one of the choices: "
+            f"{', '.join(words[:-1])} or {words[-1]}"
         )
 
 

@@ -254,7 +254,7 @@ def _parse_path(text: str, base: str | None) -> Uri:
     shown = _shown(text)
     if "://" in text:
         raise UriError(
-            f"neither a path nor a URI: {shown!r}",
+            f"{shown!r} is neither a path nor a URI",
             hint="a URI begins with its scheme; chained fsspec URLs (a::b) are not supported",
         )
     if found := _COLLAPSED.match(text):
@@ -280,7 +280,7 @@ def _parse_path(text: str, base: str | None) -> Uri:
             text = posixpath.join(os.path.abspath(os.path.expanduser(base or "")), text)
         except FileNotFoundError:
             raise UriError(
-                f"the working directory is gone, so {shown!r} means nothing",
+                f"the working directory is gone, so the relative path {shown!r} has no meaning",
                 hint="pass an absolute path",
             ) from None
     return Uri("file", "", _tidy_tree(text))

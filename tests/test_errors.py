@@ -296,7 +296,7 @@ def test_a_word_that_is_no_choice_is_refused_by_its_parameter() -> None:
     assert {"if_exists", "mode", "fallback", "objects"} <= {one.parameter for one in choices}
     for choice in choices:
         with pytest.raises(
-            StateError, match=f"^{choice.parameter}='nosuch' is no choice: "
+            StateError, match=f"^{choice.parameter}='nosuch' is not one of the choices: "
         ) as caught:
             choice("nosuch")
         assert all(f'"{one.value}"' in caught.value.message for one in choice)

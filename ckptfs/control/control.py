@@ -243,7 +243,7 @@ def control_opener(
     if process_group is not None or _torch.has_default_group():
         ranks = _torch.group_ranks(process_group)
     if len(ranks) != world.size:
-        raise StateError(f"world has {world.size} ranks, its process group {len(ranks)}")
+        raise StateError(f"world has {world.size} ranks, but its process group has {len(ranks)}")
     found, apart = _find_store(world, process_group, wait_s) if store is None else (store, "")
 
     def open_now() -> Control:
@@ -269,7 +269,7 @@ def _find_store(world: World, process_group: Any, timeout_s: float) -> tuple[Any
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not (agent and address and port.isdigit()):
         raise StateError(
-            f"WORLD_SIZE is {world.size}, but nothing connects these processes",
+            f"WORLD_SIZE is {world.size}, but these processes are not connected",
             rank=world.rank,
             hint="call torch.distributed.init_process_group() first, or start with torchrun",
         )

@@ -360,7 +360,7 @@ def _late(place: _Place, ranks: tuple[int, ...]) -> DeadlineError:
         f"within {place.timeout_s:g} s",
         silent=ranks,
         rank=ranks[0] if len(ranks) == 1 else None,
-        hint="every rank must make the same collective calls in the same order",
+        hint="make the same collective calls in the same order on every rank",
     )
 
 

@@ -407,7 +407,7 @@ class Monitor:
         try:
             own = self.hanging.at(elapsed_s)
         except Exception:  # the heart beats on, whatever there is to say
-            log.exception("what this rank waits for cannot be told")
+            log.exception("this rank cannot send its state to the others")
             own = {}
         count, dead, silent = self._count, dict(self._dead), dict(self._silent)
         prefix, rank, size = self._prefix, self._rank, len(self._worlds)

@@ -155,9 +155,9 @@ def _out_of_step(messages: Sequence[Message]) -> CollectiveError:
         ranks.setdefault(s.label or "(left)", []).append(rank)
     calls = ", ".join(f"{label!r} on ranks {who}" for label, who in ranks.items())
     return CollectiveError(
-        f"ranks called different things at the same time: {calls}",
-        hint="every rank must make the same collective calls in the same order; a second thread "
-        "needs a control of its own",
+        f"ranks made different calls at the same time: {calls}",
+        hint="make the same collective calls in the same order on every rank; give a second "
+        "thread its own control",
     )
 
 

@@ -438,7 +438,7 @@ def _rest_of(key: str, head: bytes) -> list[str]:
 
 def _forged(key: str, what: str) -> StateError:
     return StateError(
-        f"the value of {key} in torch's store {what}: ckptfs did not write it",
+        f"the value of {key} in torch's store {what}, so ckptfs did not write it",
         hint="the store is open to another program; give the job a port of its own",
     )
 
@@ -474,8 +474,9 @@ def _put_tail(store: Any, place: str, data: bytes) -> bytes:
     count = _count(data)
     if count > _MOST_CHUNKS:
         raise StateError(
-            f"a rank would tell the others {len(data) >> 20} MiB, and {_MOST_CHUNKS} is the most",
-            hint="save fewer items, or larger ones: this is what the plan of a save takes",
+            f"a rank would send {len(data) >> 20} MiB to the others, but {_MOST_CHUNKS} is "
+            "the limit",
+            hint="save fewer or larger items: the plan of the save is too large",
         )
     view = memoryview(data)
     for i in range(1, count):

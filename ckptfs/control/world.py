@@ -123,7 +123,7 @@ class World:
             if rank < 0:
                 raise StateError(
                     "this process is not a member of process_group",
-                    hint="only the members of a group take part in a collective call over it",
+                    hint="make a collective call over a group on the members of the group only",
                 )
             return _here(rank=rank, size=size, has_group=True)
         rank, size = _launched(os.environ)
@@ -172,7 +172,7 @@ def _launched(environment: Mapping[str, str]) -> tuple[int, int]:
         rank, size = -1, 0
     if not 0 <= rank < size:
         raise StateError(
-            f"RANK={given['RANK']!r} and WORLD_SIZE={given['WORLD_SIZE']!r} make no sense together",
+            f"RANK={given['RANK']!r} and WORLD_SIZE={given['WORLD_SIZE']!r} contradict each other",
             hint="start with torchrun, or unset both for a single process",
         )
     return rank, size

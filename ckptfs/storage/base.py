@@ -512,7 +512,7 @@ class Storage(ABC):
             UnsupportedError: There are no hard links here, or not between these two.
         """
         self.uri(source)
-        raise UnsupportedError("no hard links here", uri=self.uri(target))
+        raise UnsupportedError("this storage has no hard links", uri=self.uri(target))
 
     @abstractmethod
     def remove(self, key: str) -> None:
@@ -617,7 +617,7 @@ class Storage(ABC):
 @functools.lru_cache(maxsize=1024)
 def _warn_once(where: str, why: str) -> None:
     """Warn once per name: a run is listed at every save."""
-    log.warning("passed by in %s: %s", where, why)
+    log.warning("skipped in %s: %s", where, why)
 
 
 class Listing(list[Entry]):

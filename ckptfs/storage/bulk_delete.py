@@ -129,7 +129,9 @@ class Deleter:
                 self.delete_keys([key])
             else:
                 return
-        raise TransientError("remove_tree: new objects keep coming", uri=self.root / key)
+        raise TransientError(
+            "remove_tree: another program keeps adding objects", uri=self.root / key
+        )
 
     def _is_object(self, key: str) -> bool:
         # Not deleted on suspicion: with versions, deleting what is absent leaves a marker for ever.
@@ -146,7 +148,7 @@ class Deleter:
         waiting = {name: left for name in by_name if (left := self.backoff.left_s(name))}
         failures: list[StorageError] = [
             AccessError(
-                "not deleted: the store refused before",
+                "not deleted: the store has already refused other keys",
                 uri=self.root / key,
                 hint=f"asked again in {left_s:.0f} s; see the object lock, the retention rule or "
                 "the permission to delete",

@@ -106,11 +106,10 @@ def probe_conditions(client: ObjectClient, folder: str, retrier: Retrier) -> Hon
             return found
     # Not NOTHING: of two writers who think differently of one store, neither sees the other's log.
     raise StorageError(
-        f"which conditions the store honours cannot be told: {_KEYS} new objects were made, and each "
-        "was said to exist already",
+        f"the store's support for conditional writes is unknown: it said of each of {_KEYS} "
+        "new objects that it existed already",
         uri=f"{retrier.endpoint}/{folder}",
-        hint="something on the way repeats requests whose answers are lost: look at the connection "
-        "and the proxies",
+        hint="a proxy or the connection repeats requests after it loses their answers: check both",
     )
 
 

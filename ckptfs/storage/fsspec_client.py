@@ -327,7 +327,8 @@ class FsspecClient:
                     self._opened_fs = (os.getpid(), *self._connect())
                 except ImportError as error:
                     raise MissingDriverError(
-                        f"the library of {self.protocol}:// does not import: {error}", uri=self.root
+                        f"the library of {self.protocol}:// cannot be imported: {error}",
+                        uri=self.root,
                     ) from error
                 except FileNotFoundError as error:
                     # Of an archive: the URI names what is in it.

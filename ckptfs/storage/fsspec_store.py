@@ -91,14 +91,15 @@ def open_fsspec(uri: Uri, storage_options: Mapping[str, Any]) -> FsspecStorage:
             raise UriError(
                 f"storage option {name!r} means nothing to {uri.protocol}://",
                 uri=uri,
-                hint="it goes through one fsspec stream; s3, gs, az and webhdfs have such options",
+                hint="this protocol uses one fsspec stream; s3, gs, az and webhdfs have this "
+                "option",
             )
     protocol = uri.protocol.removeprefix("fsspec+")
     if protocol == "hdfs":
         storage_options = _hdfs_options(uri, storage_options)
     if protocol in _ARCHIVES and not storage_options.get("fo"):
         raise UriError(
-            f"{protocol}:// does not say which archive",
+            f"{protocol}:// does not name the archive",
             uri=uri,
             hint=f'storage_options={{"fo": "/data/run.{protocol}"}}; the URI names what is in it',
         )
@@ -205,10 +206,10 @@ class FsspecStorage(Storage):
         found = self._info(key)
         if found.get("type", "file") not in ("file", "link"):
             raise StorageError(
-                f"read refused: no regular file stands there, but {found['type']}",
+                f"read refused: it is {found['type']}, not a regular file",
                 errno=errno.EINVAL,
                 uri=self.uri(key),
-                hint="remove it; ckptfs reads regular files alone",
+                hint="remove it; ckptfs reads regular files only",
             )
         size = int(found.get("size") or 0)
         if size > limit_bytes:
@@ -466,8 +467,8 @@ class FsspecStorage(Storage):
         raise StorageError(
             f"exclusive create cannot be probed: the answers to {_PROBES} requests were lost",
             uri=self.uri(folder),
-            hint="something on the way repeats requests whose answers are lost: look at the "
-            "connection and the proxies",
+            hint="a proxy or the connection repeats requests after it loses their answers: check "
+            "both",
         ) from lost
 
     def _excludes(self, key: str) -> bool:
@@ -677,8 +678,8 @@ class FsspecReader(DataReader):
                     data = self._read(begin, min(begin + len(part), self.size_bytes))
             if len(data) != len(part):
                 raise IntegrityError(
-                    f"the file ends at byte {begin + len(data)}, "
-                    f"{offset + len(view)} were asked for",
+                    f"the file ends at byte {begin + len(data)}, but {offset + len(view)} "
+                    "were requested",
                     uri=uri,
                 )
             part[:] = data
@@ -699,7 +700,10 @@ class FsspecReader(DataReader):
                 return self._read_range(begin, end)
             except ValueError:
                 # fsspec's answer to a body that is no range, from which nothing was read.
-                _log.info("%s: the server ignores ranges, it is read whole", self._uri)
+                _log.info(
+                    "%s: the server ignores ranges, so each read fetches the complete file",
+                    self._uri,
+                )
         with self._lock:
             if self._copy is None:
                 self._copy = self._fetch()

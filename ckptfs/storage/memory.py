@@ -105,9 +105,9 @@ class MemoryStorage(Storage):
     ) -> None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise UriError(
-                "memory:// belongs to one process, and WORLD_SIZE says that there are more",
+                "memory:// belongs to one process, but WORLD_SIZE says that there are more",
                 uri=root,
-                hint="use a directory that all processes see",
+                hint="use a directory that all processes can reach",
             )
         self.root = root
         self.shape = shape
@@ -130,7 +130,7 @@ class MemoryStorage(Storage):
             raise UriError(
                 "memory:// belongs to the process that opened it",
                 uri=self.root,
-                hint="use a directory that all processes see",
+                hint="use a directory that all processes can reach",
             )
         return self._tree
 
@@ -341,7 +341,7 @@ class MemoryStorage(Storage):
         return NotFoundError(f"{action} failed: {said}", errno=number, uri=self.uri(key))
 
     def _taken(self, key: str) -> AlreadyExistsError:
-        return AlreadyExistsError("something stands there already", uri=self.uri(key))
+        return AlreadyExistsError("the name exists already", uri=self.uri(key))
 
 
 def _moved(name: str, start: str, end: str) -> str:
@@ -388,7 +388,7 @@ class _MemoryReader(DataReader):
         part = self._data[offset : offset + len(view)]
         if len(part) < len(view):
             raise IntegrityError(
-                f"the file ends at byte {len(self._data)}, {offset + len(view)} were asked for",
+                f"the file ends at byte {len(self._data)}, but {offset + len(view)} were requested",
                 uri=self._uri,
             )
         view[:] = part

@@ -182,7 +182,7 @@ class ObjectWriter(DataWriter):
         except BaseException as error:
             self._budget.end(buffer, None)  # no thread took it: nobody else would say so
             if isinstance(error, RuntimeError):
-                raise StorageError(f"no thread takes a part: {error}", uri=self._uri) from error
+                raise StorageError(f"no thread can send a part: {error}", uri=self._uri) from error
             raise
         sent.add_done_callback(lambda done: self._dropped(buffer) if done.cancelled() else None)
         self._number += 1
@@ -195,7 +195,7 @@ class ObjectWriter(DataWriter):
 
     def _dropped(self, buffer: memoryview | None) -> None:
         """A part that waited for a thread, and gets none: whoever waits for it must not wait on."""
-        self._budget.end(buffer, StorageError("the storage was closed meanwhile", uri=self._uri))
+        self._budget.end(buffer, StorageError("the storage was closed", uri=self._uri))
 
     # -- ending ------------------------------------------------------------------------
 
@@ -242,8 +242,8 @@ class ObjectWriter(DataWriter):
                 if lost and self._is_complete():
                     return
                 raise StorageError(
-                    "the upload vanished before it was complete, by a rule for incomplete uploads "
-                    f"or a cleanup perhaps: {error.message}",
+                    "the upload vanished before it was complete; a rule for incomplete "
+                    f"uploads or a cleanup may have aborted it: {error.message}",
                     uri=self._uri,
                     hint=error.hint,
                 ) from error
@@ -271,15 +271,15 @@ class ObjectWriter(DataWriter):
             brief.run(upload.abort)
         except Exception as error:  # noqa: BLE001 - the error that brought us here is the one to tell
             log.warning(
-                "parts of %s are left behind and go by age: %s",
+                "parts of %s were not removed; a later sweep removes them by their age: %s",
                 self._uri,
                 mask_credentials(str(error)),
             )
             return
         if not ended:
             log.warning(
-                "parts of %s were under way %.0f s after the abort: some may be left behind, "
-                "and go by age",
+                "parts of %s were still being sent %.0f s after the abort; a later sweep "
+                "removes what they left by its age",
                 self._uri,
                 time.monotonic() - began,
             )
@@ -309,7 +309,7 @@ class PartPlan:
                 f"the file is larger than {offset} bytes, the most that the store takes in "
                 f"{number} parts (it takes {limits.max_parts} parts, "
                 f"{limits.max_object_bytes} bytes)",
-                hint="a larger part_size_bytes, more ranks, or more files",
+                hint="use a larger part_size_bytes, more ranks or more files",
             )
         if limits.equal_parts or (self.declared_bytes is not None and offset < self.declared_bytes):
             return self.first_bytes
@@ -328,7 +328,7 @@ def plan_parts(
     size = size_hint_bytes or 0
     if size > limits.max_object_bytes:
         raise UnsupportedError(
-            f"a file of {size} bytes: the store takes at most {limits.max_object_bytes}",
+            f"the file has {size} bytes, but the store takes at most {limits.max_object_bytes}",
             hint="save with more ranks, or in more files",
         )
     wanted = min(configured_bytes or _DEFAULT_PART_BYTES, memory_bytes)

@@ -167,9 +167,7 @@ class ObjectStorage(Storage):
             except NotFoundError:
                 break
             except CancelledError:
-                raise StorageError(
-                    "not read: the storage was closed meanwhile", uri=self.uri(key)
-                ) from None
+                raise StorageError("not read: the storage was closed", uri=self.uri(key)) from None
         return tuple(found)
 
     def at_once(self, calls: Sequence[Callable[[], T]]) -> list[T | StorageError]:
@@ -184,7 +182,7 @@ class ObjectStorage(Storage):
             running += map(pool.submit, others)
             found = super().at_once([first])
         except RuntimeError as error:
-            raise StorageError(f"no thread takes a request: {error}", uri=self.root) from error
+            raise StorageError(f"no thread can send a request: {error}", uri=self.root) from error
         finally:
             # Whatever ends this: a request that is still on its way may write.
             uninterrupted(lambda: wait(running))
@@ -194,7 +192,7 @@ class ObjectStorage(Storage):
             except StorageError as error:
                 found.append(error)
             except CancelledError:
-                found.append(StorageError("the storage was closed meanwhile", uri=self.root))
+                found.append(StorageError("the storage was closed", uri=self.root))
         return found
 
     def create(self, key: str, data: bytes, *, staging: str) -> None:
@@ -341,7 +339,7 @@ class ObjectStorage(Storage):
             return self.retrier.run(lambda: [*self.client.list_uploads(self._prefix)])
         except UnsupportedError as error:
             # A lifecycle rule of the bucket does the same.
-            _log.info("unfinished uploads stay: %s", error)
+            _log.info("unfinished uploads were not removed: %s", error)
             return ()
 
     def _path(self, key: str) -> str:

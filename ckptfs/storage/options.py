@@ -103,10 +103,10 @@ def parse_options(
     )
     if options.part_size_bytes is not None and options.part_size_bytes > options.memory_bytes:
         raise UriError(
-            f"part_size_bytes is {options.part_size_bytes}, and an upload may hold "
+            f"part_size_bytes is {options.part_size_bytes}, but an upload may hold only "
             f"memory_bytes={options.memory_bytes}",
             uri=uri,
-            hint="make memory_bytes a few times the part, or the part smaller",
+            hint="set memory_bytes to several parts, or make the part smaller",
         )
     return options, rest
 

@@ -50,8 +50,8 @@ _TABLE: dict[int, tuple[type[StorageError], str | None]] = {
         (AccessError, "check the owner, group and mode of the directory, and the umask"),
     ),
     errno.EROFS: (AccessError, "the mount is read-only"),
-    errno.ENOSPC: (NoSpaceError, "free space or inodes there; what was committed stays"),
-    errno.EDQUOT: (NoSpaceError, "the quota is used up; what was committed stays"),
+    errno.ENOSPC: (NoSpaceError, "free space or inodes; what was committed is safe"),
+    errno.EDQUOT: (NoSpaceError, "the quota is used up; what was committed is safe"),
     errno.ELOOP: (SymlinkError, "remove the link; ckptfs changes nothing behind one"),
     errno.ESTALE: (StaleError, "the file moved on the server: look it up again"),
     **dict.fromkeys(
@@ -65,8 +65,8 @@ _LOOKS = frozenset({"read", "open", "stat", "list"})
 
 # On a local disk root is never refused.
 _ROOT_IS_REFUSED = (
-    "this process is root and is refused: an NFS export with root_squash takes root for nobody; "
-    "run as the user who owns the directory, or export it with no_root_squash"
+    "this process is root, which an NFS export with root_squash refuses; run as the user who "
+    "owns the directory, or export it with no_root_squash"
 )
 
 
@@ -99,7 +99,7 @@ def typed(error: OSError, uri: Uri, action: str) -> StorageError:
     reason = os.strerror(error.errno) if error.errno else mask_credentials(str(error))
     if kind is SymlinkError and error.filename is not None:
         if action in _LOOKS and f"/{CONTROL}/" not in uri.path:
-            hint = "ask for what it leads to (follow_links, --follow-links), or remove it"
+            hint = "follow the link (follow_links, --follow-links), or remove it"
         refused = f"{action} refused: {os.fsdecode(error.filename)} is a symbolic link"
         return kind(refused, errno=error.errno, uri=uri, hint=hint)
     return kind(
@@ -113,17 +113,18 @@ def lost_answer(error: BaseException, uri: Uri, action: str) -> AnswerLostError:
         f"{action} may have happened: {mask_credentials(str(error))}",
         errno=getattr(error, "errno", None),
         uri=uri,
-        hint="read it back before doing it again",
+        hint="read it back before you repeat the call",
     )
 
 
 def too_large(uri: Uri, size_bytes: int, limit_bytes: int) -> StorageError:
     """Return the error for a file that is larger than files of its kind may be."""
     return StorageError(
-        f"read refused: it has {size_bytes} bytes, and no such file has more than {limit_bytes}",
+        f"read refused: it has {size_bytes} bytes, but a file of this kind has at most "
+        f"{limit_bytes}",
         errno=errno.EFBIG,
         uri=uri,
-        hint="ckptfs did not write it; look at what stands there, or restore the file",
+        hint="ckptfs did not write it; look at the file, or restore it",
     )
 
 

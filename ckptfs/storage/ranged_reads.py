@@ -56,7 +56,7 @@ class ObjectReader(DataReader):
         view = buffer.cast("B")
         if offset + len(view) > self.size_bytes:
             raise IntegrityError(
-                f"the file ends at byte {self.size_bytes}, {offset + len(view)} were asked for",
+                f"the file ends at byte {self.size_bytes}, but {offset + len(view)} were requested",
                 uri=self._uri,
             )
         ranges = split(offset, len(view))

@@ -77,13 +77,14 @@ def open_storage(
     place = Uri.parse(uri)
     if place.is_local and (taken := _URI_AS_PATH.search(place.path)) is not None:
         warnings.warn(
-            f"{place.path} lies on this machine's own disk: a program took the URI {taken[1]}://... for a "
-            "path. Give the URI to ckptfs, and programs a directory",
+            f"{place.path} is on this machine's own disk: a program used the URI "
+            f"{taken[1]}://... as a path. Pass the URI to ckptfs, and a directory to other "
+            "programs",
             stacklevel=2,
         )
     if place.is_masked:
         raise UriError(
-            "this URI's credentials were masked: it was taken from a log or an error",
+            "the credentials in this URI are masked: it was copied from a log or an error",
             uri=place,
             hint="pass the original, or credentials in storage_options",
         )
@@ -116,7 +117,7 @@ def _factory(uri: Uri) -> Factory:
             found: Factory = point.load()
         except ImportError as error:
             raise MissingDriverError(
-                f"the backend of {protocol}:// does not import: {error}",
+                f"the backend of {protocol}:// cannot be imported: {error}",
                 uri=uri,
                 hint=f"reinstall {point.dist.name if point.dist else point.value}",
             ) from error

@@ -175,7 +175,7 @@ class Retrier:
             and self.warning_limit.is_due(self.clock())
         ):
             log.warning(
-                "a request to %s has failed for %.0f s: %s; tried again for %.0f s more",
+                "a request to %s has failed for %.0f s: %s; ckptfs retries it for another %.0f s",
                 self.endpoint,
                 spent_s,
                 mask_credentials(error.message),

@@ -113,7 +113,7 @@ def open_webhdfs(uri: Uri, storage_options: Mapping[str, Any]) -> WebHdfsStorage
     }
     options = {**_server_of(uri), **rest}
     if not options.get("host"):
-        raise UriError("no NameNode is named", uri=uri, hint="write webhdfs://host:port/path")
+        raise UriError("the URI names no NameNode", uri=uri, hint="write webhdfs://host:port/path")
     for name in ("kerberos", "use_https", "session_verify"):
         if isinstance(word := options.get(name), str) and word.lower() in _BOOLEANS:
             options[name] = _BOOLEANS[word.lower()]
@@ -454,10 +454,12 @@ class _TemporaryFiles:
                     if lost:
                         return
                     raise TransientError(
-                        "the temporary file is gone: somebody removed it", uri=uri
+                        "the temporary file is gone: another program removed it", uri=uri
                     ) from None
             self.retry(lambda: self.client.make_dirs(target.rpartition("/")[0] or "/"))
-        raise TransientError("the key's directory is removed as often as it is made", uri=uri)
+        raise TransientError(
+            "another program removes the key's directory each time it is made", uri=uri
+        )
 
     def _exists(self, path: str) -> bool:
         try:
@@ -579,7 +581,7 @@ class WebHdfsReader(DataReader):
         view = buffer.cast("B")
         if offset + len(view) > self.size_bytes:
             raise IntegrityError(
-                f"the file has {self.size_bytes} bytes, {offset + len(view)} were asked for",
+                f"the file has {self.size_bytes} bytes, but {offset + len(view)} were requested",
                 uri=self._uri,
             )
         if len(view):
@@ -597,7 +599,7 @@ class WebHdfsReader(DataReader):
             except (NotFoundError, UnsupportedError):
                 if client.status(self._path).file_id != self._id:
                     raise StaleError(
-                        "the file was replaced or removed meanwhile",
+                        "the file was replaced or removed during the read",
                         uri=self._uri,
                         hint="open it again",
                     ) from None

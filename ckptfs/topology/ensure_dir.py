@@ -88,7 +88,7 @@ def _confirm(
         "this node does not see what the owner of its domain has just written in the directory",
         uri=storage.uri(key),
         node=control.world.node,
-        hint="the directory was moved under us, or this mount caches for longer than 1 s",
+        hint="the directory was moved during the call, or this mount caches for longer than 1 s",
     ) from missing
 
 
@@ -114,4 +114,4 @@ def _remove(storage: Storage, token: str) -> None:
     try:
         storage.remove(token)
     except StorageError as error:
-        log.warning("a token stays behind: %s", error)
+        log.warning("a probe file was not removed: %s", error)

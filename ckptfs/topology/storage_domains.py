@@ -246,8 +246,9 @@ def _refuse_shared(worlds: Sequence[World], domains: Sequence[Domain]) -> None:
     shared = next((d for d in domains if len(d.nodes) > 1), None)
     if shared is not None:
         raise StateError(
-            f"scope='node', but nodes {', '.join(_at(worlds, n) for n in shared.nodes)} hold the "
-            f"same domain id {shared.id}: they share this storage, or a run was copied whole",
+            f"scope='node', but nodes {', '.join(_at(worlds, n) for n in shared.nodes)} "
+            f"have the same domain id {shared.id}: they share this storage, or a run was "
+            "copied with its .ckptfs",
             hint="use scope='auto', or copy checkpoints without their .ckptfs directory",
         )
 
@@ -268,8 +269,8 @@ def _disagreement(
     return CollectiveError(
         f"nodes disagree about what they share: {what}",
         failures=failures,
-        hint="a run that was copied with its .ckptfs to several disks must lose .ckptfs/domain in "
-        "the copies; a network mount must not cache directories for longer than 3 s",
+        hint="remove .ckptfs/domain from the copies of a run that was copied to several disks; "
+        "let a network mount cache directories for at most 3 s",
     )
 
 
@@ -371,7 +372,7 @@ class Probe:
             try:
                 self._storage.remove(self._token)
             except StorageError as error:
-                log.warning("a probe's token stays behind: %s", error)
+                log.warning("a probe file was not removed: %s", error)
 
     def _own_id(self) -> str:
         storage = self._storage
@@ -393,7 +394,7 @@ class Probe:
             except (AlreadyExistsError, AnswerLostError):
                 continue  # read what is there; ours or another's, it is the domain's id
         raise NotFoundError(
-            "the domain id can be neither made nor read",
+            "the domain id can be neither written nor read",
             uri=storage.uri(_ID),
             hint="`ckptfs doctor` tests what this storage does",
         )

@@ -139,7 +139,7 @@ def test_a_manager_may_be_made_to_ignore_it(run: Path, tmp_path: Path) -> None:
     driver = StepDriver(files, unlogged="ignore")
     assert driver.fetch(lambda step: str(folder / str(step))) == 2
     driver.close()
-    with pytest.raises(ckptfs.StateError, match="unlogged='never' is no choice"):
+    with pytest.raises(ckptfs.StateError, match="unlogged='never' is not one of the choices"):
         ckptfs.CheckpointManager(run, unlogged="never")  # type: ignore[arg-type]
 
 

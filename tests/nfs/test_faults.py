@@ -175,7 +175,7 @@ def test_a_full_export(either: NfsLab) -> None:
     (new,) = all_say(start(either, does, Save(f"{where}/step_3", 3)))
     assert full.error == "CollectiveError"
     assert {kind for _, kind in full.kinds} == {"NoSpaceError"}, full.text
-    assert "what was committed stays" in full.text
+    assert "what was committed is safe" in full.text
     assert (old, new) == (Outcome(), Outcome())
     # Of the failed save nothing is left: two checkpoints take twice the room of one, and little more.
     used = free - there

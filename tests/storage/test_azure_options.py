@@ -187,7 +187,7 @@ def test_adlfs_reads_them_the_same(
     [
         (AZ, {"account_name": "mine", "acount_key": KEY}, "no storage option 'acount_key'"),
         (AZ, {"account_name": "mine", "endpoint_url": "http://x"}, "endpoint_url"),
-        (AZ, {}, "which Azure account"),
+        (AZ, {}, "Azure account is not known"),
         (ABFS, {"account_name": "other"}, "names account 'mine'"),
         (
             "abfss://box@other.dfs.core.windows.net/run",
@@ -201,7 +201,7 @@ def test_adlfs_reads_them_the_same(
         (AZ, {"account_name": "mine", "client_id": "c"}, "client_id without tenant_id"),
         (AZ, {"account_name": "mine", "credential": 3}, "credential=int"),
         (AZ, {"connection_string": "nonsense"}, "not a list of name=value"),
-        (AZ, {"connection_string": "EndpointSuffix=x"}, "no AccountName"),
+        (AZ, {"connection_string": "EndpointSuffix=x"}, "neither AccountName"),
         (AZ, {"account_name": "mine", "location_mode": "both"}, "'primary' or 'secondary'"),
         (AZ, {"account_name": "mine", "version_aware": True}, "current versions only"),
         (AZ, {"account_name": "mine", "standard_blob_tier": "Archive"}, "'Hot', 'Cool' or 'Cold'"),

@@ -281,7 +281,7 @@ def test_limits() -> None:
         (412, "LeaseIdMissing", AccessError, "lease"),
         (409, "SnapshotsPresent", AccessError, "snapshots"),
         (409, "BlobImmutableDueToPolicy", AccessError, "immutability policy"),
-        (409, "InvalidBlobType", StorageError, "append or page blob"),
+        (409, "InvalidBlobType", StorageError, "append blob or a page blob"),
         (409, "ResourceTypeMismatch", StorageError, "directory"),
         (409, "BlobArchived", StorageError, "archive"),
         (404, "ContainerNotFound", NotFoundError, "no container 'box'"),

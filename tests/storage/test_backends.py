@@ -540,6 +540,6 @@ def test_options_of_other_clients_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("taken", ["ckptfs+s3:", "s3:", "gs:"])
 def test_a_uri_that_a_program_took_for_a_path_is_warned_of(tmp_path: Path, taken: str) -> None:
     """`./s3:/bucket/run` is a directory on this machine: what comes to ckptfs like that is told."""
-    with pytest.warns(UserWarning, match=f"took the URI {re.escape(taken)}//"):
+    with pytest.warns(UserWarning, match=f"used the URI {re.escape(taken)}//"):
         open_storage(tmp_path / taken / "bucket" / "run").close()
     open_storage(tmp_path / "s3" / "run").close()

@@ -131,7 +131,7 @@ def test_objects_that_keep_coming_are_an_error() -> None:
             yield Listed(f"{prefix}new", 1)
 
     storage = over(Filling(MemoryObjects()))
-    with pytest.raises(TransientError, match="keep coming"):
+    with pytest.raises(TransientError, match="keeps adding objects"):
         storage.remove_tree("step_1")
 
 
@@ -201,7 +201,7 @@ def test_all_files_of_a_locked_checkpoint_are_one_refusal() -> None:
         deletes.delete_keys(keys)
     store.locked = set()
     time.now_s += 59
-    with pytest.raises(AccessError, match="refused before"):
+    with pytest.raises(AccessError, match="already refused"):
         deletes.delete_keys(keys)
     time.now_s += 2
     deletes.delete_keys(keys)
@@ -221,7 +221,7 @@ def test_a_refusal_holds_its_own_name_only() -> None:
     store.put_behind("run/step_2/x", b"x")
     deletes.delete_keys(["step_2/x"])
     requests = store.counts()["delete"]
-    with pytest.raises(AccessError, match="refused before"):
+    with pytest.raises(AccessError, match="already refused"):
         deletes.delete_tree("step_1")
     assert store.counts()["delete"] == requests
 
@@ -239,7 +239,7 @@ def test_a_refusal_holds_no_other_run() -> None:
         archive.remove("step_1/x")
     daily.remove("step_1/x")
     assert set(store.objects) == {"archive/step_1/x"}
-    with pytest.raises(AccessError, match="refused before"):
+    with pytest.raises(AccessError, match="already refused"):
         archive.remove("step_1/x")
 
 
@@ -252,7 +252,7 @@ def test_a_refusal_below_the_control_directory_holds_one_key() -> None:
     store.locked = {"run/.ckptfs/log/00000000"}
     deletes = deleter(store, time)
     for tried in range(2):
-        with pytest.raises(AccessError, match="refused before" if tried else "object lock"):
+        with pytest.raises(AccessError, match="already refused" if tried else "object lock"):
             deletes.delete_keys(keys[:1])
     assert store.counts() == {"delete": 1}
     deletes.delete_keys(keys[1:])
@@ -305,6 +305,6 @@ def test_holds_outlive_a_storage() -> None:
     with pytest.raises(AccessError):
         storage.remove("step_1/0")
     storage.close()
-    with pytest.raises(AccessError, match="refused before"):
+    with pytest.raises(AccessError, match="already refused"):
         over(MemoryObjectClient(store)).remove("step_1/0")
     assert store.counts() == {"delete": 1}

@@ -235,7 +235,7 @@ def test_what_is_always_repeated_is_no_verdict() -> None:
     store = MemoryObjects()
     client = Repeating(store, range(1, 100))
     storage = over(client)
-    with pytest.raises(StorageError, match="cannot be told"):
+    with pytest.raises(StorageError, match="is unknown"):
         storage.create("log/0", b"x", staging="")
     assert len({o.key for o in store.requests("put")}) == 4
     assert not store.objects

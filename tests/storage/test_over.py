@@ -81,7 +81,7 @@ def test_a_directory_and_a_socket_are_refused(tmp_path: Path) -> None:
         for name, kind in (("directory", AlreadyExistsError), ("socket", UnsupportedError)):
             with pytest.raises(kind):
                 storage.open_over(name)
-            with pytest.raises(OSError, match="stands there"):
+            with pytest.raises(OSError, match="has this name"):
                 write(tmp_path / name)
         assert stat.S_ISSOCK((tmp_path / "socket").stat().st_mode)
     assert sorted(os.listdir(tmp_path)) == ["directory", "socket"]

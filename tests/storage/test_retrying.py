@@ -170,7 +170,7 @@ def test_a_silent_endpoint_is_told_once_after_three_seconds(
                 replace(retrier, policy=RetryPolicy(20.0)).run(dead)
     (line,) = caplog.messages
     assert line.startswith("a request to http://host:1 has failed for 3 s: ")
-    assert line.endswith("; tried again for 17 s more")
+    assert line.endswith("; ckptfs retries it for another 17 s")
 
 
 def test_the_line_does_not_wait_for_the_end_of_a_pause(caplog: pytest.LogCaptureFixture) -> None:

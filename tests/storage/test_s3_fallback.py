@@ -305,7 +305,7 @@ def test_a_store_that_wants_an_md5_of_a_batch(
     open_s3fs(server).remove_many(["c", "d"])
     gone = {request.path for request in of_kind(server, "DELETE")}
     assert gone == {f"/{BUCKET}/run/{name}" for name in "abcd"}
-    assert caplog.text.count("keys go one by one") == 1
+    assert caplog.text.count("keys are deleted one by one") == 1
 
 
 def test_a_part_that_fails_leaves_no_upload(server: Scripted) -> None:

@@ -170,7 +170,7 @@ SENTENCES: list[tuple[str, Answer, Call, type[CkptfsError], str]] = [
         CredentialsError,
         "get failed: the credentials have expired (ExpiredToken)"
         + AT
-        + "renew them; a profile or a role renews itself, a pasted token does not",
+        + "renew them; a profile or a role is renewed automatically, a pasted token is not",
     ),
     (
         "lock",
@@ -181,7 +181,7 @@ SENTENCES: list[tuple[str, Answer, Call, type[CkptfsError], str]] = [
         AccessError,
         "delete failed: the object is protected by a lock, a retention time or a legal hold"
         + AT
-        + "it can go when the retention has ended",
+        + "delete it after the retention has ended",
     ),
 ]
 
@@ -981,7 +981,7 @@ def test_an_object_that_is_too_large_is_refused_by_its_headers(server: Scripted)
     modified = {"Last-Modified": "Fri, 20 Nov 2026 10:00:00 GMT", "ETag": '"e1"'}
     # It would take a minute to come.
     server.answer = lambda _: Answer(200, b"x" * 3000, modified, then="trickle")
-    with pytest.raises(StorageError, match="no such file has more than 99") as caught:
+    with pytest.raises(StorageError, match="a file of this kind has at most 99") as caught:
         client.get("run/k", 99)
     assert caught.value.errno == errno.EFBIG
     assert not isinstance(caught.value, TransientError)

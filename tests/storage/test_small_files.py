@@ -93,7 +93,7 @@ def test_a_device_and_a_socket_are_errors(tmp_path: Path, way: str) -> None:
     (tmp_path / "zeros").symlink_to("/dev/zero")
     posix = Reads()
     storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
-    with pytest.raises(StorageError, match="a device stands there"):
+    with pytest.raises(StorageError, match="it is a device, not"):
         WAYS[way](storage, "zeros")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
@@ -115,7 +115,7 @@ def test_nothing_is_opened_behind_a_linked_directory_before_a_look(
     (tmp_path / "run" / "step").symlink_to(target if target == "/dev" else tmp_path / target)
     posix = Reads()
     storage = LocalStorage(Uri.parse(str(tmp_path / "run")), posix=posix)
-    with pytest.raises(StorageError, match="stands there"):
+    with pytest.raises(StorageError, match="not a regular file"):
         WAYS[way](storage, "step/zero")
     assert not [name for name, _ in posix.opened if name == "zero"], "opening it may be an action"
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_too_large_is_an_error_before_it_is_read(tmp_path: Path) 
         file.truncate(20 << 30)
     posix = Reads()
     storage = LocalStorage(Uri.parse(str(tmp_path)), posix=posix)
-    with pytest.raises(StorageError, match="no such file has more than 100") as caught:
+    with pytest.raises(StorageError, match="a file of this kind has at most 100") as caught:
         storage.read_small("giant", 100)
     assert caught.value.errno == errno.EFBIG
     assert posix.asked_bytes == 0
@@ -154,7 +154,7 @@ def test_a_file_that_tells_no_size_is_read_to_the_limit() -> None:
     """What /proc makes up has 0 bytes by its own word."""
     storage = open_storage("/proc/self")
     assert b"Name:" in storage.read_small("status", 1 << 20)
-    with pytest.raises(StorageError, match="no such file has more than 10"):
+    with pytest.raises(StorageError, match="a file of this kind has at most 10"):
         storage.read_small("status", 10)
 
 
@@ -174,9 +174,9 @@ def test_other_stores_have_limits_too(tmp_path: Path, uri: str) -> None:
     with storage.open_write("f") as writer:
         writer.write(b"x" * 100)
     assert storage.read_small("f", 100) == b"x" * 100
-    with pytest.raises(StorageError, match="no such file has more than 99"):
+    with pytest.raises(StorageError, match="a file of this kind has at most 99"):
         storage.read_small("f", 99)
-    with pytest.raises(StorageError, match="no such file has more than 99"):
+    with pytest.raises(StorageError, match="a file of this kind has at most 99"):
         storage.read_ahead(["f"], limit_bytes=99)
 
 

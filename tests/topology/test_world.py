@@ -45,7 +45,7 @@ def test_nonsense_of_a_launcher_is_refused(
     """A rank outside the world is an error, not a guess."""
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", size)
-    with pytest.raises(StateError, match="make no sense"):
+    with pytest.raises(StateError, match="contradict each other"):
         World.detect()
 
 

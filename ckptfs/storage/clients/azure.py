@@ -88,14 +88,18 @@ __all__ = [
 
 _ROLE = "or the role Storage Blob Data Contributor on the container"
 _NO_CREDENTIALS: Final = (
-    "give account_key, sas_token or connection_string, or log in (az "
-    "login, a managed identity); anon=True is for public containers"
+    "pass account_key, sas_token or connection_string, or log in (az login, a managed "
+    "identity); anon=True is for public containers"
 )
 # What the common table does not know: mostly about what else may stand under a name on Azure.
 _AZURE_ERRORS: Final[Mapping[str, tuple[type[StorageError], str, str | None]]] = {
     **dict.fromkeys(
         ("SnapshotsPresent", "SnapshotOperationRateExceeded"),
-        (AccessError, "the blob has snapshots", "ckptfs deletes none: whoever made them must"),
+        (
+            AccessError,
+            "the blob has snapshots",
+            "ckptfs deletes no snapshots: delete them with the tool that made them",
+        ),
     ),
     **dict.fromkeys(
         ("LeaseIdMismatchWithBlobOperation", "LeaseLost", "LeaseAlreadyPresent"),
@@ -105,7 +109,7 @@ _AZURE_ERRORS: Final[Mapping[str, tuple[type[StorageError], str, str | None]]] =
         ("InvalidBlobType", "BlobTypeNotSupported"),
         (
             StorageError,
-            "an append or page blob stands there, not one of ckptfs",
+            "an append blob or a page blob has this name; ckptfs writes neither",
             "choose another name",
         ),
     ),
@@ -113,13 +117,13 @@ _AZURE_ERRORS: Final[Mapping[str, tuple[type[StorageError], str, str | None]]] =
         ("PathAlreadyExists", "PathConflict", "ResourceTypeMismatch", "DirectoryIsNotEmpty"),
         (
             StorageError,
-            "a directory stands there (hierarchical namespace)",
+            "a directory has this name (hierarchical namespace)",
             "choose another name",
         ),
     ),
     "InvalidBlobOrBlock": (
         StorageError,
-        "parts of another program's unfinished upload stand under this name",
+        "this name has parts of another program's unfinished upload",
         "write to another name, or wait a week: then the service drops them",
     ),
     **dict.fromkeys(

@@ -140,7 +140,7 @@ def connected(uri: Uri, text: str) -> tuple[str, str, Login]:
     endpoint = parts.get("blobendpoint", "")
     if not endpoint:
         if not name:
-            raise UriError("connection_string names no AccountName and no BlobEndpoint", uri=uri)
+            raise UriError("connection_string has neither AccountName nor BlobEndpoint", uri=uri)
         scheme = parts.get("defaultendpointsprotocol", "https")
         endpoint = f"{scheme}://{name}.blob.{parts.get('endpointsuffix', PUBLIC)}"
     endpoint, _, query = endpoint.partition("?")
@@ -215,7 +215,7 @@ def _shared_key(uri: Uri, name: str, key: str, option: str) -> SharedKey:
         # From None: the library's message could quote the key.
         raise UriError(f"{option} is not base64", uri=uri, hint="copy the whole key") from None
     if not name:
-        raise UriError(f"{option} without account_name", uri=uri, hint="give account_name too")
+        raise UriError(f"{option} without account_name", uri=uri, hint="pass account_name too")
     return SharedKey(name, key)
 
 
@@ -247,7 +247,7 @@ def need_identity(uri: Uri) -> None:
         raise MissingDriverError(
             "azure-identity, which gives tokens for az://, is not installed",
             uri=uri,
-            hint="pip install 'ckptfs[azure]', or give account_key, sas_token or connection_string",
+            hint="pip install 'ckptfs[azure]', or pass account_key, sas_token or connection_string",
         )
 
 
@@ -383,7 +383,7 @@ def resolve(
         raise UriError(
             f"{endpoint} is not https, and a token is sent over nothing else",
             uri=uri,
-            hint="give account_key or a SAS for an emulator",
+            hint="pass account_key or a SAS for an emulator",
         )
     return Account(
         endpoint=endpoint,
@@ -426,7 +426,7 @@ def _location(uri: Uri) -> tuple[str, str, str]:
     if not uri.userinfo:
         if _HOST.fullmatch(uri.authority):
             raise UriError(
-                "the URI names an account and no container",
+                "the URI names an account but no container",
                 uri=uri,
                 hint=f"write {uri.protocol}://container@{uri.authority}/path",
             )
@@ -444,9 +444,9 @@ def _location(uri: Uri) -> tuple[str, str, str]:
 def _endpoint(uri: Uri, name: str, host: str, given: Mapping[str, Any]) -> str:
     if not name and not host:
         raise UriError(
-            "which Azure account?",
+            "the Azure account is not known",
             uri=uri,
-            hint="give account_name or connection_string, or set AZURE_STORAGE_ACCOUNT_NAME",
+            hint="pass account_name or connection_string, or set AZURE_STORAGE_ACCOUNT_NAME",
         )
     mode = given.get("location_mode", "primary")
     if mode not in ("primary", "secondary"):

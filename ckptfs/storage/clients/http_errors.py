@@ -434,15 +434,15 @@ _ERRORS: Final[dict[Reason, tuple[type[CkptfsError], str, str | None]]] = {
     Reason.NO_UPLOAD: (
         NotFoundError,
         "no such upload: it was completed or aborted before",
-        "look whether the object is there",
+        "check whether the object exists",
     ),
     Reason.CONDITION: (
         AlreadyExistsError,
-        "the condition did not hold: what stands there is untouched",
+        "the condition did not hold: what exists is untouched",
         None,
     ),
-    Reason.CHANGED: (StaleError, "the object was replaced meanwhile", "open it again"),
-    Reason.CONFLICT: (TransientError, "another request on this object was under way", None),
+    Reason.CHANGED: (StaleError, "the object was replaced during the read", "open it again"),
+    Reason.CONFLICT: (TransientError, "another request on this object was in progress", None),
     Reason.WRONG_REGION: (
         StorageError,
         "the {bucket} {name!r} is not in this region: {endpoint} refers to {region}",
@@ -451,7 +451,7 @@ _ERRORS: Final[dict[Reason, tuple[type[CkptfsError], str, str | None]]] = {
     Reason.NO_CREDENTIALS: (
         CredentialsError,
         "no credentials were found{cause}",
-        "give some, or ask for anonymous access",
+        "pass credentials, or ask for anonymous access",
     ),
     Reason.WRONG_CREDENTIALS: (
         CredentialsError,
@@ -461,7 +461,7 @@ _ERRORS: Final[dict[Reason, tuple[type[CkptfsError], str, str | None]]] = {
     Reason.EXPIRED: (
         CredentialsError,
         "the credentials have expired{code}{cause}",
-        "renew them; a profile or a role renews itself, a pasted token does not",
+        "renew them; a profile or a role is renewed automatically, a pasted token is not",
     ),
     Reason.CLOCK: (
         CredentialsError,
@@ -476,11 +476,11 @@ _ERRORS: Final[dict[Reason, tuple[type[CkptfsError], str, str | None]]] = {
     Reason.LOCKED: (
         AccessError,
         "the object is protected by a lock, a retention time or a legal hold",
-        "it can go when the retention has ended",
+        "delete it after the retention has ended",
     ),
     Reason.ARCHIVED: (
         StorageError,
-        "the object lies in an archive class and cannot be read at once",
+        "the object is in an archive class and cannot be read at once",
         "restore it first, and keep checkpoints out of lifecycle rules that archive",
     ),
     Reason.NO_SPACE: (NoSpaceError, "{endpoint} has no space or no quota left{code}", None),

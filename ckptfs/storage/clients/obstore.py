@@ -146,7 +146,7 @@ def forbid_forked() -> None:
         _Runtime.pid = os.getpid()
     if _Runtime.pid != os.getpid():
         raise UnsupportedError(
-            "obstore was used before this process was forked, and does not survive that",
+            "obstore was used before this process was forked, and it does not survive a fork",
             hint="spawn processes instead of forking them, or choose the fsspec library by client=",
         )
 
@@ -192,7 +192,9 @@ def translate_error(context: RequestContext, error: BaseException) -> CkptfsErro
     name, text = type(error).__name__, str(error)
     if isinstance(error, ImportError):
         return MissingDriverError(
-            f"obstore does not import: {error}", uri=context.uri, hint="pip install 'ckptfs[fast]'"
+            f"obstore cannot be imported: {error}",
+            uri=context.uri,
+            hint="pip install 'ckptfs[fast]'",
         )
     if any(address in text for address in _METADATA):
         # The answer, or the silence, is the metadata service's: there are no other credentials.
@@ -442,7 +444,9 @@ class ObstoreClient(ObjectClient):
                 return None
             now = self._traits.etag(found.meta)
             if etag is not None and (now or etag).strip('"') != etag.strip('"'):
-                raise StaleError("get failed: the object was replaced meanwhile", uri=context.uri)
+                raise StaleError(
+                    "get failed: the object was replaced during the read", uri=context.uri
+                )
             first, last = found.range
             if first > offset or (first < offset and not from_start):
                 self._learn_no_ranges()
@@ -599,7 +603,7 @@ class ObstoreClient(ObjectClient):
             raise
         except ImportError as error:
             failure = MissingDriverError(
-                f"the fsspec library of {context.uri.protocol}:// does not import: {error}",
+                f"the fsspec library of {context.uri.protocol}:// cannot be imported: {error}",
                 uri=context.uri,
             )
         except Exception as error:  # noqa: BLE001 - the edge, as in ``_call``

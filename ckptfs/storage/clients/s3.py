@@ -460,7 +460,7 @@ class S3fsLibrary(BucketLibrary):
 @functools.lru_cache(maxsize=256)
 def _warn_of_single_deletes(server: str, why: str) -> None:
     """Once a process: it has a storage for each run, copy and reader, and one server for all."""
-    _log.warning("%s deletes no batches: keys go one by one (%s)", server, why)
+    _log.warning("%s does not delete batches: keys are deleted one by one (%s)", server, why)
 
 
 class _PartStream:

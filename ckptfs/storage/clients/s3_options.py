@@ -173,7 +173,9 @@ def parse_s3_options(uri: Uri, options: Mapping[str, Any]) -> S3Options:
     """The options, with those of the environment below them. UriError names what is wrong."""
     if uri.authority.startswith("arn:"):
         raise UriError(
-            "an ARN is no bucket name here", uri=uri, hint="use the access point's alias"
+            "an ARN cannot be used as the name of a bucket",
+            uri=uri,
+            hint="use the access point's alias",
         )
     if not _BUCKET.fullmatch(uri.authority):
         raise UriError(
@@ -248,7 +250,7 @@ def _check_shapes(uri: Uri, given: Mapping[str, Any]) -> None:
     parts = urlsplit(endpoint) if isinstance(endpoint, str) else None
     if parts is not None and (parts.scheme not in ("http", "https") or not parts.hostname):
         raise UriError(
-            "storage option endpoint_url is no address",
+            "storage option endpoint_url is not an address",
             uri=uri,
             hint="http://host:port or https://",
         )

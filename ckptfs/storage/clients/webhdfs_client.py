@@ -136,7 +136,7 @@ class WebHdfsClient:
                 "this gateway renames without renameoptions, which may overwrite or move into a "
                 "directory: nothing can be committed through it",
                 uri=self._uri(target),
-                hint="HttpFS does so: speak to the NameNode itself, or to a Knox in front of it",
+                hint="HttpFS does this: connect to the NameNode itself, or to a Knox gateway",
             )
 
     def put(self, path: str, body: bytes | Iterator[memoryview]) -> None:
@@ -163,8 +163,8 @@ class WebHdfsClient:
             raise TransientError(
                 f"create failed: {size_bytes} bytes were sent and HDFS has {known}",
                 uri=self._uri(path),
-                hint="a DataNode could not close the file (a quota of space, a full disk): its log "
-                "says why",
+                hint="a DataNode could not close the file (quota or a full disk): see the log of "
+                "the DataNode",
             )
 
     def read(self, path: str, most_bytes: int | None = None) -> bytes:
@@ -476,7 +476,7 @@ def _connect(root: Uri, options: Mapping[str, Any], times: Times) -> Any:
         files: Any = WebHDFS(**{**options, **more})
     except ImportError as error:
         raise MissingDriverError(
-            f"kerberos=True needs a library that does not import: {error}",
+            f"kerberos=True needs a library that cannot be imported: {error}",
             uri=root,
             hint="pip install requests-kerberos",
         ) from error
@@ -564,7 +564,7 @@ _REFUSALS: Final[dict[str, tuple[type[StorageError], str]]] = {
     "AlreadyBeingCreatedException": (TransientError, "another writer holds the file"),
     "RecoveryInProgressException": (TransientError, "its lease is being recovered"),
     "BlockMissingException": (TransientError, "no living DataNode holds a block of it{said}"),
-    "NoDataNode": (TransientError, "no DataNode takes a block: all are dead, full or excluded"),
+    "NoDataNode": (TransientError, "no DataNode accepts a block: all are dead, full or excluded"),
     "NSQuotaExceededException": (NoSpaceError, "the quota of names is used up{said}"),
     "DSQuotaExceededException": (NoSpaceError, "the quota of space is used up{said}"),
     "QuotaByStorageTypeExceededException": (NoSpaceError, "a storage type's quota is used up"),

@@ -141,10 +141,10 @@ def _check_regular(found: os.stat_result, uri: Uri) -> None:
     if not stat.S_ISREG(found.st_mode):
         kind = "a FIFO" if stat.S_ISFIFO(found.st_mode) else "a device"
         raise StorageError(
-            f"read refused: {kind} stands there, and no regular file",
+            f"read refused: it is {kind}, not a regular file",
             errno=errno.EINVAL,
             uri=uri,
-            hint="remove it; ckptfs reads regular files alone",
+            hint="remove it; ckptfs reads regular files only",
         )
 
 

@@ -316,7 +316,7 @@ class LocalReader(DataReader):
                 continue
             if count == 0:
                 raise IntegrityError(
-                    f"the file ends at byte {offset}, {end} were asked for",
+                    f"the file ends at byte {offset}, but {end} were requested",
                     uri=self._uri,
                     hint="it was truncated, or replaced by a shorter one",
                 )
@@ -336,7 +336,7 @@ class LocalReader(DataReader):
             fd, found = open_regular(self._posix, self._path, self._uri, self._flags)
             if found.st_size != self.size_bytes:
                 self._posix.close(fd)  # no other thread may read from this other file
-                raise StaleError("another file has taken this name", uri=self._uri)
+                raise StaleError("another file has this name now", uri=self._uri)
             self._fds.append(fd)
 
 

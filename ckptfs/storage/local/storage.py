@@ -377,7 +377,7 @@ class LocalStorage(Storage):
                 and self._exists(target_path)
             ):
                 raise AlreadyExistsError(
-                    "rename failed: something of another kind stands there",
+                    "rename failed: the target exists and is of another kind",
                     errno=error.errno,
                     uri=self.uri(target),
                 ) from error
@@ -387,7 +387,9 @@ class LocalStorage(Storage):
     def link(self, source: str, target: str) -> None:
         source_path, target_path = self._write_path(source), self._write_path(target)
         if self.capabilities.shape is Shape.OBJECT:
-            raise UnsupportedError("this mount is used without links", uri=self.uri(target))
+            raise UnsupportedError(
+                "hard links are switched off for this mount", uri=self.uri(target)
+            )
         try:
             self._posix.link(source_path, target_path)
         except OSError as error:
@@ -418,7 +420,7 @@ class LocalStorage(Storage):
                     return  # an ancestor is not a directory: nothing exists at this path
                 # That includes a link to a directory: we did not make its target.
                 raise AlreadyExistsError(
-                    "remove_dir failed: no directory stands there, but a link or a file",
+                    "remove_dir failed: it is a link or a file, not a directory",
                     errno=errno.ENOTDIR,
                     uri=self.uri(key),
                 ) from error
@@ -605,7 +607,7 @@ class LocalStorage(Storage):
 
     def _no_exclusive_create(self, key: str) -> StorageError:
         return UnsupportedError(
-            "this place has no hard links, hence no exclusive create",
+            "this place has no hard links, so it has no exclusive create",
             uri=self.uri(key),
             hint="use a filesystem with link(2) for fences that hold; see capabilities",
         )

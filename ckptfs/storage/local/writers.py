@@ -608,7 +608,7 @@ class ResumableFile(LocalWriter):
         return AlreadyExistsError(
             "another process is writing this file",
             uri=self._uri,
-            hint="the same copy is on its way already: wait for it",
+            hint="another process makes the same copy now: wait for it",
         )
 
     def _finish(self, fd: int) -> None:
@@ -677,14 +677,16 @@ def find_target(posix: Posix, path: str, uri: Uri) -> WriteTarget:
         target = posix.resolve(path)
         behind = posix.stat(target, follow=False)
     if (behind.st_dev, behind.st_ino) != (found.st_dev, found.st_ino):
-        raise UnsupportedError("no path leads to the file behind this link", uri=uri)
+        raise UnsupportedError("this link leads to a file that has no path", uri=uri)
     return WriteTarget(target, method, found)
 
 
 def _refused_target(mode: int, uri: Uri) -> StorageError:
     if stat.S_ISDIR(mode):
-        return AlreadyExistsError("a directory stands there", errno=errno.EISDIR, uri=uri)
-    return UnsupportedError("a socket stands there, or what no bytes are written to", uri=uri)
+        return AlreadyExistsError("a directory has this name", errno=errno.EISDIR, uri=uri)
+    return UnsupportedError(
+        "a socket, or something else that takes no bytes, has this name", uri=uri
+    )
 
 
 class ReplacingWriter(LocalWriter):
@@ -728,7 +730,7 @@ class ReplacingWriter(LocalWriter):
         except FileNotFoundError:
             found = None
         if found is not None and not stat.S_ISREG(found.st_mode):
-            raise AlreadyExistsError("something else stands there by now", uri=self._uri)
+            raise AlreadyExistsError("another file has this name now", uri=self._uri)
         super()._finish(fd)
 
 
