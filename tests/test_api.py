@@ -225,7 +225,7 @@ def test_mode_fail_refuses_a_run_that_has_checkpoints(run: Place) -> None:
     """An empty run is taken; one with a checkpoint is CommitConflictError that says how many."""
     ckptfs.prepare_run(run(""), mode="fail").release()
     ckptfs.save(state(1), run("step_1"))
-    with pytest.raises(ckptfs.CommitConflictError, match="1 checkpoints, the last is step_1"):
+    with pytest.raises(ckptfs.CommitConflictError, match="1 checkpoints; the last is step_1"):
         ckptfs.prepare_run(run(""), mode="fail")
 
 
@@ -348,7 +348,7 @@ def test_a_directory_of_an_overwritten_run_has_its_own_files_only(run: Place) ->
         with ckptfs.prepare_run(run(""), mode="overwrite") as held:
             if content == b"new":
                 with (
-                    pytest.raises(ckptfs.CommitConflictError, match="still holds"),
+                    pytest.raises(ckptfs.CommitConflictError, match="still has"),
                     ckptfs.checkpoint_dir(run("d_1"), run=held),
                 ):
                     pytest.fail("the block was entered")
@@ -639,7 +639,7 @@ def test_a_run_that_vanishes_under_its_owner_is_an_error_and_no_new_run(saved: P
     """Removed while it is held: the save fails with a typed error instead of committing nowhere."""
     held = ckptfs.prepare_run(saved)
     shutil.rmtree(saved)
-    with pytest.raises(ckptfs.FencedError, match="not here any more"):
+    with pytest.raises(ckptfs.FencedError, match="the claimed run is gone"):
         ckptfs.save(state(3), saved / "step_3", run=held)
     held.release()
     assert names(saved) == []

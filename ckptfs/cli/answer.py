@@ -31,21 +31,21 @@ __all__ = ["Answer", "error_document", "hint_text", "print_answer", "print_error
 
 # The library's hints name its calls; whoever reads them at a terminal has the commands.
 _COMMANDS = (
-    (
-        r"see list_checkpoints\(\) of its parent( for what is there)?",
-        "ckptfs ls of its parent tells",
-    ),
-    (r"see steps or list_checkpoints\(\) for what is there", "ckptfs ls tells what is there"),
-    (r"latest\(\) and the next save tell", "ckptfs latest tells"),
+    (r"call list_checkpoints\(\) on its parent", "run ckptfs ls on its parent"),
+    (r"see steps or list_checkpoints\(\) for what exists", "run ckptfs ls to see what exists"),
+    (r"latest\(\) and the next save show", "ckptfs latest shows"),
     (r"the next save or prepare_run(?:\(\))? ", "the next job of the run "),
     (r"claim it again with prepare_run\(\)", "start its job again"),
-    (r"prepare_run\(\) settles (it|what died)", r"ckptfs gc --delete settles \1"),
+    (r"call prepare_run\(\) to (settle|clean)", r"run ckptfs gc --delete to \1"),
     (r'\bor if_exists="replace"', "or --overwrite"),
     (r'ckptfs\.save\(\.\.\., if_exists="replace"\)', "--overwrite where the command has it"),
-    (r', or takeover="force"', ""),
-    (r'(, or|,)? pass unlogged="ignore"( where the newest is taken| to go on with [^,;]+)?', ""),
+    (r', or pass takeover="force"', ""),
+    (
+        r'(, or|,)? pass unlogged="ignore"( to a call that takes the newest| to continue with [^,;]+)?',
+        "",
+    ),
     (r'load with verify="off"( to read it unverified)?', "a load in Python can read it unverified"),
-    (r" or prepare_run\(\) the run", " or start a job of the run"),
+    (r" or call prepare_run\(\)", " or start a job of the run"),
     (r"storage_options key= and secret= or profile=", "-o key= and -o secret=, or -o profile="),
     (r"storage_options=\{\"fo\": (\"[^\"]*\")\}", r"-o fo=\1"),
     (r"\bin storage_options\b", "with -o"),

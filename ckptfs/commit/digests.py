@@ -300,7 +300,7 @@ def decode_digests(data: bytes, where: object) -> FileDigests:
     _, version, _, block_size, item_count, block_count = _HEADER.unpack_from(data)
     if version > _VERSION:
         raise ManifestError(
-            f"the sidecar has format {version}, this reader knows {_VERSION}",
+            f"the sidecar has format {version}, but this version reads format {_VERSION}",
             uri=where,
             hint='upgrade ckptfs, or load with verify="off"',
         )
@@ -370,7 +370,7 @@ def _damaged(where: object, why: str) -> ManifestError:
     return ManifestError(
         f"damaged sidecar of block digests: {why}",
         uri=where,
-        hint='the data file may be whole: load with verify="off" to read it unverified',
+        hint='the data file may be intact: load with verify="off" to read it unverified',
     )
 
 

@@ -242,7 +242,8 @@ def decode_manifest(data: bytes, where: object) -> Manifest:
         ) from error
     if needs > READER_VERSION:
         raise ManifestError(
-            f"the manifest needs a reader of format {needs}, this is {READER_VERSION}",
+            f"the manifest needs a reader of format {needs}, but this version reads format "
+            f"{READER_VERSION}",
             uri=where,
             hint="upgrade ckptfs, or load the step directory with torch.distributed.checkpoint",
         )

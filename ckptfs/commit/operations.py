@@ -357,7 +357,7 @@ def _drive(
             result: T = stop.value
             return result
         if stopped is not None and stopped.is_set():
-            raise FencedError("the run was released meanwhile", uri=storage.root)
+            raise FencedError("the run was released during the operation", uri=storage.root)
         answer = failure = None
         try:
             if isinstance(op, Pause):
@@ -365,7 +365,7 @@ def _drive(
                 first_pause = first_pause or now
                 if now - first_pause > deadline_s:
                     raise CommitInDoubtError(
-                        f"no certain answer from the storage within {deadline_s:g} s: {op.why}",
+                        f"the storage gave no definite answer within {deadline_s:g} s: {op.why}",
                         uri=storage.root,
                         hint="nothing was deleted; the next save or prepare_run settles it",
                     )

@@ -245,7 +245,8 @@ def agree_uri(control: Control, given: object) -> Uri:
             raise UriError(
                 f"ranks were given different URIs: {Uri.parse(texts[0])} on rank 0, "
                 f"{Uri.parse(texts[odd])} on rank {odd}",
-                hint="on node-local disks the path is the same and the domains differ by themselves",
+                hint="pass the same path on every node: ckptfs distinguishes node-local disks by "
+                "their domains",
             )
         return str(Uri.parse(texts[0]))
 
@@ -285,9 +286,9 @@ def _refuse_private_memory(control: Control, uri: Uri) -> None:
     processes = {(world.node, world.pid) for world in control.worlds}
     if len(processes) > 1 and uri.protocol.rpartition("+")[2] == "memory":
         raise UriError(
-            f"{uri.protocol}:// belongs to one process, and {len(processes)} take part",
+            f"{uri.protocol}:// belongs to one process, but {len(processes)} take part",
             uri=uri,
-            hint="use a directory or a bucket that all processes see",
+            hint="use a directory or a bucket that all processes can reach",
         )
 
 

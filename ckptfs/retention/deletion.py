@@ -203,7 +203,7 @@ class Eraser:
             left = len(self._doomed)
         if left:
             where = self._run.seat.storage.root
-            logger.info("%d deleted saves in %s are left to the next owner", left, where)
+            logger.info("%d deleted saves in %s are left for the next owner to remove", left, where)
         return done
 
 
@@ -292,7 +292,7 @@ class Retirer:
             retained = self._retain(seat, roots, at)
             self._tell(retained)
         except CkptfsError as error:
-            logger.warning("retention waits for the next commit: %s", error)
+            logger.warning("retention failed and tries again after the next commit: %s", error)
         if self._eraser is not None:
             self._adopt_unsure(self._eraser)
             self._eraser.go_on(again=True)
@@ -369,7 +369,7 @@ class Retirer:
             if Refusal.FENCED in refusals:
                 raise FencedError("a newer owner has the run", uri=where)
             if any(refusals):
-                raise StateError(f"{going.seal.name} was pinned or used just now", uri=where)
+                raise StateError(f"{going.seal.name} has just been pinned or used", uri=where)
 
         seat.control.step("delete.enter", enter, judge)
         if self._eraser is not None:
@@ -479,7 +479,7 @@ class Retirer:
                 if _holds(seat, save_id):
                     self._enter_pin(seat, save_id, pinned=pinned, deadline_s=ENTRY_S)
         except (StorageError, CommitInDoubtError) as error:
-            logger.warning("the pin of a replaced save is passed on later: %s", error)
+            logger.warning("the pin of a replaced save will be moved later: %s", error)
 
     def _enter_pin(
         self, seat: Seat, save_id: str, *, pinned: bool, deadline_s: float = 60.0
@@ -504,7 +504,7 @@ class Retirer:
             return True
         self._unentered.pop(save_id)
         if isinstance(done, Refused) and done.reason is Refusal.FENCED:
-            logger.warning("nothing is deleted any more: a newer owner has %s", seat.storage.root)
+            logger.warning("retention has stopped: a newer owner has %s", seat.storage.root)
             return False
         return True
 
@@ -571,5 +571,5 @@ def _not_live(save_id: str, where: object) -> NotFoundError:
     return NotFoundError(
         f"save {save_id} is not a live checkpoint of the run",
         uri=where,
-        hint="see steps or list_checkpoints() for what is there",
+        hint="see steps or list_checkpoints() for what exists",
     )

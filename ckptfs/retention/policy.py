@@ -83,16 +83,16 @@ class Keep:
     def __post_init__(self) -> None:
         if self.best is not None and not isinstance(self.best, Best):
             raise StateError(
-                f"keep_best is {self.best!r}, and has to be a ckptfs.Best",
+                f"keep_best is {self.best!r}; it must be a ckptfs.Best",
                 hint='keep_best=ckptfs.Best("loss"), or ckptfs.Best("accuracy", mode="max")',
             )
         if self.latest is not None:
             _refuse_less_than_one("keep_latest", self.latest)
         elif self.every is not None or self.best is not None:
             raise StateError(
-                "keep_every and keep_best say what stays beyond the last few, and without "
-                "keep_latest everything stays",
-                hint="pass keep_latest=N too: it is what lets the others go",
+                "keep_every and keep_best add to keep_latest, and without keep_latest "
+                "everything is kept",
+                hint="pass keep_latest=N too: it allows ckptfs to delete the others",
             )
         if self.every is not None:
             _refuse_less_than_one("keep_every", self.every)

@@ -56,7 +56,7 @@ TABLE = {
     "damaged sidecar": row("00001110", SIDECAR + "damaged sidecar"),
     "missing manifest": row("00011110", "the sealed manifest is missing"),
     "missing projected manifest": row("00001100", f"{VICTIM}/ckptfs.json"),
-    "changed manifest": row("00011110", "not the one that was sealed|not what was"),
+    "changed manifest": row("00011110", "differs from the one that was sealed|not what was"),
     "future manifest": row("03011110", "needs a reader of format 99"),
     "missing metadata": row("00011110", r"/\.metadata\n +it is missing"),
     "missing projected metadata": row("00001100", rf"{VICTIM}/\.metadata"),

@@ -212,24 +212,27 @@ def test_a_hint_names_commands_and_no_calls(
     ("hint", "words"),
     [
         ('choose another name, or if_exists="replace"', "choose another name, or --overwrite"),
-        ("see list_checkpoints() of its parent", "ckptfs ls of its parent tells"),
+        ("call list_checkpoints() on its parent to see what exists", "run ckptfs ls on its parent"),
         ("nothing was deleted; the next save or prepare_run settles it", "the next job of the run"),
         (
-            "another process commits it now: prepare_run() settles it",
-            "ckptfs gc --delete settles it",
+            "another process commits it now: call prepare_run() to settle it",
+            "run ckptfs gc --delete to settle it",
         ),
         (
-            'the data file may be whole: load with verify="off" to read it unverified',
-            "the data file may be whole: a load in Python can read it unverified",
+            'the data file may be intact: load with verify="off" to read it unverified',
+            "the data file may be intact: a load in Python can read it unverified",
         ),
-        ("then remove it again or prepare_run() the run", "again or start a job of the run"),
+        (
+            "then remove the checkpoint again or call prepare_run()",
+            "again or start a job of the run",
+        ),
         (
             "its run is /data/run; ckptfs.load(state, uri) loads this checkpoint",
             "ckptfs inspect shows this checkpoint",
         ),
         ("storage_options key= and secret= or profile=; anon=True", "-o key= and -o secret="),
         (
-            'load what you mean by its name, pass unlogged="ignore" to go on with step_2, or move',
+            'load the right one by its name, pass unlogged="ignore" to continue with step_2, or move',
             "",
         ),
     ],

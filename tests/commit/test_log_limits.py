@@ -68,7 +68,7 @@ def test_a_large_entry_of_another_kind_is_refused_before_it_is_parsed() -> None:
         data = text.encode()
         tracemalloc.start()
         try:
-            with pytest.raises(ManifestError, match="none but a snapshot"):
+            with pytest.raises(ManifestError, match="only a snapshot"):
                 decode_entry(data, "log/1")
             _, peak = tracemalloc.get_traced_memory()
         finally:

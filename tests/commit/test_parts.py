@@ -210,7 +210,7 @@ def test_what_travels_shows_no_credentials_and_commits_nothing(held: Run, cast: 
     assert copy.part("actor").storage_options == options
     for shown in (copy, ticket.part("actor")):
         assert "secret" not in repr(shown)
-    with pytest.raises(StateError, match="travelled"):
+    with pytest.raises(StateError, match="this ticket is a copy"):
         copy.commit([])
     with pytest.raises(StateError, match="no part 'critic'"):
         ticket.part("critic")

@@ -114,7 +114,7 @@ def test_another_one_that_came_meanwhile_is_left_alone(
     place.put("step_1/.metadata", STOCK + b" again")
     claim(place.seat()).release()
     assert place.storage().read("step_1/.metadata") == STOCK + b" again"
-    with pytest.raises(StateError, match="saved over"):
+    with pytest.raises(StateError, match="overwritten"):
         locate(place.seat(write=False), "step_1")
 
 
@@ -130,7 +130,7 @@ def test_one_that_comes_back_after_the_projection_is_another_program_s(
     storage = place.storage()
     storage.remove("step_1/.metadata")
     place.put("step_1/.metadata", STOCK)
-    with pytest.raises(StateError, match="saved over"):
+    with pytest.raises(StateError, match="overwritten"):
         locate(place.seat(write=False), "step_1")
     claim(place.seat()).release()
     assert place.storage().read("step_1/.metadata") == STOCK

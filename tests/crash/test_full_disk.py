@@ -155,7 +155,7 @@ def test_a_name_sealed_in_one_domain_only_is_refused_before_a_byte_is_written(
     again = seats(TWO_DOMAINS, place, SCENARIOS["fresh"].victim, job="second", plans={0: counting})
     error = one_outcome(again)
     assert isinstance(error, CommitConflictError)
-    assert "not settled" in str(error)
+    assert "is in doubt" in str(error)
     assert "prepare_run" in str(error.hint)
     assert "write" not in {op for op, _ in counting.names}
     told = Told(failed=True)

@@ -116,7 +116,7 @@ def test_a_run_is_left_whose_release_fails(stage: Stage, caplog: pytest.LogCaptu
     for case in leaving:
         caplog.clear()
         assert verdict(stage, case, AccessError) == "succeeded", case
-        assert f"the run was not released, the next owner will wait: {CAUSE}" in caplog.text
+        assert f"the run was not released, so the next owner has to wait: {CAUSE}" in caplog.text
         for end in stage.go_on(CALLS["prepare_run"], {}):
             end.get()
 

@@ -236,7 +236,7 @@ def neighbour(rank: Rank) -> str:
 
 
 def keep(rank: Rank) -> None:
-    """A process that holds the run beyond one call."""
+    """A process that holds the run for more than one call."""
     with ckptfs.prepare_run(rank.args["run"]):
         rank.tell("holding")
         rank.hold("end")
@@ -273,7 +273,9 @@ def test_an_owner_that_lives_beyond_a_call_is_told_at_once(
         keep, 1, args={"run": str(run)}, store="none", env={"CKPTFS_JOB_ID": "one"}
     ) as ranks:
         ranks.wait("holding")
-        with pytest.raises(ckptfs.RunBusyError, match=r"pid \d+, job .* beyond one call") as busy:
+        with pytest.raises(
+            ckptfs.RunBusyError, match=r"pid \d+, job .* for more than one call"
+        ) as busy:
             ckptfs.save(NEW, run / "step_1", if_exists="replace", timeout_s=1e6)
         ranks.release("end")
         ranks.values()

@@ -366,5 +366,5 @@ def test_a_save_that_failed_is_not_built_on() -> None:
 
 def test_the_place_of_shared_files_is_no_name_of_a_checkpoint(tmp_path: Path) -> None:
     """``_data`` is the run's own, like ``.ckptfs``."""
-    with pytest.raises(CkptfsError, match="run's own"):
+    with pytest.raises(CkptfsError, match="belongs to the run itself"):
         ckptfs.save(state(1), f"{tmp_path}/run/_data")

@@ -353,7 +353,7 @@ def test_directories_that_come_again_make_place(
         assert manager.steps == [50, 80, 100, 60, 70]
         manager.begin(80, ["actor"]).abandon()
         assert manager.steps == [50, 100, 60, 70]
-        with pytest.raises(CommitConflictError, match="step_70 still holds save"):
+        with pytest.raises(CommitConflictError, match="step_70 still has save"):
             job.save(manager, 70)  # its own
     new = {c.step: c.save_id for c in ckptfs.list_checkpoints(run)}
     assert {step for step in new if new[step] != old.get(step)} == {60, 70}
@@ -381,7 +381,7 @@ def test_a_directory_that_nothing_came_after_stays(
         with job.manager(run, **options) as manager, caplog.at_level(logging.WARNING, "ckptfs"):
             if start is not None:
                 manager.resumed_at(start)
-            with pytest.raises(CommitConflictError, match=f"step_{step} still holds save"):
+            with pytest.raises(CommitConflictError, match=f"step_{step} still has save"):
                 job.save(manager, step)
             shutil.rmtree(tmp_path / f"written-{step}")
             assert manager.steps == [10, 20, 30]

@@ -400,7 +400,7 @@ def test_a_changed_file_is_found_while_it_is_downloaded(
         for into in (None, kept):
             with (
                 pytest.raises(
-                    ckptfs.CollectiveError, match=r"model\.bin is not what was committed"
+                    ckptfs.CollectiveError, match=r"model\.bin differs from what was committed"
                 ),
                 manager.reading(into=into),
             ):

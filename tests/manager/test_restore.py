@@ -262,8 +262,8 @@ def unlink_step(step: Path) -> None:
         (unlink_digests, IncompleteCheckpointError, "xxh3 is missing"),
         (flip_data, IntegrityError, "differ from what was written"),
         (flip_metadata, IntegrityError, "metadata is not what was saved"),
-        (flip_manifest, IntegrityError, "not the one that was sealed"),
-        (unlink_step, IncompleteCheckpointError, "neither on its way nor projected"),
+        (flip_manifest, IntegrityError, "differs from the one that was sealed"),
+        (unlink_step, IncompleteCheckpointError, "neither in progress nor projected"),
     ],
 )
 def test_a_damaged_newest_is_an_error_or_by_choice_an_older_one(

@@ -470,7 +470,7 @@ def test_saves_of_an_older_generation_count_too() -> None:
 @pytest.mark.parametrize("best", ["loss", ("loss", "min")])
 def test_keep_best_is_a_best(best: Any) -> None:
     """The name of a metric alone is refused where the manager is made, not at the first save."""
-    with pytest.raises(StateError, match=r"has to be a ckptfs\.Best"):
+    with pytest.raises(StateError, match=r"must be a ckptfs\.Best"):
         Keep(latest=2, best=best)
-    with pytest.raises(StateError, match=r"has to be a ckptfs\.Best"):
+    with pytest.raises(StateError, match=r"must be a ckptfs\.Best"):
         Keep(best=best)

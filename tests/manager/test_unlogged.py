@@ -179,9 +179,9 @@ def test_copies_with_a_manifest_never_count(run: Path) -> None:
 def test_stock_over_our_newest_is_named(run: Path) -> None:
     """Whoever takes the newest is told that another .metadata stands in its place."""
     stock(run / "step_2", 3.0)
-    with pytest.raises(ckptfs.StateError, match="step_2 was saved over, and not by ckptfs"):
+    with pytest.raises(ckptfs.StateError, match="step_2 was overwritten by another program"):
         restored(run)
-    with pytest.raises(ckptfs.StateError, match="step_2 was saved over, and not by ckptfs"):
+    with pytest.raises(ckptfs.StateError, match="step_2 was overwritten by another program"):
         ckptfs.load({"w": torch.zeros(4)}, run / "step_2")
 
 
@@ -199,10 +199,10 @@ def test_a_metadata_of_the_size_of_ours_is_not_taken_for_it(
     data = shown.read_bytes()
     assert len(data) < size
     shown.write_bytes(data + bytes(size - len(data)))  # a pickle ends where it says
-    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over") as caught:
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was overwritten") as caught:
         ckptfs.latest(run)
     assert caught.value.names == ("step_2",)
-    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over"):
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was overwritten"):
         ckptfs.load({"w": torch.zeros(4)}, run / "step_2")
 
 
@@ -217,7 +217,7 @@ def test_a_step_that_stock_saved_over_is_not_restored_by_its_number(run: Path) -
     """restore(step=) names the other program's; "ignore" takes ours; other steps do not mind."""
     ckptfs.save({"w": torch.full((4,), 1.0)}, run / "step_4")
     stock(run / "step_2", 3.0)
-    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was saved over") as caught:
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_2 was overwritten") as caught:
         restored(run, step=2)
     assert caught.value.names == ("step_2",)
     assert restored(run, step=2, unlogged="ignore") == 2.0
@@ -228,7 +228,7 @@ def test_a_step_that_stock_saved_over_is_not_restored_by_its_number(run: Path) -
 def test_a_step_that_only_stock_saved_is_named(run: Path) -> None:
     """It is there and not in the log: not "no such step"; half of one is none. Older ones count too."""
     stock(run / "step_3", 3.0, later_s=-60.0)
-    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="step_3 is another program's"):
+    with pytest.raises(ckptfs.AmbiguousCheckpointError, match="another program wrote step_3"):
         restored(run, step=3)
     for path in (run / "step_3").glob("*.distcp"):
         path.unlink()
@@ -276,7 +276,7 @@ def test_a_part_that_stock_saved_over_is_named(tmp_path: Path) -> None:
         lambda: ckptfs.latest(run),
         lambda: restored(run, part="actor"),
     ):
-        with pytest.raises(ckptfs.AmbiguousCheckpointError, match="was saved over"):
+        with pytest.raises(ckptfs.AmbiguousCheckpointError, match="was overwritten"):
             refused()
 
 

@@ -146,7 +146,7 @@ def test_a_save_under_way_is_finished_when_the_interpreter_ends(tmp_path: Path, 
     """
     log = end(tmp_path, how)
     assert "abandoned" not in log
-    assert "not complete" not in log  # what follows the commit needs no thread either
+    assert "is incomplete" not in log  # what follows the commit needs no thread either
     assert_finished(tmp_path / "run")
 
 

@@ -178,7 +178,7 @@ def test_what_a_stale_client_overwrites_in_a_committed_step_is_told(lab: NfsLab)
     run, old = begun(lab)
     lab.b.call(runs.overwrite, f"{old}/f", b"ONE")
     shows(lab.server.call(runs.contents, f"{lab.behind(run)}/step_1/f") == b"ONE")
-    with pytest.raises(CollectiveError, match="is not what was committed"):
+    with pytest.raises(CollectiveError, match="differs from what was committed"):
         lab.a.call(runs.fetch, run, "step_1")
 
 

@@ -157,7 +157,7 @@ def test_a_maze_of_links_ends_where_links_are_followed(stock: Path, tmp_path: Pa
         (room / "left").symlink_to(rooms[n + 1])
         (room / "right").symlink_to(rooms[n + 1])
     with (
-        pytest.raises(ckptfs.CkptfsError, match="leads to a directory that another link"),
+        pytest.raises(ckptfs.CkptfsError, match="leads to the same directory as another link"),
         ckptfs.checkpoint_dir(stock, "read", into=tmp_path / "into", follow_links=True),
     ):
         raise AssertionError("it was entered")

@@ -194,7 +194,7 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
         if doubtful is not None and standing(save_id, views) is Standing.IN_DOUBT:
             lost = sorted(set(doubtful.domains) - set(views))
             raise IncompleteCheckpointError(
-                f"{name} is in doubt: its domains {', '.join(lost)} are out of reach",
+                f"{name} is in doubt: its domains {', '.join(lost)} cannot be reached",
                 uri=where,
                 hint="start on the nodes that hold them, or load an older checkpoint by name",
             )
@@ -203,8 +203,8 @@ def live_of(name: str, views: Views, where: Uri) -> Seal | None:
             continue
         if standing(promised.save_id, views) is Standing.IN_DOUBT:
             raise IncompleteCheckpointError(
-                f"{name} is in doubt: whether it was committed is known in its home, domain "
-                f"{promised.home} on {promised.home_host}, which is out of reach",
+                f"{name} is in doubt: only its home, domain {promised.home} on "
+                f"{promised.home_host}, knows whether it was committed, and cannot be reached",
                 uri=where,
                 hint="call decision.publish() on these nodes, start where the home is reached, or "
                 "load an older checkpoint by name",
@@ -226,7 +226,7 @@ def part_of(whole: Seal, part: str | None, where: Uri) -> tuple[Seal, str]:
         raise NotFoundError(
             f"{whole.name} has no part {part}",
             uri=where,
-            hint=f"its parts are {names}" if names else "it was saved whole",
+            hint=f"its parts are {names}" if names else "it was saved without parts",
         )
     pairs = zip(ref.domains, ref.hosts, strict=False)
     held = "; ".join(f"domain {domain} on {host}" for domain, host in pairs)
@@ -265,17 +265,18 @@ def find(seal: Seal, shape: Shape, where: Uri, *, with_metadata: bool = False) -
             continue
         if digest_of(raw) != seal.digest:
             raise IntegrityError(
-                f"the manifest of {seal.name} is not the one that was sealed",
+                f"the manifest of {seal.name} differs from the one that was sealed",
                 uri=f"{where}/{seal.save_id}/{MANIFEST}",
                 hint="the file was changed after the commit; restore it or load another checkpoint",
             )
         manifest = decode_manifest(raw, f"{where}/{seal.save_id}/{MANIFEST}")
         return Found(data.rsplit("/", 1)[0], f"{data}/{METADATA}", manifest, seal, metadata)
     raise NotFoundError(
-        f"save {seal.save_id} of {seal.name} is neither on its way nor projected: it was removed by "
-        f"hand, which ckptfs rm {where} records, or this node does not see it",
+        f"save {seal.save_id} of {seal.name} is neither in progress nor projected: it was "
+        "removed by hand, or this node cannot see it; if it was removed, run ckptfs rm "
+        f"{where}",
         uri=where,
-        hint="once that is recorded, latest is the one before",
+        hint="after that, latest is the checkpoint before it",
     )
 
 
@@ -358,7 +359,7 @@ def _gone(name: str, where: Uri) -> NotFoundError:
     return NotFoundError(
         f"{name} was deleted, overwritten or aborted",
         uri=where,
-        hint="see list_checkpoints() of its parent for what is there",
+        hint="call list_checkpoints() on its parent to see what exists",
     )
 
 
@@ -369,7 +370,8 @@ def _stock(name: str, where: Uri) -> Program[None]:
         raise NotFoundError(
             "no committed checkpoint there",
             uri=where,
-            hint="see list_checkpoints() of its parent; an interrupted save leaves none",
+            hint="call list_checkpoints() on its parent to see what exists; an interrupted save "
+            "leaves no checkpoint",
         ) from error
 
 
@@ -453,9 +455,10 @@ def check_gap(views: Views, root: Uri) -> Program[None]:
     gap = yield from _gap_in(views)
     if gap is not None:
         raise ManifestError(
-            f"the run log has a gap: entry {gap.missing} is missing, {gap.there} is there",
+            f"the run log has a gap: entry {gap.missing} is missing, but entry {gap.there} exists",
             uri=root / LOG,
-            hint="entries are never removed: restore it; until then nobody sees what was said after it",
+            hint="ckptfs never removes an entry: restore it; until then the entries after it are "
+            "ignored",
         )
 
 

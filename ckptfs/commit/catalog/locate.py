@@ -224,14 +224,16 @@ def locate(seat: Seat, name: str) -> Found:
             if seat.control.step("is it a run", lambda: _is_run(seat, name), any):
                 raise run_error(where)
             raise NotFoundError(
-                misses[0][1], uri=where, hint="see list_checkpoints() of its parent"
+                misses[0][1],
+                uri=where,
+                hint="call list_checkpoints() on its parent to see what exists",
             )
     ranks = ", ".join(str(rank) for rank, _ in misses)
     holders = f"{choice.where}: start there again" if choice.where else ""
     raise IncompleteCheckpointError(
-        f"{name} is not to be found from rank {ranks}: {misses[0][1]}",
+        f"{name} cannot be found from rank {ranks}: {misses[0][1]}",
         uri=where,
-        hint=holders or "it was removed by hand, or these nodes do not see the disk that holds it",
+        hint=holders or "it was removed by hand, or these nodes cannot see its disk",
     )
 
 
@@ -285,7 +287,7 @@ def following(seat: Seat, name: str, load: Callable[[Found], T]) -> T:
         missing = (IncompleteCheckpointError, NotFoundError, StaleError)
         if not (any(error.all_are(kind) for kind in missing) and _has_moved(seat, found)):
             raise
-        logger.info("%s was projected while it was read: reading it again", seat.storage.uri(name))
+        logger.info("%s was projected during the read: reading it again", seat.storage.uri(name))
     return load(locate(seat, name))
 
 
@@ -339,7 +341,7 @@ def locate_directory(seat: Seat, name: str) -> Found:
         raise kind(refused, uri=seat.storage.uri(name), hint=why.hint)
 
     seat.control.step("look at the directory", look, judge)
-    logger.info("%s has no manifest: its files are read as they are", seat.storage.uri(name))
+    logger.info("%s has no manifest: its files are read without one", seat.storage.uri(name))
     return Found(name, "", None, None)
 
 
@@ -357,7 +359,7 @@ def _check_copy(seat: Seat, found: Found, manifest: Manifest) -> None:
             first = min(nowhere)
             record = next(file for file in manifest.files if file.path == first)
             raise IncompleteCheckpointError(
-                f"{len(nowhere)} files are missing or have another size, {first} is the first",
+                f"{len(nowhere)} files are missing or have another size; the first is {first}",
                 uri=seat.storage.uri(file_key(record, found.home)),
                 hint="it shares files with other saves: copy what it lists of _data/ too"
                 if record.is_shared

@@ -199,9 +199,9 @@ def views_if_gone(seal: Seal, views: Views, root: Uri, shape: Shape) -> Program[
     where = root / seal.name
     raise IncompleteCheckpointError(
         f"{seal.name} was removed by hand: it is the last commit (save {seal.save_id}), and "
-        "nothing of it is there",
+        "no file of it exists",
         uri=where,
-        hint=f"ckptfs rm {where} records that, and the one before is the latest",
+        hint=f"run ckptfs rm {where} to record that; then the checkpoint before it is the latest",
     )
 
 
@@ -295,27 +295,27 @@ def unlogged_error(
     over = [name for name in names if newest is not None and split_name(name)[0] == newest.name]
     if over:
         return AmbiguousCheckpointError(
-            f"{over[0]} was saved over, and not by ckptfs",
+            f"{over[0]} was overwritten by another program",
             names=names,
             uri=root / over[0],
-            hint="its .metadata is another program's: stock torch loads that one; move it away to load "
-            'ours, or pass unlogged="ignore" where the newest is taken',
+            hint="another program wrote its .metadata, and stock torch loads that one; move it "
+            'away to load ours, or pass unlogged="ignore" to a call that takes the newest',
         )
     if newest is None:
         return AmbiguousCheckpointError(
-            f"{names[0]} is another program's, and the log knows no checkpoint of that step",
+            f"another program wrote {names[0]}, and the log has no checkpoint of that step",
             names=names,
             uri=root / names[0],
-            hint="load it by its name: ckptfs.load takes what stock torch saved",
+            hint="load it by its name: ckptfs.load reads what stock torch saved",
         )
     those = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     came, last = "was" if len(names) == 1 else "were", newest.name
     return AmbiguousCheckpointError(
-        f"{those} {came} saved after {last}, and not by ckptfs",
+        f"{those} {came} saved after {last} by another program",
         names=names,
         uri=root / names[-1],
-        hint='load what you mean by its name, pass unlogged="ignore" to go on with '
-        f"{last}, or move the others away",
+        hint=f'load the right one by its name, pass unlogged="ignore" to continue with {last}, or '
+        "move the others away",
     )
 
 

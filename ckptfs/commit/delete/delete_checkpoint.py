@@ -126,13 +126,13 @@ def _delete(
     match what:
         case Refusal.FENCED | Erasure.FENCED:
             raise FencedError(
-                f"the run has a new owner, {seal.name} is theirs to remove",
+                f"the run has a new owner, which alone may remove {seal.name}",
                 uri=where,
-                hint="look whether it is still there",
+                hint="check whether it still exists",
             )
         case Refusal():
             raise StateError(
-                f"{seal.name} may not be deleted: it is pinned, or other checkpoints use its files",
+                f"{seal.name} cannot be deleted: it is pinned, or other checkpoints use its files",
                 uri=where,
                 hint="unpin it, or delete those first",
             )
@@ -140,7 +140,7 @@ def _delete(
             raise StorageError(
                 f"{seal.name} is deleted, but its bytes could not be removed",
                 uri=where,
-                hint="what is a link or another disk by now is left alone: take that away by hand, "
-                "then remove it again or prepare_run() the run",
+                hint="ckptfs leaves links and other disks alone: remove them by hand, then remove "
+                "the checkpoint again or call prepare_run()",
             )
     return state

@@ -51,7 +51,7 @@ __all__ = ["LEFT", "erase", "is_link", "listed_files", "wipe_objects"]
 
 logger = logging.getLogger("ckptfs.commit")
 
-LEFT = "the bytes of %s stay, they are not where they were written: %s"
+LEFT = "the bytes of %s were not removed: they are not where they were written: %s"
 
 
 def erase(

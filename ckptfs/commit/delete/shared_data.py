@@ -108,7 +108,8 @@ def not_needed(
             paths = read[save.save_id]
             if paths is None:
                 logger.warning(
-                    "files of %s stay: the manifest of save %s, which may use them, is unreadable",
+                    "files of %s were not removed: save %s may use them, and its manifest "
+                    "cannot be read",
                     seal.name,
                     save.save_id,
                 )

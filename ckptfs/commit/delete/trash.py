@@ -191,7 +191,7 @@ def drop_trash(own: str) -> Program[None]:
     try:
         yield RemoveDir(own)
     except StorageError as error:
-        logger.info("%s stays until the next owner comes: %s", own, error)
+        logger.info("%s was not removed; the next owner of the run tries again: %s", own, error)
 
 
 def take_trash(generation: Generation, caps: Capabilities, state: LogState) -> Program[None]:
@@ -219,7 +219,7 @@ def _remove_if_it_can(key: str) -> Program[None]:
     try:
         yield RemoveTree(key)
     except StorageError as error:
-        logger.warning("%s stays until the next owner tries: %s", key, error)
+        logger.warning("%s was not removed; the next owner of the run tries again: %s", key, error)
 
 
 def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
@@ -239,7 +239,7 @@ def _take_away(older: str, mine: str, state: LogState) -> Program[None]:
             yield Pause(attempt, f"emptying {older}")
         except StorageError as error:
             # No reason not to start: without its name it is in nobody's way, and the next owner tries.
-            logger.warning("what lies in %s stays for now: %s", older, error)
+            logger.warning("the files in %s were not removed yet: %s", older, error)
             break
         else:
             return

@@ -276,7 +276,7 @@ def items_of(storage: Storage, found: Found, domain: str | None) -> tuple[Item, 
     for record in () if manifest is None else manifest.files:
         if record.is_shared:
             raise UnsupportedError(
-                "the checkpoint shares files with others and is no directory of its own",
+                "the checkpoint shares files with others, so it is not a directory of its own",
                 uri=storage.uri(found.home),
                 hint="load it with ckptfs.load, or save with unchanged='write'",
             )
@@ -304,7 +304,8 @@ def _below(
     entries = storage.list(f"{home}/{folder}".rstrip("/"))
     if isinstance(entries, Listing) and entries.passed_by:
         raise StorageError(
-            f"the checkpoint cannot be fetched whole: no key can have the name {entries.passed_by[0]!a}",
+            "the checkpoint cannot be fetched completely: no key can have the name "
+            f"{entries.passed_by[0]!a}",
             errno=errno.EILSEQ,
             uri=storage.uri(f"{home}/{folder}".rstrip("/")),
             hint="rename that file or directory, or remove it",
@@ -319,7 +320,7 @@ def _below(
             found = os.stat(where)
             if (found.st_dev, found.st_ino) in visited:
                 raise SymlinkError(
-                    f"{where} leads to a directory that another link leads to as well",
+                    f"{where} leads to the same directory as another link",
                     uri=storage.uri(f"{home}/{path}"),
                     hint="leave one link to it",
                 )
@@ -506,7 +507,7 @@ def _check_of(storage: Storage, item: Item) -> Check:
 def _damaged_at(storage: Storage, item: Item) -> Callable[[str], IntegrityError]:
     def damaged(why: str) -> IntegrityError:
         return IntegrityError(
-            f"{item.path} is not what was committed: {why}",
+            f"{item.path} differs from what was committed: {why}",
             uri=storage.uri(item.key),
             hint="the file was changed after the commit; restore it or read another checkpoint",
         )

@@ -278,7 +278,7 @@ def list_files(top: str) -> tuple[Listed, ...]:
         linked = next((f for f in folders if os.path.islink(os.path.join(folder, f))), None)
         if linked is not None:
             raise StateError(
-                f"{linked} is a link to a directory: its files would be left out",
+                f"{linked} is a link to a directory, and its files would be left out",
                 uri=folder,
                 hint="put a directory there",
             )
@@ -287,7 +287,9 @@ def list_files(top: str) -> tuple[Listed, ...]:
         if path == MANIFEST:
             continue  # of the checkpoint that this was a copy of; the commit writes another
         if "\\" in path or "://" in path or "\0" in path:
-            raise StateError(f"{path!r} is no name on other storage", uri=top, hint="rename it")
+            raise StateError(
+                f"{path!r} cannot be a name on other storage", uri=top, hint="rename it"
+            )
         with in_flight("stat", os.path.join(top, path)):
             stat = os.stat(os.path.join(top, path))
         found.append(Listed(path, stat.st_size, stat.st_mtime_ns))
@@ -307,7 +309,8 @@ def share_files(
     """
     if not any(listings):
         raise IncompleteCheckpointError(
-            "there is no file in the directory", hint="save what the framework wrote, after it did"
+            "there is no file in the directory",
+            hint="save after the framework has written its files",
         )
     send: list[list[Listed]] = [[] for _ in nodes]
     compare: list[list[str]] = [[] for _ in nodes]
@@ -398,7 +401,7 @@ def remove_source(path: str) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        logger.warning("%s is committed elsewhere, and cannot be removed here: %s", path, error)
+        logger.warning("%s is committed, but the source cannot be removed: %s", path, error)
 
 
 def refuse_own(path: str, run: str, name: str) -> None:
@@ -608,6 +611,6 @@ def _checked(parts: list[WrittenPart]) -> Mapping[str, bytes]:
     if not any(part.files for part in parts):
         raise IncompleteCheckpointError(
             "no rank wrote a file into its checkpoint_dir",
-            hint="write below the path that the block was given",
+            hint="write below the path that the block received",
         )
     return {}

@@ -180,9 +180,9 @@ class LogBudget:
         ):
             if count > most:
                 raise ManifestError(
-                    f"the run log is not read further: it has more than {most} {what}",
+                    f"the run log is too long to read: it has more than {most} {what}",
                     uri=LOG,
-                    hint="no run of ckptfs has such a log: look at what was put into it",
+                    hint="ckptfs never writes such a log: check which program added to it",
                 )
 
 
@@ -313,7 +313,7 @@ def _from_snapshot() -> Program[LogState]:
         state = state_from_snapshot(number, entry.body)
     except (StorageError, ManifestError, SchemaError) as error:
         if not isinstance(error, NotFoundError):
-            logger.warning("the run log is read from its first entry on: %s", error)
+            logger.warning("the run log is read from its first entry: %s", error)
         return LogState()
     return replace(state, foreign=True) if entry.partial else state
 
@@ -410,7 +410,7 @@ def _create(number: int, entry: Entry) -> Program[bool]:
     if len(data) > most:
         # Nobody reads a larger one: it would end the run for all who come after.
         raise StorageError(
-            f"an entry of {len(data)} bytes is not appended: nobody reads more than {most}",
+            f"an entry of {len(data)} bytes is not appended: readers accept at most {most}",
             errno=errno.EFBIG,
             uri=key,
         )
@@ -426,7 +426,7 @@ def _create(number: int, entry: Entry) -> Program[bool]:
                 return (yield from _settle(number)).write_id == entry.write_id
             except ManifestError as error:
                 raise CommitInDoubtError(
-                    f"log entry {key} is there and cannot be read: {error.message}",
+                    f"log entry {key} exists but cannot be read: {error.message}",
                     uri=error.uri,
                     hint="nothing was deleted; it was damaged, or placed by hand",
                 ) from error
@@ -472,6 +472,6 @@ def write_snapshot(state: LogState, *, write_id: str, stamp: Stamp = Stamp()) ->
             yield Replace(HINT, hint)
     except StorageError as error:
         # A cold fold is slower without it, and nothing else: no save and no recovery fails for it.
-        logger.warning("no snapshot of the run log was written: %s", error)
+        logger.warning("the snapshot of the run log could not be written: %s", error)
         return state
     return outcome.state

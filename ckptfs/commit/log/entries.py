@@ -411,8 +411,8 @@ def decode_entry(data: bytes, where: str) -> Entry:
     if len(data) > PLAIN_ENTRY_BYTES and kind_in(data) != _NAMES[Snapshot]:
         # JSON takes up to 20 times its length in memory. A snapshot alone has a reason to be so long.
         raise ManifestError(
-            f"not a run log entry: it has {len(data)} bytes, and none but a snapshot has more than "
-            f"{PLAIN_ENTRY_BYTES}",
+            f"not a run log entry: it has {len(data)} bytes, and only a snapshot may have "
+            f"more than {PLAIN_ENTRY_BYTES}",
             uri=where,
             hint="no version of ckptfs writes such an entry: it was placed by hand",
         )
@@ -429,7 +429,7 @@ def decode_entry(data: bytes, where: str) -> Entry:
         raise ManifestError(
             f"not a run log entry: {error}",
             uri=where,
-            hint="entries are never rewritten: this file was damaged or placed by hand",
+            hint="ckptfs never rewrites an entry: this file was damaged or placed by hand",
         ) from error
 
 

@@ -90,7 +90,10 @@ class Background:
         thread.join(timeout_s)
         if thread.is_alive():
             self.stopped.set()
-            logger.warning("a chore of the run goes on after its release; the next owner ends it")
+            logger.warning(
+                "a background task still works on the run after its release; the next owner "
+                "completes it"
+            )
         return not thread.is_alive()
 
     def _work(self) -> None:
@@ -104,10 +107,10 @@ class Background:
             except AccessError as error:
                 self._rest(what, error)
             except (CkptfsError, OSError) as error:
-                logger.warning("%s failed, and is tried again later: %s", what, error)
+                logger.warning("%s failed; it is tried again later: %s", what, error)
             except Exception:
                 # A bug in a chore must not end the thread: the next one would never be done.
-                logger.exception("%s failed, and is tried again later", what)
+                logger.exception("%s failed; it is tried again later", what)
             else:
                 self._rest_s = 0.0
             # Idle, this thread keeps nothing alive: not the run that a chore was for.
@@ -118,4 +121,4 @@ class Background:
         level = logging.INFO if self._rest_s else logging.WARNING
         self._rest_s = min(max(_FIRST_REST_S, 2 * self._rest_s), _LONGEST_REST_S)
         self._rest_until = self._clock() + self._rest_s
-        logger.log(level, "%s failed, and is tried again later: %s", what, error)
+        logger.log(level, "%s failed; it is tried again later: %s", what, error)

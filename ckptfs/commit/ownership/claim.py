@@ -257,9 +257,10 @@ class _Claimant:
         last = lives[-1].seal if lives else None
         if self._mode is Mode.FAIL and last is not None:
             raise CommitConflictError(
-                f"the run holds {len(lives)} checkpoints, the last is {last.name}",
+                f"the run has {len(lives)} checkpoints; the last is {last.name}",
                 uri=self._seat.storage.root,
-                hint='mode="resume" goes on with them, mode="overwrite" replaces them',
+                hint='pass mode="resume" to continue with them, or mode="overwrite" to replace '
+                "them",
             )
         number = max(view.generation.number for view in views.values())
         me = who_am_i(self._seat.control.world)
@@ -317,34 +318,35 @@ class _Claimant:
                 f"the run is held by this process (pid {fence.pid}) since {own.since}, "
                 f"by {own.call}, {told}",
                 uri=root,
-                hint="close that one, or drop every reference to it; or go on with it",
+                hint="close that one, or drop every reference to it, or use it",
             )
         if waited:
             return RunBusyError(
                 f"the run was held by other calls for {self.caller.wait_s:g} s, now by "
                 f"{describe(fence)}, {told}",
                 uri=root,
-                hint="one call replaces in a run at a time: try again, or with a longer timeout_s",
+                hint="only one call at a time can replace checkpoints in a run: try again, or "
+                "pass a longer timeout_s",
             )
         if self._waits:
             return RunBusyError(
-                f"the run is held by {describe(fence)} beyond one call, {told}",
+                f"the run is held by {describe(fence)} for more than one call, {told}",
                 uri=root,
-                hint="save through its holder (a manager, or run=), choose a name that nobody has, or wait "
-                "for it to end",
+                hint="save through its holder (a manager, or run=), choose a new name, or wait "
+                "until it ends",
             )
         return RunBusyError(
             f"the run is held by {describe(fence)}, {told}",
             uri=root,
-            hint='wait for it to end, give this job another run, or takeover="force"',
+            hint='wait until it ends, give this job another run, or pass takeover="force"',
         )
 
     def _new_fence(self, number: int, tries: int) -> Fence:
         if tries >= TRIES and time.monotonic() >= self._until:
             raise RunBusyError(
-                f"{tries} newcomers took the run one after the other",
+                f"{tries} other jobs took the run one after the other",
                 uri=self._seat.storage.root,
-                hint="several jobs start on one run at once: give each its own, or wait",
+                hint="several jobs start on one run at once: give each job its own run, or wait",
             )
         mode = FenceMode.OVERWRITE if self._mode is Mode.OVERWRITE else FenceMode.RESUME
         me = who_am_i(self._seat.control.world)
@@ -391,7 +393,7 @@ class _Claimant:
             drive(program, self._seat.storage, deadline_s=GIVE_BACK_S)
             self._seat.touch_log_later()
         except (StorageError, CkptfsError) as error:
-            logger.warning("a fence was not released, the next owner will wait: %s", error)
+            logger.warning("a fence was not released, so the next owner has to wait: %s", error)
 
     def _recover(self, generation: Generation) -> Run:
         seat = self._seat
@@ -413,7 +415,7 @@ class _Claimant:
             known = {r.domain: r for r in reports if r is not None}
             plan = plan_recovery(known, generation, self._keep)
             if any(view.generation > generation for view in plan.views.values()):
-                raise FencedError("a newer owner came while this one took the run")
+                raise FencedError("a newer owner took the run at the same time")
             names = tuple(seal.name for seal in plan.in_doubt)
             # What lives in every log is in it: for those who carry it out, and with each seal once.
             plan = replace(plan, views=with_equal_seals_once(plan.views))
@@ -448,7 +450,7 @@ class _Claimant:
         seat.control.step("settle", carry_out)
         self._read_token(generation)
         for name in in_doubt:
-            logger.warning("%s is in doubt: a domain of it is out of reach", name)
+            logger.warning("%s is in doubt: one of its domains cannot be reached", name)
         keeper = None
         if self._owner:
             brief = self.caller.for_call
@@ -475,7 +477,7 @@ class _Claimant:
                 raise NotFoundError(
                     "this rank sees another run log than the owner of its domain",
                     uri=seat.storage.uri(key),
-                    hint="two file servers behind one path? pass scope='node'",
+                    hint="if two file servers share this path, pass scope='node'",
                 )
 
         seat.control.step("token", read)
@@ -507,10 +509,10 @@ def _sweep(storage: Storage) -> None:
         swept = storage.sweep_uploads(ORPHAN_S)
     except (AccessError, UnsupportedError) as error:
         # Most policies leave this right out; a lifecycle rule of the bucket does the same.
-        logger.info("unfinished uploads are not swept: %s", error)
+        logger.info("unfinished uploads were not removed: %s", error)
         return
     except StorageError as error:
-        logger.warning("unfinished uploads are not swept: %s", error)
+        logger.warning("unfinished uploads were not removed: %s", error)
         return
     if swept:
         logger.info("%d unfinished uploads under %s were aborted", swept, storage.root)

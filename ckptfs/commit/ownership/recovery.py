@@ -115,7 +115,7 @@ def read_record(save_id: str, caps: Capabilities) -> Program[AttemptRecord]:
         return AttemptRecord(save_id, "", None)
     if not is_checkpoint_name(name, is_part=bool(of)):
         # Recovery moves what lies below the name to the trash: it has to be a checkpoint's.
-        logger.warning("%s names %r, which is no checkpoint: it is passed over", key, name[:200])
+        logger.warning("%s names %r, which is not a checkpoint: ignored", key, name[:200])
         return AttemptRecord(save_id, "", None)
     return AttemptRecord(save_id, name, base, of, told.home)
 
@@ -222,7 +222,7 @@ def _if_permitted(program: Program[T], what: str, caps: Capabilities) -> Program
     except (AccessError, AlreadyExistsError) as error:
         if caps.shape is not Shape.OBJECT and isinstance(error, AccessError):
             raise
-        logger.warning("the bytes of %s stay: %s", what, error)
+        logger.warning("the bytes of %s were not removed: %s", what, error)
         return None
 
 

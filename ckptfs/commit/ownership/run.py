@@ -233,7 +233,7 @@ class Ownership:
             )
             drive(program, self.seat.storage, deadline_s=10.0)
         except (StorageError, CkptfsError) as error:
-            logger.warning("the run was not released, the next owner will wait: %s", error)
+            logger.warning("the run was not released, so the next owner has to wait: %s", error)
         else:
             self.seat.touch_log_later(last=True)
 
@@ -289,7 +289,7 @@ def _leave_collected(collected: queue.SimpleQueue[Ownership]) -> None:
         if ownership.left.is_set():
             continue
         logger.warning(
-            "%s, claimed by %s, was never released, and nobody refers to it any more: released now",
+            "%s, claimed by %s, was never released, and its last reference is gone: released now",
             ownership.seat.storage.root,
             ownership.call,
         )
@@ -330,7 +330,7 @@ def wait_until_left(root: Uri, timeout_s: float, *, patient: bool) -> None:
     until = time.monotonic() + timeout_s
     for one in leaving:
         if not one.left.wait(max(0.0, until - time.monotonic())):
-            logger.warning("%s is not released after %g s by %s", root, timeout_s, one.call)
+            logger.warning("%s was not released within %g s by %s", root, timeout_s, one.call)
 
 
 def release_fence(

@@ -131,7 +131,7 @@ def wait_sealed(
             raise IncompleteCheckpointError(
                 f"part {', '.join(missing)} of {ticket.uri.name} is not sealed",
                 uri=ticket.uri,
-                hint="its group failed, or writes to a disk that this process does not reach",
+                hint="its group failed, or it writes to a disk that this process cannot reach",
             )
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
 

@@ -189,18 +189,18 @@ def _refuse_other(word: HomeWord, domain: str, state: LogState) -> None:
     if fence.generation > mine and domain == word.home:
         raise FencedError(
             f"the run was taken over by {who}",
-            hint="this ticket is void: begin another one under the new owner",
+            hint="this ticket is no longer valid: begin another one under the new owner",
         )
     if fence.generation > mine:
         raise FencedError(
             f"the ticket's generation {mine.number} is older than what this disk knows, {who}",
-            hint="begin a ticket under the newer owner; where the home of the run is a new one, claim "
-            "the run once from processes on all of its disks",
+            hint="begin a ticket under the newer owner; if the home of the run is new, claim the "
+            "run once from processes on all of its disks",
         )
     if fence.generation < mine:
         raise FencedError(
-            "the run that was claimed is not here any more: its log was removed or replaced",
-            hint="stop, see what is left of the run, and claim it again with prepare_run()",
+            "the claimed run is gone: its log was removed or replaced",
+            hint="stop, check what is left of the run, and claim it again with prepare_run()",
         )
 
 

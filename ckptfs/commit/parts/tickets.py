@@ -150,7 +150,9 @@ class HomeSide:
             try:
                 apply_everywhere(seat, word)
             except CkptfsError as error:
-                logger.warning("%s is committed; not every disk was told: %s", seal.name, error)
+                logger.warning(
+                    "%s is committed; not every disk has recorded it: %s", seal.name, error
+                )
         return seal, word
 
     def abandon(self) -> None:
@@ -206,7 +208,7 @@ class HomeSide:
             raise IncompleteCheckpointError(
                 f"part {', '.join(missing)} of {self._name} is missing",
                 uri=self._where,
-                hint="it was not saved, or its save() failed; commit again when it is there",
+                hint="it was not saved, or its save() failed; save it, then commit again",
             )
         return refs
 
@@ -286,15 +288,15 @@ class HomeSide:
                 raise self._fenced(outcome.state.fence)
             case Refusal.ABORTED:
                 raise CommitConflictError(
-                    f"{self._name} was given up, or a part is not what this storage holds",
+                    f"{self._name} was abandoned, or a part differs from what this storage has",
                     uri=self._where,
                     hint="begin another ticket",
                 )
             case Refusal.CONFLICT:
                 raise CommitConflictError(
-                    f"{self._name} was committed meanwhile",
+                    f"{self._name} was committed after the ticket began",
                     uri=self._where,
-                    hint="by a save that began after this ticket: begin another one"
+                    hint="a save that began after this ticket committed it: begin another ticket"
                     if self._replace
                     else 'choose another name, or if_exists="replace"',
                 )
@@ -328,7 +330,7 @@ class HomeSide:
             state = drive(take_turns(program, seat.turn), seat.storage)
             seat.known.learn(state)
         except (StorageError, CommitInDoubtError) as error:
-            logger.warning("%s is committed; its projection is not complete: %s", seal.name, error)
+            logger.warning("%s is committed; its projection is incomplete: %s", seal.name, error)
             return state
         finally:
             seat.touch_log_later()  # the seal stands, whatever became of its projection
@@ -538,7 +540,7 @@ class Ticket:
     def _at_home(self) -> HomeSide:
         if self._home_side is None:
             raise StateError(
-                "this ticket travelled: only the process that began it commits or abandons it",
+                "this ticket is a copy: only the process that began it can commit or abandon it",
                 uri=self.uri,
                 hint="send the sealed parts to the process that called begin()",
             )

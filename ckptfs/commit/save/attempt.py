@@ -138,7 +138,7 @@ class Attempt:
     def __init__(self, seat: Seat, spec: SaveSpec, caller: Caller | None = None) -> None:
         if spec.name in (CONTROL, SHARED):
             raise UriError(
-                f"{spec.name} is the run's own",
+                f"{spec.name} belongs to the run itself",
                 uri=seat.storage.uri(spec.name),
                 hint="choose another name",
             )
@@ -340,7 +340,7 @@ class Attempt:
                 f"ranks save different checkpoints: {told[0][0][0]} (step {told[0][0][1]}) on rank 0, "
                 f"{told[odd][0][0]} (step {told[odd][0][1]}) on rank {odd}",
                 uri=self.storage.root,
-                hint="every rank makes the same calls in the same order",
+                hint="make the same calls in the same order on every rank",
             )
         # A metric is each rank's own number: the seal, the same everywhere, has the coordinator's.
         return replace(self._decide([view for _, view in told]), metrics=self.spec.metrics)
@@ -409,9 +409,10 @@ class Attempt:
         others = [save_id for one in begun for save_id in one.others]
         if others:
             raise CommitConflictError(
-                f"another save of {self.spec.name} is on its way, or died: {others[0]}",
+                f"another save of {self.spec.name} is in progress, or it died: {others[0]}",
                 uri=self.storage.uri(self.spec.name),
-                hint="files with plain names never overwrite; prepare_run() settles what died",
+                hint="files with plain names never overwrite; call prepare_run() to clean up "
+                "after a save that died",
             )
         return any(one.is_taken for one in begun)
 
@@ -575,7 +576,7 @@ class Attempt:
         except CkptfsError as error:
             found = (str(error),), 0
         for note in found[0]:
-            logger.warning("%s is committed; its projection is not complete: %s", seal.name, note)
+            logger.warning("%s is committed; its projection is incomplete: %s", seal.name, note)
         return found
 
     def _finish_here(self, seal: Seal) -> _Finished:
@@ -677,5 +678,7 @@ class Attempt:
             undo_here(self.seat, self._named, self._planned.base, self._means)
         except (CkptfsError, OSError) as error:
             logger.warning(
-                "the abandoned attempt %s stays until the next prepare_run: %s", self.save_id, error
+                "the abandoned attempt %s was not removed; the next prepare_run removes it: %s",
+                self.save_id,
+                error,
             )

@@ -84,7 +84,7 @@ def still_free(mine: Mine, state: LogState | None) -> Program[LogState]:
             and not (save.aborted or save.gone)
         ):
             raise CommitConflictError(
-                f"{keys.name} was sealed meanwhile, by save {save.save_id}",
+                f"{keys.name} was sealed by another save, {save.save_id}",
                 hint="files with plain names never overwrite: choose another name",
             )
     return seen

@@ -66,10 +66,10 @@ def plan_save(spec: SaveSpec, views: Views, seat: Seat) -> SavePlan:
     if taken is not None and spec.failure and not taken.failure and spec.save_id is None:
         # It is never the latest: in the place of a healthy one it would take the run back a step.
         raise CommitConflictError(
-            f"{taken.name} is a healthy checkpoint (save {taken.save_id}): what a failing run saves "
-            "does not replace it",
+            f"{taken.name} is a healthy checkpoint (save {taken.save_id}), and a save of a "
+            "failing run does not replace it",
             uri=where,
-            hint="the step is saved already; save a later step, or go on without",
+            hint="the step is saved already; save a later step, or skip this save",
         )
     seq = next_seq(base, views, fenced=spec.run is not None)
     if spec.run is not None:
@@ -95,9 +95,9 @@ def _base(spec: SaveSpec, views: Views, where: Uri, root: Uri) -> Generation:
     if spec.run is not None and any(v.generation < spec.run for v in views.values()):
         # Every domain took this fence: a log without it would make the run anew, half of it.
         raise FencedError(
-            "the run that was claimed is not here any more: its log was removed or replaced",
+            "the claimed run is gone: its log was removed or replaced",
             uri=root,
-            hint="stop, see what is left of the run, and claim it again with prepare_run()",
+            hint="stop, check what is left of the run, and claim it again with prepare_run()",
         )
     # Unfenced: the least of all domains, so that any fence that misses one still fences it.
     base = spec.run or min(v.generation for v in views.values())
@@ -114,10 +114,10 @@ def _refuse_occupied(name: str, views: Views, where: Uri) -> None:
     there = occupant(name, views)
     if there is not None:
         raise CommitConflictError(
-            f"{name} still holds save {there.save_id}",
+            f"{name} still has save {there.save_id}",
             uri=where,
-            hint="files with plain names never overwrite: choose another name; what an "
-            "overwrite hid goes after the first commit of another one",
+            hint="files with plain names never overwrite: choose another name; what an overwrite "
+            "hid is deleted after the first commit of another one",
         )
 
 
@@ -126,8 +126,10 @@ def _conflict(taken: Seal, views: Views, where: Uri) -> CommitConflictError:
         what = f"{taken.name} is committed already (save {taken.save_id})"
         hint = 'choose another name, or if_exists="replace"'
     else:
-        what = f"{taken.name} is not settled: save {taken.save_id} is sealed in some domains"
-        hint = "another process commits it now, or did not come to it: prepare_run() settles it"
+        what = f"{taken.name} is in doubt: save {taken.save_id} is sealed in some domains only"
+        hint = (
+            "another process commits it now, or died before that: call prepare_run() to settle it"
+        )
     return CommitConflictError(what, uri=where, hint=hint)
 
 

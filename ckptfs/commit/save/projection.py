@@ -82,8 +82,8 @@ logger = logging.getLogger("ckptfs.commit")
 TRIES = 3  # more removals than one of a name do not meet one projection; the next owner goes on
 
 FOREIGN = (
-    "%s is another program's and was left alone: stock torch reads that one, ckptfs reads save %s of "
-    "%s; move it away, and the next save or prepare_run projects ours"
+    "another program wrote %s, so it was left alone: stock torch reads that one, ckptfs "
+    "reads save %s of %s; move it away, and the next save or prepare_run projects ours"
 )
 
 
@@ -247,7 +247,7 @@ def project_all(
                     yield from _repair(piece, holder, views[domain])
         except SymlinkError as error:
             # Somebody moved the step away and linked it back. Readers find the save in its attempt.
-            logger.warning("%s is committed and can not be put there: %s", name, error)
+            logger.warning("%s is committed, but it cannot be put at its place: %s", name, error)
     if caps.shape is Shape.OBJECT:
         yield from _drop_records(unsettled, newest, views, domain, caps)
 
@@ -278,7 +278,7 @@ def _repair(seal: Seal, holder: Generation, state: LogState) -> Program[None]:
         except (NotFoundError, AlreadyExistsError):
             pass  # removed by hand, or another's turn by now
         else:
-            logger.warning("%s was missing and was put back", key)
+            logger.warning("%s was missing; it was put back", key)
             yield Sync(keys.name)
         yield Remove(copy)
 

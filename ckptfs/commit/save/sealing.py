@@ -108,7 +108,7 @@ def seal_everywhere(
         return after[0] if after else None
     if verdict.what is _What.IN_DOUBT:
         raise CommitInDoubtError(
-            f"domain {verdict.domain} gave no certain answer: {verdict.message}",
+            f"domain {verdict.domain} gave no definite answer: {verdict.message}",
             uri=where,
             hint="nothing was deleted; the next save or prepare_run settles it",
         )
@@ -122,9 +122,9 @@ def seal_everywhere(
 def lost_while_sealing(name: str, where: Uri, error: CkptfsError) -> CommitInDoubtError:
     """What a save ends with when the step that seals it ended with ``error``."""
     return CommitInDoubtError(
-        f"the ranks lost each other while {name} was being sealed: {error.message}",
+        f"the ranks lost contact while {name} was being sealed: {error.message}",
         uri=where,
-        hint="nothing was deleted; latest() and the next save tell whether it committed",
+        hint="nothing was deleted; latest() and the next save show whether it was committed",
     )
 
 
@@ -174,7 +174,7 @@ def _failure(verdict: _Answer, seal: Seal, where: object) -> CkptfsError:
         f"domain {verdict.domain} could not seal {seal.name}: {verdict.message}",
         failures={} if failed is None else {failed.rank: failed},
         uri=where,
-        hint="what was committed before is untouched",
+        hint="earlier commits are untouched",
     )
 
 
@@ -223,7 +223,7 @@ def _newer_owner(seat: Seat, base: Generation) -> str | None:
     try:
         return seat.control.step("taken over?", local, decide)
     except CkptfsError as error:
-        logger.warning("whether a newer owner took the run is not known: %s", error)
+        logger.warning("it is unknown whether a newer owner took the run: %s", error)
         return None
 
 

@@ -154,7 +154,7 @@ def _refuse_spent(state: LogState, keys: AttemptKeys) -> None:
     if known.aborted or known.seal is not None:
         raise FencedError(
             f"save {keys.save_id} of {keys.name} was {'aborted' if known.aborted else 'committed'}",
-            hint="the files of one save do not outlive its end; save again",
+            hint="the files of a save are removed when it ends; save again",
         )
 
 
@@ -361,9 +361,10 @@ class ResumableAttempt(Attempt):
         manifest = decode_manifest(theirs, where)
         if _what(manifest) != _what(decode_manifest(mine, where)):
             raise StateError(
-                "this copy was begun by another version of ckptfs or torch, which described it otherwise",
+                "another version of ckptfs or torch began this copy and described it differently",
                 uri=where,
-                hint="finish it with that one, or remove what is left of it: ckptfs gc --delete",
+                hint="finish it with that version, or remove what is left of it: ckptfs gc "
+                "--delete",
             )
         kept[MANIFEST] = theirs
         digest, origins = digest_of(theirs), origins_of(manifest)

@@ -42,7 +42,7 @@ def whole_step(step: int) -> int:
         whole = operator.index(step)
     except TypeError:
         raise StateError(
-            f"step is {step!r}, which is no whole number",
+            f"step is {step!r}, which is not an integer",
             hint="it counts completed optimizer steps",
         ) from None
     if whole < 0:
