@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptfs"
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 MAX_WORDS = 25
 # What is not there yet: these figures may only go down.
-LIMITS = {"words of a dialect": 134, "long sentences": 6}
+LIMITS = {"words of a dialect": 41, "long sentences": 4}
 
 ERRORS = frozenset(name for name in errors.__all__ if name.endswith("Error"))
 LOG_METHODS = frozenset({"warning", "info", "error", "exception", "critical"})
@@ -82,7 +82,7 @@ class Texts:
         if any("command" in _name(d) or "group" in _name(d) for d in node.decorator_list):
             text = ast.get_docstring(node) or ""
             yield from (" ".join(p.split()) for p in re.split(r"\n\s*\n", text) if "\b" not in p)
-        if isinstance(node.returns, ast.Name) and node.returns.id == "str":
+        if node.returns is not None and ast.unparse(node.returns) in {"str", "str | None"}:
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return) and inner.value is not None:
                     yield from self._of(inner.value)
@@ -198,8 +198,8 @@ def test_every_message_is_in_the_golden_file() -> None:
             '@main.command()\ndef rm():\n    """Delete a checkpoint.\n\n    It asks first.\n    """',
             2,
         ),
-        ('def why(self) -> str:\n    return "one domain is missing"', 1),
-        ('def name(self) -> bytes:\n    return find("one domain is missing")', 0),
+        ('def why(self) -> str | None:\n    return "one domain is missing"', 1),
+        ('def name(self) -> bytes | None:\n    return find("one domain is missing")', 0),
         ('raise AssertionError("this is not reached")', 0),
     ],
 )

@@ -177,7 +177,9 @@ def compare_paired(ours: Sequence[float], theirs: Sequence[float]) -> Comparison
         ValueError: They are not of one length, empty, or not above zero.
     """
     if len(ours) != len(theirs):
-        raise ValueError(f"{len(ours)} rounds beside {len(theirs)}: pairs need both")
+        raise ValueError(
+            f"{len(ours)} rounds against {len(theirs)}: pairs need the same number of rounds"
+        )
     logs = sorted(
         ours_log - theirs_log
         for ours_log, theirs_log in zip(_logs(ours), _logs(theirs), strict=True)

@@ -172,9 +172,10 @@ def save(
     if isinstance(uri, TicketPart):
         if (step, run, if_exists, unchanged) != (None, None, "error", "write"):
             raise StateError(
-                "step, run and if_exists of a part are its ticket's, and it is written whole",
+                "a part takes step, run and if_exists from its ticket, and it is always "
+                "written completely",
                 uri=uri.uri,
-                hint="tell them where the ticket is begun",
+                hint="pass them where the ticket is begun",
             )
         place = Place({**uri.storage_options, **(storage_options or {})}, scope, domain)
         options = WriteOptions(threads, require_space, engine=WriteEngineName(engine))
@@ -315,7 +316,7 @@ def need_group(world: World) -> None:
     """StateError where several ranks would save tensors without a process group."""
     if world.size > 1 and not world.has_group:
         raise StateError(
-            f"WORLD_SIZE is {world.size}, but torch.distributed is not initialised",
+            f"WORLD_SIZE is {world.size}, but torch.distributed is not initialized",
             rank=world.rank,
             hint="call torch.distributed.init_process_group() before saving or loading tensors",
         )

@@ -129,7 +129,7 @@ def async_save(
         raise StateError(
             "a ticket's part is saved synchronously",
             uri=uri.uri,
-            hint="ckptfs.save(state, ticket.part(...)); a thread of your own may call it",
+            hint="call ckptfs.save(state, ticket.part(...)), in a thread of your own if you like",
         )
     target = _target(uri)
     pending = PendingSave(
@@ -213,7 +213,7 @@ class Aside:
     def leave(self) -> None:
         """After an exception: what is under way gets ``exit_s`` seconds, and is abandoned then."""
         if not self.close(exit_s()):
-            logger.error("a save is abandoned: the run was left by an exception")
+            logger.error("a save is abandoned: an exception ended the run")
 
 
 def begin_aside(

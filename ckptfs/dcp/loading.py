@@ -96,7 +96,8 @@ def _sealed(storage: Storage, found: Found) -> bytes:
         raise IncompleteCheckpointError(
             "the metadata is missing",
             uri=where,
-            hint="ckptfs verify tells what else is; restore the file, or load another checkpoint",
+            hint="ckptfs verify shows what else is damaged; restore the file, or load another "
+            "checkpoint",
         ) from error
     if manifest is not None:
         path = f"{manifest.save_id}/{METADATA}"
@@ -104,7 +105,7 @@ def _sealed(storage: Storage, found: Found) -> bytes:
         sealed = {f.digest for f in manifest.files if f.path == path}
         if sealed and digest_of(raw) not in sealed:
             raise IntegrityError(
-                "the metadata is not what was saved",
+                "the metadata differs from what was saved",
                 uri=where,
                 hint="the file was changed after the commit; load another checkpoint",
             )
@@ -204,7 +205,7 @@ def plan_load(
         unexpected = unexpected_keys(inventory.keys, requested)
         if unexpected and Allowed.EXTRA not in planners[0].allowed:
             raise StateError(
-                f"the checkpoint has keys that no rank asks for: {listed(unexpected)}",
+                f"the checkpoint has keys that no rank requests: {listed(unexpected)}",
                 hint=_hint_for(unexpected, inventory.keys),
             )
         return unexpected

@@ -166,11 +166,11 @@ def remove_partials(folder: Uri, options: _Options = None, written: str | None =
             is_old = newest_s and written_s and newest_s - written_s > _OLD_S
             if is_old or writer_is_gone(entry.name):
                 storage.remove(entry.name)
-                logger.info("removed %s, which a dead writer left", storage.uri(entry.name))
+                logger.info("removed %s, a leftover of a dead writer", storage.uri(entry.name))
     except NotFoundError:
         return  # no directory yet, or somebody else removed it
     except CkptfsError as error:
-        logger.warning("what dead writers left in %s stays: %s", folder, error)
+        logger.warning("the leftovers of dead writers in %s were not removed: %s", folder, error)
     finally:
         storage.close()
 

@@ -130,7 +130,7 @@ class PendingSave:
                 f"not committed within {timeout_s:g} s: {now.phase.value}, "
                 f"{now.written_bytes} of {now.size_bytes} bytes written",
                 uri=self.uri,
-                hint="the save goes on; ask again",
+                hint="the save continues in the background; wait again",
             ) from None
 
     def done(self) -> bool:

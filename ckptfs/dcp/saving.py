@@ -285,7 +285,7 @@ def writer_slot(
         yield
         return
     if limit < 1:
-        raise StateError(f"writers_per_node is {limit}; at least one has to write")
+        raise StateError(f"writers_per_node is {limit}; at least one rank has to write")
     held = _acquire(run, node, limit, look)
     try:
         yield
@@ -330,7 +330,7 @@ def slot_directory() -> str:
     found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise StateError(
-            f"{path} belongs to somebody else",
+            f"{path} belongs to another user",
             hint="set XDG_RUNTIME_DIR to a directory of your own, or leave writers_per_node out",
         )
     return path

@@ -49,4 +49,4 @@ def parse_size(size: int | str, *, least: int = 1) -> int:
 
 
 def _no_size(size: object) -> StateError:
-    return StateError(f"{size!r} is no size", hint='write 5000000000, "1.5GB" or "5GiB"')
+    return StateError(f"{size!r} is not a size", hint='write 5000000000, "1.5GB" or "5GiB"')

@@ -171,12 +171,12 @@ class SaveWorker:
         self._ending = True
         if self._is_idle():
             return
-        logger.info("the interpreter ends: %d saves are under way", self.unfinished)
+        logger.info("the interpreter ends while %d saves are in progress", self.unfinished)
         if not self.close(self._exit_s):
             running = self._running
             logger.error(
-                "%s: abandoned after %g s; unless it was sealed nothing of it is committed, and the "
-                "run's next owner removes it",
+                "%s: abandoned after %g s; unless it was sealed, nothing of it is committed, "
+                "and the next owner of the run removes it",
                 "a save" if running is None else running.what,
                 self._exit_s,
             )

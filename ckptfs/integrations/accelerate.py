@@ -200,7 +200,8 @@ class CkptfsState:
             raise StateError(
                 f"{name} cannot be read: {type(error).__name__}: {error}",
                 uri=path,
-                hint='resume on as many ranks as saved, or per_rank="drop" goes on with other numbers',
+                hint='resume on as many ranks as saved, or pass per_rank="drop" to continue with '
+                "other random numbers",
             ) from error
 
     # -- the end ----------------------------------------------------------------------------

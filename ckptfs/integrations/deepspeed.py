@@ -225,7 +225,9 @@ class CkptfsEngine(CheckpointEngine):
         **options: Any,
     ) -> Any:
         if not self._root.is_at(save_dir):
-            logger.warning("%s is not %s: saved by DeepSpeed alone", save_dir, self._root.path)
+            logger.warning(
+                "%s is not %s: DeepSpeed saves it without ckptfs", save_dir, self._root.path
+            )
             return stock(save_dir, tag, client_state or {}, save_latest, **options)
         try:
             # DeepSpeed would truncate `latest` to write it: nobody but us moves it.
@@ -249,9 +251,10 @@ class CkptfsEngine(CheckpointEngine):
             )
         if tags[0] in self._going or step in self.manager.steps:
             return CommitConflictError(
-                f"{tags[0]} is committed already, or on its way",
+                f"{tags[0]} is already committed, or its save is in progress",
                 uri=Uri.parse(self.uri) / tags[0],
-                hint="files with fixed names never overwrite: go on in another run, or delete it",
+                hint="files with fixed names never overwrite: continue in another run, or delete "
+                "it",
             )
         return None
 

@@ -124,7 +124,8 @@ def last_checkpoint(
     files = [file for file in names if file.endswith(".ckpt")]
     if sharded is not None and files:
         raise StateError(
-            f"there are sharded checkpoints, and {len(files)} of one file: which is the last is not told",
+            f"there are sharded checkpoints and {len(files)} single-file checkpoints, so the "
+            "last one is ambiguous",
             uri=root,
             hint="pass one of them as ckpt_path",
         )
@@ -139,7 +140,7 @@ def last_checkpoint(
         return _as_path(root / versions[max(versions)])
     if files:
         raise NotFoundError(
-            f"there are {len(files)} checkpoints, and no {name}.ckpt",
+            f"there are {len(files)} checkpoints but no {name}.ckpt",
             uri=root,
             hint="ModelCheckpoint(save_last=True) writes one; or pass a file as ckpt_path",
         )

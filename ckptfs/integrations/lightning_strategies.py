@@ -104,9 +104,9 @@ class _Saving:
         def pickled() -> bytes:
             if self._shelves.is_file(target):
                 raise StateError(
-                    "a checkpoint of one file has that name",
+                    "a single-file checkpoint has that name",
                     uri=target,
-                    hint="sharded checkpoints go into another directory, or under other names",
+                    hint="save sharded checkpoints into another directory, or under other names",
                 )
             return freeze(meta).data()
 
@@ -263,7 +263,7 @@ class _FabricSaving(_Saving):
         _refuse(self, storage_options)
         if filter is not None and not self._is_full:
             raise NotImplementedError(
-                "a sharded checkpoint is saved whole: filter needs a full one"
+                "a sharded checkpoint is always saved completely: filter= needs a full checkpoint"
             )
         _, module = _one_module(state)
         options = StateDictOptions(full_state_dict=self._is_full, cpu_offload=True)
@@ -335,7 +335,7 @@ class CkptfsFabricFSDPStrategy(_FabricSaving, FabricFSDP):
 def _one_module(state: Mapping[str, Any]) -> tuple[str, Module]:
     modules = [(name, each) for name, each in state.items() if isinstance(each, Module)]
     if len(modules) != 1:
-        raise ValueError(f"a checkpoint holds one model, and the state has {len(modules)}")
+        raise ValueError(f"a checkpoint holds one model, but the state has {len(modules)}")
     return modules[0]
 
 

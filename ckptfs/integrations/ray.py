@@ -126,8 +126,8 @@ class _Reported(Generic[ManagerT]):
         for name in _KEEPS:
             if options.get(name) is not None:
                 raise StateError(
-                    f"{name} is for Ray to say, which does not start again where a checkpoint that "
-                    "it lists is gone",
+                    f"{name} belongs to Ray, which cannot restart when a checkpoint that it "
+                    "lists is gone",
                     hint="CheckpointConfig(num_to_keep=..., checkpoint_score_attribute=...)",
                 )
         where, known = experiment_uri() if uri is None else (uri, {})
@@ -172,7 +172,7 @@ class _Reported(Generic[ManagerT]):
         The same on all workers: the list is the controller's, and none has reported yet.
         """
         if name not in _listed(None):
-            logger.info("%s was committed and never reported: Ray hears of it now", name)
+            logger.info("%s was committed but never reported: it is reported to Ray now", name)
             with looking_at(self._uri, self._options) as look:
                 seals = [live.seal for live in catalog(look.views)]
             metrics = next((dict(seal.metrics) for seal in seals if seal.name == name), {})

@@ -100,9 +100,10 @@ def save_safetensors(
     with _writing(uri, run, process_group, timeout_s, place) as (seat, target):
         if len(seat.placement.domains) > 1:
             raise StateError(
-                "these nodes see different disks, and a reader would find a part of the files",
+                "these nodes write to different disks, so a reader would find only some of "
+                "the files",
                 uri=target,
-                hint="export to a URI that all nodes see",
+                hint="export to a URI that all nodes can reach",
             )
         planned = plan_export(
             state_dict,

@@ -131,7 +131,7 @@ class CheckpointManager(StockManager):
             return None
         step = _NAMES.step_of(posixpath.basename(checkpoint_id))
         if step is None:
-            raise StateError(f"{checkpoint_id} is not called step-N", uri=checkpoint_id)
+            raise StateError(f"{checkpoint_id} does not have the form step-N", uri=checkpoint_id)
         saved = self._run.save(step, {key: _state_of(value) for key, value in state_dict.items()})
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")

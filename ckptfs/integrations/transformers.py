@@ -126,7 +126,7 @@ class CkptfsCallback(TrainerCallback):
         """
         if state.is_hyper_param_search:
             raise StateError(
-                "a search over hyperparameters is many runs",
+                "a hyperparameter search consists of many runs",
                 hint="give each trial a URI of its own",
             )
         manager, root = self._open(args), LocalRoot(args.output_dir)
@@ -139,8 +139,8 @@ class CkptfsCallback(TrainerCallback):
             newest = manager.latest
             if newest is not None and (newest.step or 0) > state.global_step:
                 raise StateError(
-                    f"training begins at step {state.global_step}, and step {newest.step} of its run "
-                    "is committed",
+                    f"training begins at step {state.global_step}, but step {newest.step} of "
+                    "its run is already committed",
                     uri=newest.uri,
                     hint="train(resume_from_checkpoint=callback.resume(args)), take another URI, or pass "
                     "begin_again=True to CkptfsCallback",
@@ -220,7 +220,8 @@ class CkptfsCallback(TrainerCallback):
                 raise  # a rank's own failure, which may be a NotFoundError too
             except NotFoundError:
                 logger.warning(
-                    "%s, the best so far, is gone: load_best_model_at_end counts anew", name
+                    "%s, the best so far, is gone: load_best_model_at_end starts again without it",
+                    name,
                 )
                 return
         state.best_model_checkpoint = root.folder(name)
@@ -256,8 +257,8 @@ class CkptfsCallback(TrainerCallback):
     def _check(self, args: TrainingArguments) -> None:
         if args.save_total_limit is not None:
             raise StateError(
-                f"save_total_limit is {args.save_total_limit}: the Trainer would delete local checkpoints, "
-                "by their time of change and not knowing which of them are committed",
+                f"save_total_limit is {args.save_total_limit}: the Trainer would delete local "
+                "checkpoints by their age, without knowing which are committed",
                 hint="leave it out, and pass keep_latest to CkptfsCallback",
             )
         if args.save_on_each_node:
@@ -273,7 +274,7 @@ class CkptfsCallback(TrainerCallback):
         target = Uri.parse(self.uri)
         if target.is_local and LocalRoot(args.output_dir).is_at(target.local_path):
             raise StateError(
-                "output_dir is the run itself; it is scratch, and what is committed lies elsewhere",
+                "output_dir is the run itself; it must be a scratch directory outside the run",
                 uri=target,
                 hint="give one of them another directory",
             )

@@ -180,12 +180,13 @@ class CkptfsFSDPCheckpointManager(FSDPCheckpointManager):
         found = STEP.search(local_path)
         if self._remote is None:
             raise StateError(
-                f"nothing says where to save {local_path}",
-                hint="set CKPTFS_URI or remote_dir=, or let CkptfsTrainer or CkptfsDriver tell it",
+                f"the place to save {local_path} to is not configured",
+                hint="set CKPTFS_URI or remote_dir=, or use CkptfsTrainer or CkptfsDriver, which "
+                "set it",
             )
         if found is None or found[2] in (None, "critic"):
             raise StateError(
-                f"{local_path} is no part that a group commits by itself",
+                f"{local_path} is not a part that a group commits by itself",
                 hint="several groups save one step: let CkptfsTrainer or CkptfsDriver begin it",
             )
         if self._own is None:
@@ -363,7 +364,9 @@ class CkptfsTrainer:
                 **self.ckptfs,
             }
             if not options["remote_dir"]:
-                raise StateError("nothing says where to save", hint="set CKPTFS_URI, or ckptfs=")
+                raise StateError(
+                    "the place to save to is not configured", hint="set CKPTFS_URI, or ckptfs="
+                )
             self.ckptfs_driver = CkptfsDriver(**options)
         driver: CkptfsDriver = self.ckptfs_driver
         return driver
@@ -389,7 +392,7 @@ def _step_in(path: str, *runs: Any) -> int:
     found = STEP.search(path)
     if found is None or Uri.parse(path).parent not in [Uri.parse(run) for run in runs]:
         raise StateError(
-            f"resume_from_path {Uri.parse(path)} is no global_step_N of this run",
+            f"resume_from_path {Uri.parse(path)} is not a global_step_N of this run",
             hint="for a step of another run, set CKPTFS_URI or default_local_dir to that run",
         )
     return int(found[1])

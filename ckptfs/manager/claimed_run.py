@@ -84,7 +84,7 @@ class Ground:
             )
             if control.size > 1 and not control.world.has_group:
                 raise StateError(
-                    f"WORLD_SIZE is {control.size}, but torch.distributed is not initialised",
+                    f"WORLD_SIZE is {control.size}, but torch.distributed is not initialized",
                     rank=control.rank,
                     hint="call torch.distributed.init_process_group() before using the manager",
                 )

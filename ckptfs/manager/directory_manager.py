@@ -448,9 +448,9 @@ def _choose(seats: Sequence[Seat], request: RestoreRequest) -> _Chosen | None:
             raise damage.error(candidate.seal.name, places.uri(home) / candidate.seal.name)
         skipped.append(f"{candidate.seal.name}: {damage.why}")
     raise IncompleteCheckpointError(
-        f"none of {len(skipped)} checkpoints is whole: {'; '.join(skipped)}",
+        f"none of {len(skipped)} checkpoints is complete: {'; '.join(skipped)}",
         uri=places.uri(home),
-        hint="bring one of them back; the run is not begun anew by itself",
+        hint="bring one of them back; ckptfs never restarts a run from the beginning on its own",
     )
 
 

@@ -178,7 +178,7 @@ class Bell:
             return True
         thread.join(timeout_s)
         if thread.is_alive() and closing:
-            logger.warning("a listener has not returned within %g s; it is left alone", timeout_s)
+            logger.warning("a listener has not returned within %g s; it is abandoned", timeout_s)
         return not thread.is_alive()
 
     def _drop(self) -> None:
@@ -268,12 +268,14 @@ class LogListener:
             case Deleted(uri, save_id, reason):
                 self._log.debug("deleted %s (%s): %s", uri, save_id, reason)
             case DeleteFailed(uri, save_id, error):
-                self._log.warning("bytes of %s (%s) stay for now: %s", uri, save_id, error)
+                self._log.warning(
+                    "the bytes of %s (%s) were not removed yet: %s", uri, save_id, error
+                )
             case CopyCommitted(uri, copy_uri, size_bytes, wall_s):
                 mib = size_bytes / _MIB
                 self._log.info("copied %s to %s: %.1f MiB in %.2f s", uri, copy_uri, mib, wall_s)
             case CopyFailed(uri, copy_uri, error):
-                self._log.warning("copy of %s to %s is tried again: %s", uri, copy_uri, error)
+                self._log.warning("the copy of %s to %s is tried again: %s", uri, copy_uri, error)
             case _:
                 self._log.debug("%s", event)
 
@@ -286,7 +288,7 @@ def commit_line(event: SaveCommitted) -> str:
         f"{event.kind} of step {result.step} committed: {result.uri} "
         f"({result.total.size_bytes / _MIB:.1f} MiB in {result.wall_s:.2f} s, "
         f"{result.total.mib_per_s:.1f} MiB/s, per rank {slowest:.1f} to {fastest:.1f} MiB/s, "
-        f"training stood for {event.stall_s:.3f} s)"
+        f"training stopped for {event.stall_s:.3f} s)"
     )
 
 

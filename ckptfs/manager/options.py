@@ -59,11 +59,12 @@ class Template:
         if set(rest) & set("/\\\0{}") or self.text.startswith(".") or rest == CONTROL:
             raise StateError(
                 f"name template {self.text!r} is not the name of a directory",
-                hint="use letters, digits, - and _ around {N}; it lies directly in the run",
+                hint="use letters, digits, - and _ around {N}; the directory is made directly in "
+                "the run",
             )
         if before[-1:].isdigit() or after[:1].isdigit():
             raise StateError(
-                f"name template {self.text!r} has a digit beside the step",
+                f"name template {self.text!r} has a digit next to the step",
                 hint="step 1 and step 11 could get one name: put a letter, - or _ between them",
             )
 
@@ -110,8 +111,8 @@ class Names:
         """Full checkpoints and weights beside them. StateError where the two could meet."""
         if any(checkpoint.name(n) == weights.name(n) for n in (1, 10**9)):
             raise StateError(
-                f"checkpoints and weights are both called {checkpoint.text!r}",
-                hint="give weights_name= another template",
+                f"checkpoints and weights have the same name template {checkpoint.text!r}",
+                hint="pass another template as weights_name=",
             )
         return cls({Kind.CHECKPOINT: checkpoint, Kind.WEIGHTS: weights}, Kind.CHECKPOINT)
 
@@ -124,7 +125,7 @@ class Names:
         """The template of a kind. StateError for one that this manager does not save."""
         if kind not in self.templates:
             kinds = " and ".join(f"{known.value} saves" for known in self.templates)
-            raise StateError(f"this manager makes {kinds}, not {kind.value}")
+            raise StateError(f"this manager saves {kinds}, not {kind.value}")
         return self.templates[kind]
 
     def is_ours(self, seal: Seal) -> bool:
@@ -160,7 +161,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1:
-            raise StateError(f"max_in_flight is {self.max_in_flight}; one save at least")
+            raise StateError(f"max_in_flight is {self.max_in_flight}; it is at least 1")
         if not (self.delete_grace_s >= 0 and math.isfinite(self.delete_grace_s)):
             raise StateError(f"delete_grace_s is {self.delete_grace_s}; it is a number of seconds")
         if self.host_memory_bytes is not None and self.host_memory_bytes < 0:

@@ -47,7 +47,7 @@ def signals_of(names: Iterable[SignalName]) -> tuple[signal.Signals, ...]:
                 f"{name!r} is not a signal", hint="for example preempt_signals=(signal.SIGTERM,)"
             ) from None
         if one in (signal.SIGKILL, signal.SIGSTOP):
-            raise StateError(f"{one.name} cannot be caught by anybody")
+            raise StateError(f"{one.name} cannot be caught by any process")
         if one not in found:
             found.append(one)
     return tuple(found)
@@ -64,7 +64,7 @@ class PreemptSignals:
         wanted = signals_of(signals)
         if wanted and threading.current_thread() is not threading.main_thread():
             raise StateError(
-                "signal handlers can be installed by the main thread only",
+                "only the main thread can install signal handlers",
                 hint="make the manager on the main thread, or without preempt_signals=",
             )
         foreign = [s.name for s in wanted if signal.getsignal(s) is None]
@@ -93,7 +93,9 @@ class PreemptSignals:
             hook.closed = True
         if threading.current_thread() is not threading.main_thread():
             if any(hook.is_installed for hook in self._hooks):
-                logger.warning("closed from another thread: signal handlers stay, and do nothing")
+                logger.warning(
+                    "closed from another thread: the signal handlers stay installed and do nothing"
+                )
             return
         for hook in self._hooks:
             if hook.is_installed:

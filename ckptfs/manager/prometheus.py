@@ -221,7 +221,8 @@ class PrometheusTextfile(TimedListener):
             if not _LABEL.fullmatch(name) or name.startswith("__") or name in taken:
                 raise StateError(
                     f"{name!r} cannot be a label here",
-                    hint=f"letters, digits and _, not starting with __, and none of {sorted(taken)}",
+                    hint="use letters, digits and _; do not start with __, and do not use "
+                    f"{sorted(taken)}",
                 )
         target = Uri.parse(path_or_uri)
         self._key = target.name

@@ -213,7 +213,7 @@ class Places:
                 raise IncompleteCheckpointError(
                     f"the run log cannot be read to its end: {unread}",
                     uri=self.uri(source),
-                    hint="entries are never removed: bring the directory back as it was",
+                    hint="ckptfs never removes an entry: bring the directory back as it was",
                 )
             views: dict[str, LogState] = {}
             for sight in sights:
@@ -262,14 +262,14 @@ class Places:
     def allow_unreached(self, why: str) -> None:
         """IncompleteCheckpointError where the run cannot be read and nobody allowed older copies."""
         if len(self.seats) > 1 and self._request.fallback is Fallback.OLDER:
-            logger.warning("%s cannot be read, looking at its copies: %s", self.uri(0), why)
+            logger.warning("%s cannot be read; its copies are tried: %s", self.uri(0), why)
             return
         raise IncompleteCheckpointError(
             f"the run cannot be read: {why}",
             uri=self.uri(0),
-            hint='copies may be behind it: fallback="older" takes the newest of them'
+            hint='copies may be older: pass fallback="older" to take the newest of them'
             if len(self.seats) > 1
-            else "whether there is a checkpoint is not known: make the storage reachable",
+            else "make the storage reachable: it may have a checkpoint",
         )
 
     def is_passed(self) -> bool:
@@ -289,11 +289,11 @@ class Places:
             if self._request.step is None and is_forked(mine, other):
                 here, there = mine.candidates[0].seal.name, other.candidates[0].seal.name
                 raise StateError(
-                    f"the run and its copy {self.uri(n)} went on apart: {here} is not in the copy, "
-                    f"and the run does not know {there}",
+                    f"the run and its copy {self.uri(n)} have diverged: {here} is not in the "
+                    f"copy, and {there} is not in the run",
                     uri=self.uri(0),
-                    hint="this is what an earlier allocation left, or the copy is another job's: "
-                    "restore one by its step=, or move the one aside that is not to be gone on with",
+                    hint="one of them is left from an earlier allocation or belongs to another "
+                    "job: restore by step=, or move the wrong one away",
                 )
 
     def home(self) -> int | None:
@@ -311,7 +311,7 @@ class Places:
             home = self.furthest_copy()
         elif self.is_passed():
             home = self.furthest_copy()
-            logger.warning("%s is what the run left here: it went on elsewhere", self.uri(0))
+            logger.warning("%s is an old state of the run, which continued elsewhere", self.uri(0))
         else:
             self.refuse_fork()
             self.refuse_unlogged()
@@ -335,16 +335,16 @@ class Places:
         where = self.uri(source)
         if FAILURES in unfit and self._request.step is None:
             raise StateError(
-                f"the run holds only what failing runs saved: {listed(unfit[FAILURES])}",
+                f"the run has only checkpoints of failing runs: {listed(unfit[FAILURES])}",
                 uri=where,
-                hint="restore one by its step, or allow them: include_failures=True",
+                hint="restore one by its step, or pass include_failures=True to allow them",
             )
         if ODD_NAMES in unfit and self._request.step is None:
             raise StateError(
-                f"the run holds checkpoints that are not named by the template: "
+                "the run has checkpoints that do not match the name template: "
                 f"{listed(unfit[ODD_NAMES])}",
                 uri=where,
-                hint="give the manager the name= that they were saved with",
+                hint="pass the name= that they were saved with to the manager",
             )
 
     def check_nothing(self) -> None:
@@ -363,7 +363,7 @@ class Places:
         unreached = next((x.unreached for x in self._surveyed.values() if x.unreached), None)
         if unreached is not None:
             raise IncompleteCheckpointError(
-                f"a place that may hold checkpoints cannot be read: {unreached}", uri=self.uri(0)
+                f"a place that may have checkpoints cannot be read: {unreached}", uri=self.uri(0)
             )
         logger.info("%s is empty: nothing to restore", self.uri(0))
 
@@ -391,10 +391,10 @@ class Places:
             names = sorted(found, key=number_order)
             if names:
                 raise StateError(
-                    f"no log knows what lies in this run: {listed(names)}",
+                    f"this run has checkpoints that no log lists: {listed(names)}",
                     uri=self.uri(source),
                     hint="load one with ckptfs.load() and begin a run elsewhere, or remove them: "
-                    "beginning at step 0 beside them is not what a restart means",
+                    "a restart must not begin at step 0 next to them",
                 )
 
         seat.control.step("look for leftovers", local, decide)
@@ -439,7 +439,7 @@ def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> Res
     """
     if request.part is not None and request.fallback is Fallback.OLDER:
         raise StateError(
-            f'part {request.part!r} with fallback="older": each group might take another step',
+            f'part {request.part!r} with fallback="older": each group could take a different step',
             hint="choose the step once, for all groups, and restore it by number",
         )
     work = _Restore(sources, state, request)
@@ -451,9 +451,10 @@ def restore(sources: Sequence[Seat], state: Any, request: RestoreRequest) -> Res
         except _MovedError:
             continue
     raise IncompleteCheckpointError(
-        f"the run changed at each of {TRIES} looks",
+        f"the run changed during each of {TRIES} reads",
         uri=sources[0].storage.root,
-        hint="its owner deletes faster than this process reads: keep more, or set delete_grace_s",
+        hint="its owner deletes faster than this process reads: keep more checkpoints, or set "
+        "delete_grace_s",
     )
 
 
@@ -494,9 +495,10 @@ class _Restore:
             self._skipped.append((candidate, outcome.why))
         why = "; ".join(f"{c.seal.name}: {text}" for c, text in self._skipped)
         raise IncompleteCheckpointError(
-            f"none of {len(candidates)} checkpoints is whole: {why}",
+            f"none of {len(candidates)} checkpoints is complete: {why}",
             uri=self._places.uri(home),
-            hint="bring one of them back; the run is not begun anew by itself",
+            hint="bring one of them back; ckptfs never restarts a run from the beginning on its "
+            "own",
         )
 
     def _take_one(self, home: int, candidate: Candidate) -> RestoreOutcome | Damage:
@@ -607,10 +609,11 @@ class _Restore:
             if self._request.per_rank is PerRankPolicy.ERROR:
                 if unused:
                     raise StateError(
-                        f"{world} ranks kept state of their own, {self._control.size} restore: "
-                        f"{listed(unused)} of ranks 0 to {world - 1} would be unused",
-                        hint='reshard={"key": function} makes the new state, per_rank="drop" goes '
-                        "on without it",
+                        f"{world} ranks saved state of their own, but {self._control.size} "
+                        f"ranks restore: {listed(unused)} of ranks 0 to {world - 1} would be "
+                        "unused",
+                        hint='pass reshard={"key": function} to make the new state, or '
+                        'per_rank="drop" to continue without it',
                     )
                 return hooked, ()
             return hooked, tuple(unused)
@@ -636,7 +639,7 @@ class _Restore:
         if told:
             lost = self._skipped[0][0].step - taken.step
             logger.warning(
-                "restored step %d, and %d steps are lost: %s", taken.step, lost, "; ".join(told)
+                "restored step %d; %d steps are lost: %s", taken.step, lost, "; ".join(told)
             )
         return told
 

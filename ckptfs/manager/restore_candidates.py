@@ -75,7 +75,9 @@ __all__ = [
 ]
 
 _MOST = 8  # names in a message; the rest is counted
-_HINT = 'bring it back, restore another step by number, or allow an older one: fallback="older"'
+_HINT = (
+    'bring it back, restore another step by number, or pass fallback="older" to allow an older one'
+)
 
 
 class Flaw(Enum):
@@ -178,11 +180,11 @@ def describe(
 
 def _lost_domain(domain: str, contents: Contents | None) -> str:
     if contents is None or domain not in contents.hosts:
-        return f"domain {domain} is lost or out of reach"
+        return f"domain {domain} is lost or cannot be reached"
     shards = [posixpath.basename(path) for path in contents.shards[domain]]
     return (
-        f"domain {domain}, written on {contents.hosts[domain]}, is lost or out of reach, with the "
-        f"shards {listed(shards)}"
+        f"domain {domain}, written on {contents.hosts[domain]}, is lost or cannot be reached, "
+        f"with the shards {listed(shards)}"
     )
 
 
@@ -229,8 +231,8 @@ def doubt_of(domains: Sequence[str], damage: Damage | None) -> Damage:
     why = f"; {damage.why}" if damage is not None else ""
     return Damage(
         Flaw.INCOMPLETE,
-        "whether it was committed is in doubt, because the log of domain "
-        f"{listed(domains)} is out of reach{why}",
+        f"its commit is in doubt, because the log of domain {listed(domains)} cannot be "
+        f"reached{why}",
     )
 
 

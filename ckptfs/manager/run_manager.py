@@ -479,7 +479,7 @@ class RunManager:
             if self._crew is not None:
                 self._crew.wait_for_copies(timeout_s)
         except CkptfsError as error:
-            logger.warning("the run is left before its copies are made: %s", error)
+            logger.warning("the run ends before its copies are made: %s", error)
 
     def _leave(self) -> None:
         """Local."""
@@ -550,6 +550,6 @@ def _need_all(done: Sequence[bool]) -> None:
     late = [rank for rank, is_done in enumerate(done) if not is_done]
     if late:
         raise DeadlineError(
-            f"waited long enough, and saves are on their way on ranks {late[:4]}",
-            hint="they go on; wait again, or give it more time",
+            f"the timeout ended while saves were in progress on ranks {late[:4]}",
+            hint="the saves continue; wait again, or pass a longer timeout",
         )

@@ -79,10 +79,10 @@ class Rally:
 
     def _late(self, label: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(
-            f"{label}: not every rank came within {timeout_s:g} s",
+            f"{label}: some ranks did not arrive within {timeout_s:g} s",
             rank=self._control.rank,
             node=self._control.world.node,
-            hint="nothing was saved; the ranks that did not come have the reason in their logs",
+            hint="nothing was saved; see the logs of the missing ranks",
         )
 
 
@@ -120,7 +120,7 @@ class _Meeting:
     def _confirm(self) -> None:
         with self._lock:
             if self._gave_up:
-                raise DeadlineError("did not wait any longer for the others")
+                raise DeadlineError("stopped waiting for the other ranks")
             self._confirmed = True
 
 
@@ -137,8 +137,8 @@ _CALLS_MAX = 64  # should steps suddenly take long, so many of them is how late 
 _SLOW_PERIODS = 8  # a round is never waited for beyond this: one rank's evaluation is no slow store
 
 _TOO_SLOW = (
-    "the last save took %.0f s, and a job that is preempted has %.0f s (grace_s): its last save may "
-    "not be committed in time; what was committed before stays. Have your launcher wait longer "
+    "the last save took %.0f s, but a preempted job has %.0f s (grace_s): its last save may "
+    "not be committed in time. Earlier commits are safe; let your launcher wait longer "
     "(docs/howto/preemption.md)"
 )
 

@@ -222,10 +222,10 @@ class Saver:
                 follower(seat, result)
             except CkptfsError as error:
                 # What could not be done now is done after the next commit.
-                logger.warning("after the commit of %s: %s", result.uri, error)
+                logger.warning("an error after the commit of %s: %s", result.uri, error)
             except Exception:
                 # It is committed: a fault in what comes after must not make it look failed.
-                logger.exception("after the commit of %s", result.uri)
+                logger.exception("an error after the commit of %s", result.uri)
 
 
 _NOTICED_S = 5.0  # only a number in an event waits for it
@@ -428,7 +428,7 @@ class Crew:
                 found = [self._past_of(one, partial(_state_of, one)) for one in there]
         except CkptfsError as error:
             # A copy that is out of reach keeps nobody from saving.
-            logger.warning("whether a copy is further than the run is not known: %s", error)
+            logger.warning("it is unknown whether a copy is newer than the run: %s", error)
             return
         self._past = Past(tuple(save for past in found for save in past.saves))
 
@@ -535,7 +535,7 @@ class Crew:
         """
 
         def hangs(error: CkptfsError) -> None:
-            logger.warning("after the commit of %s: %s", result.uri, error)
+            logger.warning("an error after the commit of %s: %s", result.uri, error)
             pending.succeed(result)
 
         with hearing(seat.control, hangs):
@@ -623,7 +623,9 @@ class Crew:
         try:
             pointer.follow(self.run.seat, lambda s: is_ours(s) and s.save_id != going)
         except CkptfsError as error:
-            logger.warning("%s moves after the next commit: %s", pointer.file, error)
+            logger.warning(
+                "%s was not updated; it is updated after the next commit: %s", pointer.file, error
+            )
 
     def _aside_opened(self) -> tuple[Aside, Seat]:
         """The worker's thread, buffers and seat. Every rank comes here at the same save."""
@@ -689,13 +691,13 @@ def refuse_beginning(
     taken = next((one for one in earlier if one.where.name == name), None)
     reads = "restore()" if main is Kind.CHECKPOINT else "reading() or the framework's own load"
     hint = (
-        f"{reads} goes on from the newest; else save to another run, or make the manager with "
-        "begin_again=True: retention then deletes the old ones as new ones come"
+        f"call {reads} to continue from the newest, save to another run, or make the manager "
+        "with begin_again=True: retention then deletes the old ones"
     )
     if is_full and newest is not None and newest.step is not None and step <= newest.step:
         raise CommitConflictError(
-            f"step {step} would begin the run again: {newest.where.name} is its newest commit (save "
-            f"{newest.save_id}), and this job restored nothing",
+            f"step {step} would begin the run again: {newest.where.name} is its newest commit "
+            f"(save {newest.save_id}), and this job restored nothing",
             uri=newest.where,
             hint=hint,
         )

@@ -240,7 +240,8 @@ class OptimizerObject:
         here = len(self._optimizer.param_groups)
         if groups not in (0, here):
             raise StateError(
-                f"{key_of(path)}: {groups} parameter groups were saved, the optimizer has {here}"
+                f"{key_of(path)}: {groups} parameter groups were saved, but the optimizer has "
+                f"{here}"
             )
         return found or NOT_LOADED
 

@@ -122,7 +122,7 @@ def wait_for_new(
     with Watcher(run_uri, kind, unlogged=unlogged, storage_options=storage_options) as watcher:
         found = watcher.wait(after, timeout_s)
     if found is None:
-        raise AssertionError("nobody else can stop this watcher")
+        raise AssertionError("only this process can stop this watcher")
     return found
 
 
@@ -204,7 +204,7 @@ class Watcher:
                 judged, trouble = views, ""
             except (TransientError, AnswerLostError, CommitInDoubtError) as error:
                 if not trouble:
-                    logger.warning("waiting for %s goes on: %s", self.root, error)
+                    logger.warning("still waiting for %s after an error: %s", self.root, error)
                 trouble = str(error)
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
@@ -263,7 +263,7 @@ class Watcher:
             f"no new {self._kind.value} within {timeout_s:g} s"
             + (f"; the storage failed last: {trouble}" if trouble else ""),
             uri=self.root,
-            hint="nobody committed one, or the run lies elsewhere",
+            hint="no job has committed one, or this is not the right run",
         )
 
 

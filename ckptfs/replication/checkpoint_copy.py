@@ -163,7 +163,7 @@ def _found_here(source: Seat, seal: Seal) -> Found:
             f"{seal.name} cannot be copied: {error.message}",
             uri=source.storage.uri(seal.name),
             rank=source.control.rank,
-            hint="it was removed by hand, or this node does not see the disk that holds it",
+            hint="it was removed by hand, or this node cannot see its disk",
         ) from error
 
 
@@ -173,7 +173,7 @@ def _lost(
     hosts = {d.id: ", ".join(d.hosts) for d in (() if manifest is None else manifest.domains)}
     places = ", ".join(f"{d} ({hosts[d]})" if hosts.get(d) else d for d in lost)
     return IncompleteCheckpointError(
-        f"{seal.name} cannot be copied: no rank sees its domains {places}",
+        f"{seal.name} cannot be copied: no rank can see its domains {places}",
         uri=source.storage.uri(seal.name),
         hint="start on the nodes that hold them",
     )
@@ -185,7 +185,7 @@ def _lost(
 def _find_unlogged(source: Seat, name: str) -> Held:
     if len(source.placement.domains) > 1:
         raise StateError(
-            "no log tells what of it lies on which node",
+            "it has no log to show which node has which file",
             uri=source.storage.uri(name),
             hint="copy it from one node, where all of its files are",
         )
@@ -225,7 +225,7 @@ def stock_manifest(storage: Storage, name: str) -> Manifest:
         size, version = _look(storage, f"{name}/{path}")
         if size < least:
             raise IncompleteCheckpointError(
-                f"{path} has {size} bytes, and its items need {least}", uri=storage.uri(name)
+                f"{path} has {size} bytes, but its items need {least}", uri=storage.uri(name)
             )
         files.append(FileRecord(path, size))
         seen.update(f"{path} {size} {version}".encode())
@@ -239,7 +239,7 @@ def _look(storage: Storage, key: str) -> tuple[int, str]:
         found = storage.stat(key)
     except NotFoundError as error:
         raise IncompleteCheckpointError(
-            f"{key} cannot be copied: it is not there", uri=storage.uri(key)
+            f"{key} cannot be copied: it does not exist", uri=storage.uri(key)
         ) from error
     path = storage.local_path(key)
     return found.size_bytes, found.etag or ("" if path is None else str(os.stat(path).st_mtime_ns))
@@ -421,7 +421,7 @@ def _files_of_the_whole(source: Seat, seal: Seal, manner: Manner) -> Iterator[st
     here = source.control.step("beside the parts", lambda: bool(files))
     if any(here) and not here[0]:
         raise StateError(
-            f"rank 0 does not see the files beside the parts of {seal.name}",
+            f"rank 0 cannot see the additional files of {seal.name}",
             uri=source.storage.uri(seal.name),
             hint="start rank 0 on the node that committed it",
         )
@@ -504,9 +504,10 @@ def _moved(
         record = copied.get(info.relative_path)
         if record is None or info.offset + info.length > record.size_bytes:
             raise IncompleteCheckpointError(
-                f"{index.fqn!r} lies in {info.relative_path}, which the manifest does not list so",
+                f"{index.fqn!r} is in {info.relative_path}, but the manifest does not list it "
+                "there",
                 uri=attempt.storage.uri(manifest.name),
-                hint="the checkpoint was changed after its commit",
+                hint="the checkpoint was changed after it was committed",
             )
         path = new_path(record, manifest.save_id, attempt.save_id)
         metadata.storage_data[index] = dataclasses.replace(info, relative_path=path)
@@ -556,9 +557,9 @@ def _check_all_copied(parts: Sequence[WrittenPart], manifest: Manifest, attempt:
     made = [(f.path, f.size_bytes) for part in parts for f in part.files]
     if set(made) != wanted or len(made) != len(wanted):
         raise IncompleteCheckpointError(
-            f"{len(wanted)} files were to be copied, {len(made)} were",
+            f"{len(wanted)} files had to be copied, but {len(made)} were",
             uri=attempt.storage.uri(manifest.name),
-            hint="nothing was committed; ranks that share a disk did not agree about what is there",
+            hint="nothing was committed; ranks that share a disk saw different files",
         )
 
 

@@ -440,13 +440,13 @@ def _reading(source: Readable, record: FileRecord) -> Iterator[None]:
             rank=source.rank,
             hint=error.hint
             if isinstance(error, SymlinkError)
-            else "restore the file, or go on without a copy of this checkpoint",
+            else "restore the file, or continue without a copy of this checkpoint",
         ) from error
 
 
 def _damaged(source: Readable, record: FileRecord, why: str) -> IntegrityError:
     return IntegrityError(
-        f"data file {record.path} is damaged, and was not copied: {why}",
+        f"data file {record.path} is damaged and was not copied: {why}",
         uri=source.storage.uri(source.key(record)),
         rank=source.rank,
         hint="restore the file, or load another checkpoint",

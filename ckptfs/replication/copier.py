@@ -162,7 +162,7 @@ def _commit_parts(reading: Seat, writing: Seat, item: Item, manner: Manner) -> C
     """Collective. One checkpoint of parts. What several groups wrote is committed by whoever holds the run."""
     seal = item.original.seal
     if seal is None:
-        raise AssertionError("what no log knows has no parts")
+        raise AssertionError("a checkpoint without a log has no parts")
     fresh = f"{item.origin}{AGAIN}{secrets.token_hex(4)}"
     save_id = writing.control.step("copy id", lambda: None, lambda _: fresh)
     with claim(writing, caller=Caller("cp", for_call=True)) as run:
@@ -323,7 +323,7 @@ def copy_with(
     if options.jobs < 1:
         raise StateError(f"jobs is {options.jobs}; it counts files at once, from 1")
     if wanted.latest and wanted.step is not None:
-        raise StateError("one step, or the latest", hint="pass step or latest")
+        raise StateError("step and latest exclude each other", hint="pass step or latest")
     (source_uri, here), (target_uri, there) = source, target
     with _as_itself(control):
         at, to = agree_uri(control, source_uri), agree_uri(control, target_uri)
@@ -332,7 +332,7 @@ def copy_with(
             return _copy_run(control, (at, here), (to, there), wanted, options)
         if wanted.is_told:
             raise UriError(
-                "step and latest choose from a run, and this is one checkpoint",
+                "step and latest choose from a run, but this is one checkpoint",
                 uri=at,
                 hint="pass the URI of the run",
             )
@@ -605,9 +605,10 @@ def _choose(seen: Sequence[_Seen], name: str, at: Uri) -> One:
     whole = live_of(step, views, at)
     if whole is None:
         raise NotFoundError(
-            "no committed checkpoint there that a log knows",
+            "no log lists a committed checkpoint there",
             uri=at,
-            hint="see list_checkpoints() of its parent; ckptfs cp copies what has no log too",
+            hint="call list_checkpoints() on its parent to see what exists; ckptfs cp copies a "
+            "checkpoint without a log too",
         )
     seal = whole if part is None else part_of(whole, part, at)[0]
     return One(seal, fresh_id(seal.save_id, dict(s.target for s in seen if s.target is not None)))

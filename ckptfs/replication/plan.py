@@ -89,12 +89,16 @@ def refuse_nested(root: Uri, place: Place, checkpoint: Uri | None) -> None:
     checkpoint: what is copied, if it is one: a copy within it would change the source.
     """
     if CONTROL in root.path.split("/"):
-        raise UriError(f"{CONTROL} is a run's own", uri=root, hint="copy it beside the run")
+        raise UriError(
+            f"{CONTROL} belongs to the run itself",
+            uri=root,
+            hint="copy it to a place outside the run",
+        )
     if checkpoint is not None and _is_inside(root, checkpoint):
         raise UriError(
-            "that is inside the checkpoint that is copied",
+            "that is inside the checkpoint to copy",
             uri=root,
-            hint="name the copy beside it: RUN/NAME",
+            hint="name the copy next to it: RUN/NAME",
         )
     for above in _runs_above(root, place):
         inside = root.path[len(above.path.rstrip("/")) + 1 :].split("/")[0]
@@ -104,7 +108,7 @@ def refuse_nested(root: Uri, place: Place, checkpoint: Uri | None) -> None:
             raise UriError(
                 f"that is inside {inside} of the run {above}",
                 uri=root,
-                hint="copy it beside that one, or into a run of its own",
+                hint="copy it next to that one, or into a run of its own",
             )
 
 
@@ -289,7 +293,8 @@ def what_is(at: Uri, place: Place) -> Subject:
     raise NotFoundError(
         "neither a checkpoint nor a run is there",
         uri=at,
-        hint="see ckptfs ls of its parent; an interrupted save leaves none",
+        hint="run ckptfs ls on its parent to see what exists; an interrupted save leaves no "
+        "checkpoint",
     )
 
 
@@ -369,7 +374,9 @@ def _wanted(here: Lookout, wanted: Wanted) -> list[Original]:
         ]
     if not found:
         what = "no checkpoint" if wanted.step is None else f"no checkpoint of step {wanted.step}"
-        raise NotFoundError(f"{what} is there", uri=here.root, hint="see ckptfs ls of the run")
+        raise NotFoundError(
+            f"{what} exists", uri=here.root, hint="run ckptfs ls on the run to see what exists"
+        )
     return found
 
 
@@ -482,9 +489,9 @@ def _may_replace(here: Lookout, item: Item, what: str) -> None:
         return
     hint = "copy it under another name, or replace that one with --overwrite"
     if plain:
-        hint = "copy it under another name: a directory of files is never replaced"
+        hint = "copy it under another name: ckptfs never replaces a directory of files"
     raise CommitConflictError(
-        f"{item.name} is there already, and {what}", uri=here.there.root / item.name, hint=hint
+        f"{item.name} exists already, and {what}", uri=here.there.root / item.name, hint=hint
     )
 
 

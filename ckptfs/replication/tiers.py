@@ -317,7 +317,7 @@ class Drain:
             self._tries.damaged[one.seal.save_id] += 1
             if self._tries.damaged[one.seal.save_id] >= self._goal.attempts:
                 self._tries.settled.add(one.seal.save_id)
-                logger.error("%s is damaged and gets no copy: %s", one.seal.name, error)
+                logger.error("%s is damaged, so it is not copied: %s", one.seal.name, error)
                 return True
         first = self._tries.rest.failed(self._clock())
         level = logging.WARNING if first else logging.INFO
@@ -332,13 +332,13 @@ class Drain:
             return
         if self._tries.rest.failed(self._clock()):
             self._tell_failure(self._source.storage.root, error)
-            logger.warning("copies to %s wait: %s", self._goal.uri, error)
+            logger.warning("copies to %s are waiting: %s", self._goal.uri, error)
         else:
-            logger.info("copies to %s still wait: %s", self._goal.uri, error)
+            logger.info("copies to %s are still waiting: %s", self._goal.uri, error)
 
     def _give_the_copy_up(self, error: FencedError) -> None:
         self._lost = True
-        logger.warning("nothing is copied to %s any more: %s", self._goal.uri, error)
+        logger.warning("copying to %s has stopped: %s", self._goal.uri, error)
 
     def _tell_failure(self, uri: Uri, error: CkptfsError) -> None:
         self._tell(CopyFailed(str(uri), str(Uri.parse(self._goal.uri)), str(error)))
@@ -422,9 +422,9 @@ def copies_of(given: Sequence[Any], run_uri: Any) -> tuple[Copy, ...]:
         uri = Uri.parse(copy.uri)
         if uri in seen:
             raise StateError(
-                "a copy lies somewhere else than the run and the other copies",
+                "a copy must have a place of its own, apart from the run and the other copies",
                 uri=uri,
-                hint="give each place once",
+                hint="pass each place once",
             )
         seen.add(uri)
     return copies
@@ -537,9 +537,9 @@ class Copier:
             self._turns.put((self, turn))
         if not turn.done.wait(timeout_s):
             raise DeadlineError(
-                f"waited {timeout_s:g} s for copies",
+                f"the copies were not ready within {timeout_s:g} s",
                 uri=self._source.storage.root,
-                hint="they go on; wait again, or give them more time",
+                hint="the copies continue; wait again, or pass a longer timeout",
             )
         if turn.left and self._control.rank == 0:
             logger.warning("not copied yet: %s", ", ".join(turn.left))
@@ -559,10 +559,10 @@ class Copier:
         if not finished:
             self._stopped.set()
             self._thread.join(LAST_S)
-            logger.warning("a copy was stopped half way; the next job makes it")
+            logger.warning("a copy was interrupted; the next job makes it")
         if self._thread.is_alive():
             # Its storage hangs. Releasing would let others in while it may still write.
-            logger.warning("the copies' runs are not released: a thread still holds them")
+            logger.warning("the runs of the copies were not released: a thread still holds them")
             return False
         for drain in self._drains:
             drain.close(LAST_S)
@@ -578,13 +578,13 @@ class Copier:
             if not self._apart:
                 turn.left[:] = self._round(urgent=turn.urgent)
         except (ControlPlaneLostError, DeadlineError) as error:
-            logger.warning("nothing is copied any more: %s", error)
+            logger.warning("copying has stopped: %s", error)
             self._apart = True
         except CkptfsError as error:
             # Every rank comes here: an error of a step is the same everywhere.
-            logger.warning("copies wait for the next commit: %s", error)
+            logger.warning("copying failed and continues after the next commit: %s", error)
         except Exception:
-            logger.exception("nothing is copied any more by this process")
+            logger.exception("this process has stopped copying")
             self._apart = True
             self._control.close()  # the others learn it at their next step
         finally:

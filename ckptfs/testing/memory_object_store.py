@@ -320,7 +320,7 @@ class MemoryObjectClient(ObjectClient):
         def fill(size_bytes: int) -> None:
             found = self._found(key)
             if etag is not None and found.etag != etag:
-                raise StaleError("get failed: another object stands there now", uri=self._uri(key))
+                raise StaleError("get failed: another object has this name now", uri=self._uri(key))
             data = found.data[offset : offset + size_bytes]
             out[: len(data)] = data
             if len(data) < size_bytes:

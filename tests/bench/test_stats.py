@@ -205,7 +205,7 @@ def test_what_has_no_ratio_is_refused(bad: list[float]) -> None:
 
 def test_pairs_have_two_sides() -> None:
     """A round that one side lacks is no pair, and is not dropped in silence."""
-    with pytest.raises(ValueError, match="pairs need both"):
+    with pytest.raises(ValueError, match="pairs need the same number"):
         compare_paired([1.0, 2.0], [1.0])
     with pytest.raises(ValueError, match="no values"):
         spread([])

@@ -56,7 +56,7 @@ def test_a_damaged_source_never_gets_a_name_at_the_target(there: bytes, blocks: 
     not even where its manifest lists the size that it has.
     """
     source, target = memory(), memory()
-    with pytest.raises(IntegrityError, match=r"one/f is damaged, and was not copied"):
+    with pytest.raises(IntegrityError, match=r"one/f is damaged and was not copied"):
         _copy(source, target, _task(source, there, blocks=blocks))
     files = [e.name for e in target.list("attempt/two") if not e.is_dir]
     assert "f" not in files

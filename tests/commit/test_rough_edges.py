@@ -210,5 +210,5 @@ def test_a_writer_that_is_given_up_while_it_writes_says_why(tmp_path: Path, file
             assert files == "are still there" or desk.ended.wait(60)
             return super().resolve_data(write_item)
 
-    with pytest.raises(dcp.api.CheckpointException, match="the save was given up: a test"):
+    with pytest.raises(dcp.api.CheckpointException, match="the save was abandoned: a test"):
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=Resets(), no_dist=True)

@@ -181,7 +181,7 @@ def test_an_object_in_a_nest_is_never_passed_over(tmp_path: Path) -> None:
     """Only objects at the top level are asked for their state: missing keys are no word for that."""
     model = torch.nn.Linear(2, 2)
     ckptfs.save({"a": {"model": model.state_dict()}, "b": 1}, tmp_path / "step_1")
-    with pytest.raises(CkptfsError, match=r"'a.model'.*within a nest"):
+    with pytest.raises(CkptfsError, match=r"'a.model'.*inside another container"):
         ckptfs.load(
             {"a": {"model": torch.nn.Linear(2, 2)}, "b": 0}, tmp_path / "step_1", strict=False
         )

@@ -105,7 +105,7 @@ def test_what_is_no_state_is_told_in_a_sentence(tmp_path: Path, given: Any) -> N
         lambda: ckptfs.load(given, run / "step_1"),
     ):
         with pytest.raises(
-            ckptfs.StateError, match=f"{type(given).__name__} is no state dict"
+            ckptfs.StateError, match=f"{type(given).__name__} is not a state dict"
         ) as told:
             call()
         assert '{"state": value}' in str(told.value)

@@ -247,7 +247,7 @@ def test_slots_lie_in_a_directory_of_this_user_alone(
     assert os.stat(slot_directory()).st_mode & 0o777 == 0o700
     os.rmdir(slot_directory())
     os.symlink(tmp_path, f"{tmp_path}/ckptfs-{os.getuid()}")
-    with pytest.raises(StateError, match="belongs to somebody else"):
+    with pytest.raises(StateError, match="belongs to another user"):
         slot_directory()
     with pytest.raises(StateError, match="at least one"), writer_slot("run", "node", 0):
         pass

@@ -213,7 +213,7 @@ def test_a_node_that_came_later_takes_part_and_a_lost_one_is_named(tmp_path: Pat
     assert decode_manifest(raw, tmp_path).world_size == 4  # who saved it, not who copied it
     fewer = simulate(2, copied_to(tmp_path / "fewer"), nodes=["a", "a"])
     for end in fewer:
-        with pytest.raises(ckptfs.IncompleteCheckpointError, match=r"no rank sees .*host-b"):
+        with pytest.raises(ckptfs.IncompleteCheckpointError, match=r"no rank can see .*host-b"):
             end.get()
     assert not (tmp_path / "fewer/step_7").exists()
 
@@ -281,7 +281,7 @@ def test_metadata_that_points_elsewhere_is_not_copied(tmp_path: Path) -> None:
         copy_checkpoint(source, seal, seat_at(control, tmp_path / "copy", node_local=False))
 
     [end] = simulate(1, body)
-    with pytest.raises(ckptfs.CollectiveError, match="the metadata is not what was saved"):
+    with pytest.raises(ckptfs.CollectiveError, match="the metadata differs from what was saved"):
         end.get()
 
 

@@ -218,5 +218,5 @@ def test_metadata_that_came_with_its_manifest_is_compared_too() -> None:
         data = bytearray(storage.read(key))
         data[-1] ^= 1
         storage.replace(key, bytes(data))
-    with pytest.raises(IntegrityError, match="not what was saved"):
+    with pytest.raises(IntegrityError, match="differs from what was saved"):
         ckptfs.load({"w": torch.zeros(4)}, f"{run}/step_1")

@@ -511,7 +511,7 @@ def test_a_save_of_which_an_item_was_not_written_is_not_committed(
         dcp.save(state, storage_writer=Losing(uri))
     (error,) = [found for found, _ in caught.value.failures.values()]
     assert isinstance(error, IncompleteCheckpointError)
-    assert f"planned and not written: {lost!r}" in str(error)
+    assert f"planned but not written: {lost!r}" in str(error)
     assert ckptfs.list_checkpoints(tmp_path / "run") == []
     dcp.save(state, storage_writer=ckptfs.StorageWriter(uri))
     assert [c.uri.name for c in ckptfs.list_checkpoints(tmp_path / "run")] == ["step_1"]

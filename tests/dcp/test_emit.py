@@ -163,17 +163,17 @@ def test_what_was_not_written_is_not_described() -> None:
     decided = world([SavePlan([shard_item("w", [0], [2], [2])], planner_data={})])
     [good] = parts_of(decided)
     assert len(storage_data_of(decided.indexes(), [good])) == 1
-    with pytest.raises(IncompleteCheckpointError, match="1 ranks planned, 2 wrote"):
+    with pytest.raises(IncompleteCheckpointError, match="1 ranks planned, but 2 wrote"):
         placed_in(decided, [good, good], None)
     lost = WrittenPart(good.files, payload=b"")
-    with pytest.raises(IncompleteCheckpointError, match="planned 1 items and wrote 0"):
+    with pytest.raises(IncompleteCheckpointError, match="planned 1 items but wrote 0"):
         placed_in(decided, [lost], None)
     twice = WrittenPart(good.files, payload=good.payload * 2)
-    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 2"):
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items but wrote 2"):
         placed_in(decided, [twice], None)
     for file, offset, length in [(1, 0, 1), (0, 1, 100), (0, 2**64 - 1, 2)]:
         told = np.array([(file, offset, length)], PLACED)
-        with pytest.raises(IntegrityError, match="'w' lies outside"):
+        with pytest.raises(IntegrityError, match="placed 'w' outside"):
             placed_in(decided, [WrittenPart(good.files, payload=told.tobytes())], None)
 
 
@@ -188,9 +188,9 @@ def test_what_one_rank_wrote_too_much_does_not_make_up_for_another() -> None:
         WrittenPart(first.files, payload=first.payload * 2),
         WrittenPart(second.files, payload=b""),
     ]
-    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 2"):
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items but wrote 2"):
         placed_in(decided, wrong, None)
-    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items and wrote 0"):
+    with pytest.raises(IncompleteCheckpointError, match="rank 0 planned 1 items but wrote 0"):
         placed_in(decided, [WrittenPart(first.files, payload=b""), wrong[0]], None)
 
 

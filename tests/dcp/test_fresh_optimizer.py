@@ -39,7 +39,7 @@ def test_the_error_names_the_optimizer_and_how_to_hand_it_over(saved: str) -> No
     assert "'optimizer' is an optimizer without state" in text
     assert "get_state_dict(model, optimizer)" in text
     assert "CheckpointManager.restore" in text
-    assert "leave it out" in text
+    assert "leave the optimizer out" in text
 
 
 def test_the_manager_loads_it(saved: str) -> None:

@@ -212,10 +212,10 @@ def test_planned_and_written_are_compared(tmp_path: Path) -> None:
     import dataclasses
 
     lost = dataclasses.replace(part, payload=part.payload[:-20])
-    with pytest.raises(IncompleteCheckpointError, match="planned 9 items and wrote 8"):
+    with pytest.raises(IncompleteCheckpointError, match="planned 9 items but wrote 8"):
         storage_data_of(planned.indexes, [lost])
     more = dataclasses.replace(part, payload=part.payload + part.payload[-20:])
-    with pytest.raises(IncompleteCheckpointError, match="planned 9 items and wrote 10"):
+    with pytest.raises(IncompleteCheckpointError, match="planned 9 items but wrote 10"):
         storage_data_of(planned.indexes, [more])
 
 

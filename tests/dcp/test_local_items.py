@@ -88,7 +88,7 @@ def test_only_what_cannot_be_loaded_is_named() -> None:
     """Of two tensors of one shape the one without data is refused, and by its key."""
     planner = SavePlanner()
     planner.set_up_planner({"a": torch.ones(2), "b": torch.ones(2, device="meta")})
-    with pytest.raises(StateError, match="1 leaves could not be loaded again: 'b'"):
+    with pytest.raises(StateError, match="1 values could not be loaded again: 'b'"):
         planner.create_local_plan()
 
 

@@ -384,7 +384,7 @@ def test_any_other_object_is_refused(key: str, weights_only: bool) -> None:
     blob = serialise_leaf(NOT_PLAIN[key])
     with (
         torch.serialization.safe_globals([Color]),
-        pytest.raises(pickle.UnpicklingError, match="is no plain value"),
+        pytest.raises(pickle.UnpicklingError, match="is not a plain value"),
     ):
         load_leaf(blob, weights_only=weights_only, objects=Objects.REFUSE)
 
@@ -400,9 +400,9 @@ def test_objects_refuse_names_the_key_of_what_is_no_plain_value(tmp_path: Path) 
         assert torch.equal(state["w"], torch.ones(3))
         assert manager.restore(state, step=1, objects="refuse") is not None
         state["day"] = None
-        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is no plain value"):
+        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is not a plain value"):
             ckptfs.load(state, tmp_path / "step_2", objects="refuse")
-        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is no plain value"):
+        with pytest.raises(ckptfs.CkptfsError, match="object under 'day' is not a plain value"):
             manager.restore(state, objects="refuse")
         ckptfs.load(state, tmp_path / "step_2")
         assert state["day"] == dt.date(2026, 1, 1)

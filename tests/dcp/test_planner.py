@@ -290,7 +290,7 @@ def _load_on(storage: Storage, size: int, build: Any, **options: Any) -> list[An
         ({"w": torch.zeros(2).double(), "b": 0}, "float32 saved, torch.float64 asked"),
         ({"w": 1, "b": 0}, "has a tensor, the state dict an object"),
         ({"w": torch.zeros(2), "b": torch.zeros(1)}, "has an object, the state dict a tensor"),
-        ({"w": torch.zeros(2)}, "no rank asks for: 'b'"),
+        ({"w": torch.zeros(2)}, "no rank requests: 'b'"),
     ],
 )
 def test_what_does_not_fit_is_told_before_a_byte_is_read(

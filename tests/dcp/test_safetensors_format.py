@@ -209,5 +209,5 @@ def test_sizes_are_read_as_people_write_them() -> None:
     ]
     assert parse_size("9007199254740993") == 2**53 + 1
     for text in ("", "GB", "-1", "0", "5 PB", "0.1", "1e9", "1,5GB", ".5GB"):
-        with pytest.raises(StateError, match="is no size"):
+        with pytest.raises(StateError, match="is not a size"):
             parse_size(text)

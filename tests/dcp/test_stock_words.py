@@ -154,10 +154,10 @@ def test_a_word_without_effect_is_told_in_one_sentence(
     [
         ({"serialization_format": SerializationFormat.SAFETENSORS}, "save_safetensors"),
         ({"_extensions": [object()]}, "places of their bytes"),
-        ({"uri": "a", "path": "b"}, "one place"),
-        ({"threads": 1, "thread_count": 2}, "one number"),
+        ({"uri": "a", "path": "b"}, "name the same argument"),
+        ({"threads": 1, "thread_count": 2}, "name the same argument"),
         ({"overwrite": True, "if_exists": "error"}, "contradict"),
-        ({"single_file_per_rank": False, "unchanged": "reference"}, "write anew"),
+        ({"single_file_per_rank": False, "unchanged": "reference"}, "write tensors again"),
     ],
 )
 def test_what_cannot_be_is_an_error_before_anything_is_written(

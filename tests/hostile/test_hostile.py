@@ -69,7 +69,7 @@ def test_an_untouched_tree_meets_no_error(on: On, command: str, warm: Warm) -> N
     outcome = warm.run(f"untouched-{on.value}", command)
     assert not outcome.fault
     if on is On.LOOSE and command in _NO_LOG:
-        assert outcome.ended.startswith("StateError: no log knows")
+        assert outcome.ended.startswith("StateError: this run has checkpoints that no log lists")
     elif command == "diff" and on in _DIFFERENT:
         assert outcome.ended == _DIFFERENT[on]
     elif on is On.STOCK and command == "verify":

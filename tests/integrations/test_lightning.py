@@ -281,7 +281,7 @@ def test_last_checkpoint_asks_for_a_name_rather_than_begin_anew(tmp_path: Path) 
         torch.save({}, tmp_path / f"{name}.ckpt")
     assert last_checkpoint(tmp_path) == str(tmp_path / "last-v10.ckpt")
     ckptfs.save({"n": 1}, tmp_path / "sharded.ckpt")
-    with pytest.raises(StateError, match="which is the last"):
+    with pytest.raises(StateError, match="the last one is ambiguous"):
         last_checkpoint(tmp_path)
 
 

@@ -330,7 +330,7 @@ def test_a_file_is_not_overlaid_with_a_directory(ranks: list[Tried]) -> None:
     """Else the file, which is older, would be what is loaded from then on."""
     for kind in ("file", "s3"):
         zero, one = (tried[kind]["over a file"] for tried in ranks)
-        assert zero.startswith("StateError: a checkpoint of one file has that name")
+        assert zero.startswith("StateError: a single-file checkpoint has that name")
         assert one.startswith("CollectiveError: rank 0 failed")
 
 

@@ -407,7 +407,7 @@ def test_resume_path_is_one_commit_of_this_run(tmp_path: Path) -> None:
         again.config.trainer.resume_mode = "resume_path"
         for wrong in (str(tmp_path / "other/global_step_2"), f"{uri}/newest"):
             again.config.trainer.resume_from_path = wrong
-            with pytest.raises(StateError, match="no global_step_N of this run"):
+            with pytest.raises(StateError, match="not a global_step_N of this run"):
                 again._load_checkpoint()
         again.config.trainer.resume_from_path = f"{parent}/global_step_2"
         again._load_checkpoint()

@@ -104,7 +104,7 @@ def test_a_job_that_forgets_restore_deletes_nothing(job: Job, run: Path) -> None
             told = str(caught.value)
             assert "begin_again=True" in told
             assert "another run" in told
-            assert "goes on from the newest" in told
+            assert "to continue from the newest" in told
         assert manager.steps == [1000, 2000]
     assert sorted(path.name for path in run.glob("step_*")) == ["step_1000", "step_2000"]
 

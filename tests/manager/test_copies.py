@@ -429,7 +429,7 @@ def test_seats_for_a_restore_only_read_and_an_empty_copy_is_an_empty_run(tmp_pat
 def test_wrong_copies_are_refused_when_they_are_named() -> None:
     """Before anything is claimed: the run itself, the same place twice, an unknown word."""
     for wrong in (["/run"], ["/a", Copy("/a/")]):
-        with pytest.raises(StateError, match="a copy lies somewhere else"):
+        with pytest.raises(StateError, match="a copy must have a place of its own"):
             copies_of(wrong, "file:///run")
     with pytest.raises(StateError, match='"all" or "latest"'):
         Copy("/a", every="some")  # type: ignore[arg-type]

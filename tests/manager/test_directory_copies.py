@@ -217,5 +217,5 @@ def test_gather_takes_directories_and_wholes_of_parts(tmp_path: Path) -> None:
 
 def test_a_place_is_given_once(tmp_path: Path) -> None:
     """The run is no copy of itself."""
-    with pytest.raises(StateError, match="somewhere else"):
+    with pytest.raises(StateError, match="a place of its own"):
         DirectoryManager(tmp_path, copies=[tmp_path])

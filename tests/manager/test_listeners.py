@@ -328,7 +328,7 @@ def test_one_line_per_commit_with_everything_in_it(caplog: pytest.LogCaptureFixt
     (line,) = caplog.messages
     assert line == (
         "checkpoint of step 100 committed: /run/step_100 (40.0 MiB in 2.50 s, 20.0 MiB/s, "
-        "per rank 5.0 to 30.0 MiB/s, training stood for 0.250 s)"
+        "per rank 5.0 to 30.0 MiB/s, training stopped for 0.250 s)"
     )
 
 

@@ -72,7 +72,7 @@ def test_old_files_are_no_part_of_a_new_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "root" / "step_2.before" / "mine").read_text() == "mine"
     os.unlink(tmp_path / "root" / ".ckptfs" / "step_2")
     foreign.mkdir()
-    with pytest.raises(CommitConflictError, match="not made here"):
+    with pytest.raises(CommitConflictError, match="was written by this run"):
         root.make_room("step_2")
 
 

@@ -177,7 +177,7 @@ def damaged_entry(run: Path) -> None:
     ("spoil", "error", "told"),
     [
         (lose_first_entry, IncompleteCheckpointError, "log cannot be read to its end"),
-        (lose_log, StateError, "no log knows what lies in this run: step_1"),
+        (lose_log, StateError, "this run has checkpoints that no log lists: step_1"),
         (lose_domain, IncompleteCheckpointError, "domain is missing"),
         (foreign, StateError, "step_8000"),
         (rename_steps, StateError, "saved"),
@@ -261,7 +261,7 @@ def unlink_step(step: Path) -> None:
         (cut_data, IncompleteCheckpointError, "bytes, "),
         (unlink_digests, IncompleteCheckpointError, "xxh3 is missing"),
         (flip_data, IntegrityError, "differ from what was written"),
-        (flip_metadata, IntegrityError, "metadata is not what was saved"),
+        (flip_metadata, IntegrityError, "metadata differs from what was saved"),
         (flip_manifest, IntegrityError, "differs from the one that was sealed"),
         (unlink_step, IncompleteCheckpointError, "neither in progress nor projected"),
     ],
@@ -439,7 +439,7 @@ def test_disks_that_went_on_apart_from_their_copy_are_not_taken_for_the_run(tmp_
     copy_of(site, 8, "further")
     error = site.refused(blank, runs=("run", "copy"), fallback=Fallback.OLDER)
     assert isinstance(error, StateError)
-    assert "step_5 is not in the copy, and the run does not know step_8" in str(error)
+    assert "step_5 is not in the copy, and step_8 is not in the run" in str(error)
     for step, source in ((5, 0), (8, 1)):
         outcome = site.restore(blank, runs=("run", "copy"), step=step)
         assert outcome is not None
@@ -515,7 +515,7 @@ def test_a_copy_that_cannot_be_read_is_not_empty(tmp_path: Path) -> None:
     )
     error = site.refused(blank, runs=("run", "copy"))
     assert isinstance(error, IncompleteCheckpointError)
-    assert "a place that may hold checkpoints cannot be read" in str(error)
+    assert "a place that may have checkpoints cannot be read" in str(error)
 
 
 @pytest.mark.parametrize(

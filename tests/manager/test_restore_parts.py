@@ -78,7 +78,7 @@ def test_groups_do_not_choose_an_older_step_each_for_itself(tmp_path: Path) -> N
     """fallback="older" of a part could give each group another step."""
     error = refused(str(tmp_path), part="actor", fallback=Fallback.OLDER)
     assert isinstance(error, StateError)
-    assert "each group might take another step" in str(error)
+    assert "each group could take a different step" in str(error)
 
 
 def test_a_part_whose_home_is_not_reached_is_in_doubt(

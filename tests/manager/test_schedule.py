@@ -510,7 +510,7 @@ def test_giving_up_is_final_until_the_others_have_come_to_that_one_too() -> None
     def late(control: Control) -> list[str]:
         rally, said = Rally(control), []
         assert late_may.wait(120)
-        with pytest.raises(CollectiveError, match="did not wait"):
+        with pytest.raises(CollectiveError, match="stopped waiting"):
             rally.reach("x", 20)
         said.append("alone")
         late_came.set()

@@ -181,7 +181,7 @@ def test_a_directory_of_files_is_never_replaced(place: Place, tmp_path: Path) ->
     copy_to(tmp_path / "source" / "export_1", target, target_options=options)
     with pytest.raises(CommitConflictError) as refused:
         copy_to(tmp_path / "source" / "export_2", target, overwrite=True, target_options=options)
-    assert "never replaced" in str(refused.value)
+    assert "never replaces" in str(refused.value)
     assert "--overwrite" not in str(refused.value)
     with place.storage() as storage:
         assert storage.read("export/x") == b"1"

@@ -226,7 +226,7 @@ def base_of(
     try:
         return _read_base(seal, site, wanted)
     except CkptfsError as error:
-        logger.warning("everything is written: %s cannot be built on: %s", seal.name, error)
+        logger.warning("every tensor is written: %s cannot be referenced: %s", seal.name, error)
         return None
 
 
@@ -549,7 +549,7 @@ def _listed(held: HeldFile, site: Site) -> HeldFile | None:
     except StorageError as error:
         logger.warning("written, not referenced: %s", error)
         return None
-    logger.warning("%s of an earlier save is not there any more: written", held.record.path)
+    logger.warning("%s of an earlier save is gone: its tensors are written again", held.record.path)
     return None
 
 

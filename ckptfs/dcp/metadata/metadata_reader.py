@@ -203,7 +203,7 @@ def _box_of_chunk(chunk: Any) -> Box:
 def nowhere(key: str) -> ManifestError:
     """The error for an item without a place."""
     return ManifestError(
-        f".metadata does not say where {key!r} lies",
+        f".metadata gives no place for {key!r}",
         hint="it was saved incompletely; load another checkpoint",
     )
 

@@ -237,7 +237,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
     """
     starts = world.table.starts
     if len(starts) - 1 != len(parts):
-        raise IncompleteCheckpointError(f"{len(starts) - 1} ranks planned, {len(parts)} wrote")
+        raise IncompleteCheckpointError(f"{len(starts) - 1} ranks planned, but {len(parts)} wrote")
     rows = np.flatnonzero(world.writes)
     bounds = np.searchsorted(rows, starts).tolist()
     paths: list[str] = []
@@ -247,7 +247,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
         placed = np.frombuffer(part.payload, PLACED)
         if len(placed) != b - a:
             raise IncompleteCheckpointError(
-                f"rank {rank} planned {b - a} items and wrote {len(placed)}",
+                f"rank {rank} planned {b - a} items but wrote {len(placed)}",
                 rank=rank,
                 hint="nothing was committed; this is a bug of the write engine",
             )
@@ -258,7 +258,7 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
         if outside.any():
             row = int(rows[a + int(outside.argmax())])
             key = world.table.names[int(world.table.keys[row])]
-            raise IntegrityError(f"rank {rank} says that {key!r} lies outside its files", rank=rank)
+            raise IntegrityError(f"rank {rank} placed {key!r} outside its files", rank=rank)
         told.append(placed)
         bases.append(np.full(b - a, len(paths), np.int64))
         paths += [f.path if root is None else stock_path(f, root) for f in files]

@@ -93,8 +93,8 @@ def advise_on_torch(version: str) -> None:
     ]
     if numbers < [2, 10]:
         log.warning(
-            "torch %s loads objects with a weights_only that has a known hole (CVE-2026-24747): "
-            "upgrade to 2.10 or newer before you load what strangers made",
+            "torch %s has a known hole in weights_only (CVE-2026-24747): upgrade to 2.10 or "
+            "newer before you load files from strangers",
             version,
         )
 

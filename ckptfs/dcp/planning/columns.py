@@ -82,7 +82,7 @@ class Packer:
         count = len(column)
         if count > MOST:
             raise StateError(
-                f"this rank's save plan has {count} {of}, {count - MOST} more than fit into one",
+                f"this rank's save plan has {count} {of}, {count - MOST} more than the limit",
                 hint="save fewer and larger tensors, or several checkpoints",
             )
         if not count or not column.any():
@@ -111,7 +111,7 @@ class Packer:
         if len(data) > _MOST_BYTES:
             raise StateError(
                 f"a part of this rank's save plan has {len(data)} bytes, "
-                f"{len(data) - _MOST_BYTES} more than fit into one",
+                f"{len(data) - _MOST_BYTES} more than the limit",
                 hint="save fewer and larger tensors under shorter names, or several checkpoints",
             )
         self._parts.append(_LENGTH.pack(len(data)))
@@ -277,7 +277,9 @@ def structure_of(plan: SavePlan) -> bytes:
             if offset is None:
                 kind |= _UNPLACED
             elif offset != chunk:
-                raise StateError(f"{item.index.fqn!r} is named by {offset} and lies at {chunk}")
+                raise StateError(
+                    f"{item.index.fqn!r} has the index {offset} but the offsets {chunk}"
+                )
         kinds.append(kind)
         places.append(place + 1)
     rows = Packer()
@@ -334,8 +336,8 @@ class _PlaceTable:
             raise StateError(f"{key!r}: {chunk} is no piece of a tensor of {data.size}")
         if len(data.size) > _MOST_DIMS:
             raise StateError(
-                f"{key!r} has {len(data.size)} dimensions, and {_MOST_DIMS} can be saved",
-                hint="reshape it: dimensions of size 1 can go, others can be joined",
+                f"{key!r} has {len(data.size)} dimensions, but at most {_MOST_DIMS} can be saved",
+                hint="reshape it: drop dimensions of size 1, or join others",
             )
         kind = (p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory)
         shape = self._shapes.setdefault((kind, data.size), len(self._shapes))

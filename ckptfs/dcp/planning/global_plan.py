@@ -409,7 +409,7 @@ def _first_of_equals(columns: Sequence[Ints]) -> Ints:
         first: Ints = firsts[groups]
         if all(np.array_equal(column, column[first]) for column in columns):
             return first
-    raise StateError("items of the save cannot be told apart")
+    raise StateError("different items of the save have the same hash")
 
 
 def _sorted_numbers(numbers: Ints) -> Ints:
@@ -522,7 +522,7 @@ def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None
     except Exception as error:  # a tensor after an object: stock runs into it
         raise StateError(
             f"the ranks' plans do not make one checkpoint: {error}",
-            hint="every rank must describe the same global tensors",
+            hint="describe the same global tensors on every rank",
         ) from error
 
 

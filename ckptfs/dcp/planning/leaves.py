@@ -146,7 +146,7 @@ def check_leaf(leaf: object, blob: io.BytesIO | None = None) -> str | None:
         reason = check_leaf(leaf.value, blob)
         return f"in the state of {leaf.owner}, {reason}" if reason and leaf.owner else reason
     if inside := _sharded_inside(leaf):
-        return f"it holds a {inside}, of which only one rank's part would be kept; use a list"
+        return f"it holds a {inside}, and only the part of one rank would be kept; use a list"
     if _is_plain(leaf):
         return None
     try:
@@ -690,7 +690,7 @@ class _PlainUnpickler(_ListedUnpickler):
         else:
             is_plain = name in _PLAIN.get(module, ())
         if not is_plain:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no plain value")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not a plain value")
         return found
 
 

@@ -241,7 +241,7 @@ class SavePlanner(DefaultSavePlanner):
             except (ValueError, AssertionError) as error:
                 raise StateError(
                     f"the ranks' plans do not make one checkpoint: {error}",
-                    hint="every rank must describe the same global tensors",
+                    hint="describe the same global tensors on every rank",
                 ) from error
             # Paths are in the metadata now; sending all of them back to every rank helps nobody.
             return [dataclasses.replace(plan, planner_data=None) for plan in plans], metadata
@@ -266,7 +266,7 @@ def _refuse_unloadable(reasons: Mapping[str, str]) -> None:
         told = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
         more = f"; and {len(reasons) - 10} more" if len(reasons) > 10 else ""  # noqa: PLR2004
         raise StateError(
-            f"{len(reasons)} leaves could not be loaded again: {told}{more}",
+            f"{len(reasons)} values could not be loaded again: {told}{more}",
             hint="save plain values, tensors and containers of them; "
             "or allow a class with torch.serialization.add_safe_globals on both sides",
         )
@@ -316,8 +316,8 @@ def refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
     patterns = listed(sorted(differing), most=3)
     raise StateError(
         f"{len(differing)} keys have different values on different ranks: {told}",
-        hint=f"pass per_rank=[{patterns}] to keep every rank's own, "
-        "or make the ranks agree: DCP itself would keep one and drop the others",
+        hint=f"pass per_rank=[{patterns}] to keep each rank's value, or make the ranks agree: DCP "
+        "itself would keep one value and drop the others",
     )
 
 

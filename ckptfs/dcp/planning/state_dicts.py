@@ -96,7 +96,7 @@ class _Stateless:
         """StateError."""
         name = self._name
         raise StateError(
-            f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is no state dict",
+            f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is not a state dict",
             hint='give a dict, such as {"state": value}; a module or another object with state_dict is taken too',
         )
 
@@ -301,7 +301,7 @@ def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
         raise StateError(
             f"keys with '@rank<number>' are reserved: {listed(taken)}",
             rank=rank,
-            hint="rename them, or let per_rank= make such names",
+            hint="rename them, or use per_rank=, which makes such names",
         )
     mine = {i.index.fqn for i in plan.items if _matches(i.index.fqn, patterns)} if patterns else ()
     if not mine:
@@ -311,7 +311,7 @@ def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
         raise StateError(
             f"per_rank= matches sharded tensors: {listed(sorted(sharded))}",
             rank=rank,
-            hint="their parts are one tensor over all ranks; narrow the pattern",
+            hint="their parts form one tensor over all ranks; narrow the pattern",
         )
     names = {key: marked_key(key, mappings.get(key, (key,)), rank) for key in mine}
     items = [_renamed(item, names) for item in plan.items]

@@ -57,8 +57,8 @@ __all__ = [
 
 _OWN = ("state", "param_groups")  # of an optimizer
 OPTIMIZER_HINT = (
-    "ask for what torch's get_state_dict(model, optimizer) returns, hand it to "
-    "CheckpointManager.restore, or leave it out"
+    "pass what torch's get_state_dict(model, optimizer) returns, use "
+    "CheckpointManager.restore, or leave the optimizer out"
 )
 
 
@@ -225,8 +225,8 @@ class LoadPlanner(DefaultLoadPlanner):
         objects = [key for key in self.missing if isinstance(self.state_dict[key], Stateful)]
         if objects:
             raise StateError(
-                f"{listed(objects)}: an object with a state that lies within a nest",
-                hint="put it at the top level, or its state_dict() in its place",
+                f"{listed(objects)}: an object with a state is inside another container",
+                hint="move it to the top level, or put its state_dict() in its place",
             )
 
     def _not_in(self, keys: Collection[str]) -> tuple[str, ...]:
@@ -304,8 +304,8 @@ class LoadPlanner(DefaultLoadPlanner):
         except Exception as error:
             if self.objects is Objects.REFUSE:
                 raise StateError(
-                    f"the object under {key!r} is no plain value: {error}",
-                    hint='objects="load" loads those that are data alone',
+                    f"the object under {key!r} is not a plain value: {error}",
+                    hint='pass objects="load" to load objects that contain only data',
                 ) from error
             # The unpickler names what it refuses in a dozen ways; all mean the same here.
             raise StateError(
@@ -317,8 +317,8 @@ class LoadPlanner(DefaultLoadPlanner):
             leaf, Mapping if isinstance(whole, Mapping) else MutableSequence
         ):
             raise StateError(
-                f"the checkpoint has a {type(leaf).__name__} under {key!r}, "
-                f"the state dict a {type(whole).__name__}"
+                f"the checkpoint has a {type(leaf).__name__} under {key!r}, but the state "
+                f"dict has a {type(whole).__name__}"
             )
         if self.flatten_state_dict:
             _put(self.original_state_dict, self.mappings[key], leaf)
@@ -477,7 +477,10 @@ def _put(root: Any, path: tuple[str | int, ...], leaf: object) -> None:
     for part in path[:-1]:
         container = container[_key_of(container, part)]
     if not isinstance(container, (MutableMapping, MutableSequence)):
-        raise StateError(f"{'.'.join(map(str, path))} lies in a {type(container).__name__}")
+        raise StateError(
+            f"{'.'.join(map(str, path))} is inside a {type(container).__name__}, which cannot be "
+            "changed"
+        )
     container[_key_of(container, path[-1])] = leaf
 
 

@@ -332,7 +332,7 @@ def _info(metadata: Metadata, item: ReadItem) -> Any:
         return metadata.storage_data[item.storage_index]
     except KeyError:
         raise ManifestError(
-            f".metadata does not say where {item.storage_index.fqn!r} lies",
+            f".metadata gives no place for {item.storage_index.fqn!r}",
             hint="it was saved incompletely; load another checkpoint",
         ) from None
 

@@ -228,7 +228,7 @@ class FileWriter:
     def __exit__(self, *exc: object) -> None:
         if exc[1] is not None and self._thread.is_alive():
             # What is half written is not to be closed as if it were whole.
-            self._error = self._error or StateError(f"the export was left: {exc[1]}")
+            self._error = self._error or StateError(f"the export was interrupted: {exc[1]}")
             self._items.put(None)
             uninterrupted(self._ended.wait)
 
@@ -374,7 +374,7 @@ def plan_export(
     def describe() -> list[_Described]:
         for name in beside:
             if name in (INDEX, MANIFEST) or name.endswith(SUFFIX) or not _is_plain(name):
-                raise StateError(f"{name!r} is no name for a file beside the tensors")
+                raise StateError(f"{name!r} cannot be the name of a file next to the tensors")
         return _describe(state_dict)
 
     def decide(answers: list[list[_Described]]) -> PlannedExport:
@@ -396,7 +396,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
     for key, value in state_dict.items():
         if not isinstance(value, torch.Tensor) or is_sharded_tensor(value):
             raise StateError(
-                f"{key!r} is a {type(value).__name__}, and the format holds tensors only",
+                f"{key!r} is a {type(value).__name__}, but the format holds only tensors",
                 hint="pass model.state_dict(); ShardedTensors of FSDP1 as full tensors",
             )
         local = value.to_local() if isinstance(value, DTensor) else value
@@ -440,7 +440,8 @@ def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[s
             if one.fingerprint != each[0].fingerprint:
                 raise StateError(
                     f"{key!r} has other values on rank {rank} than on rank {ranks[key][0]}",
-                    hint="one of them would be lost; make them equal, or DTensors of one tensor",
+                    hint="one of the values would be lost; make them equal, or use DTensors of "
+                    "one tensor",
                 )
     aliases: dict[str, str] = {}
     for key, each in said.items():
@@ -518,7 +519,7 @@ class Export:
         wrong = [file.name for file in self._planned.files if found[file.name] != 1]
         if wrong:
             raise IncompleteCheckpointError(
-                f"{wrong[0]} was planned, and {found[wrong[0]]} written"
+                f"{wrong[0]} was planned, but {found[wrong[0]]} was written"
             )
         return {}
 

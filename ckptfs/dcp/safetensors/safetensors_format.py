@@ -194,7 +194,7 @@ def _json(raw: bytes, where: object) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # The last of two would win, silently.
         if len({key for key, _ in pairs}) < len(pairs):
-            raise ValueError("a key is there twice")
+            raise ValueError("a key exists twice")
         return dict(pairs)
 
     try:

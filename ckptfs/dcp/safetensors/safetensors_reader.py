@@ -214,13 +214,13 @@ def _check_chunks(key: str, chunks: Sequence[_Chunk], where: object) -> None:
     if len({c.offsets for c in chunks}) < len(chunks) or there > total:
         files = ", ".join(sorted({c.file for c in chunks}))
         raise ManifestError(
-            f"{key!r} is there more than once, in {files}",
+            f"{key!r} exists more than once, in {files}",
             uri=str(where),
             hint="the directory holds files of two checkpoints; remove those of one",
         )
     if there < total:
         raise IncompleteCheckpointError(
-            f"of {key!r} only {there} of {total} elements are there",
+            f"{key!r} is incomplete: it has only {there} of {total} elements",
             uri=str(where),
             hint="a file of another rank is missing: copy it here",
         )
@@ -244,7 +244,7 @@ def _offsets(header: Header, where: object) -> dict[str, tuple[int, ...]]:
             if len(offsets) != len(entry.shape) or any(
                 type(o) is not int or o < 0 for o in offsets
             ):
-                raise ValueError(f"{entry.key!r} lies at {offsets!r}")
+                raise ValueError(f"{entry.key!r} has the offsets {offsets!r}")
             found[entry.key] = tuple(offsets)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(f"{_SHARDING} is not torch's: {error}", uri=str(where)) from error

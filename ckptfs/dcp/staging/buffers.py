@@ -204,7 +204,9 @@ class HostBuffers:
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self.bound_bytes:
-            raise StateError(f"{size_bytes} bytes asked for, the bound is {self.bound_bytes}")
+            raise StateError(
+                f"{size_bytes} bytes were requested, but the bound is {self.bound_bytes}"
+            )
 
     def _take(self, size_bytes: int) -> _Slab | None:
         """The smallest idle piece that is large enough."""

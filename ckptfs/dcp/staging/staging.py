@@ -457,7 +457,7 @@ class Staged:
         with self._news:
             self._news.wait_for(lambda: self._over or not self._copying)
             if self._over is not None:
-                raise StateError("the save was given up") from self._over
+                raise StateError("the save was abandoned") from self._over
             ready = self._ready.get(index)
             if ready is None:
                 self._reading.add(index)
@@ -489,7 +489,7 @@ class Staged:
                 return
             if self._over is not None:
                 # The caller may have changed it while it was read.
-                raise StateError("the save was given up") from self._over
+                raise StateError("the save was abandoned") from self._over
             self._reading.discard(index)
             if written and self._live is not None:
                 self._live.pop(index, None)

@@ -42,7 +42,7 @@ def crossing(rank: int | None) -> Iterator[None]:
 def one_place(uri: Given, path: Given) -> Given:
     """``path`` is stock's word for ``uri``. StateError: both."""
     if uri is not None and path is not None:
-        raise StateError("uri and path are two words for one place", hint="give one of them")
+        raise StateError("uri and path name the same argument", hint="pass one of them")
     return path if uri is None else uri
 
 
@@ -78,7 +78,7 @@ class StockPlace:
         if self._uri is not None and Uri.parse(self._uri).is_local:
             return _torch.local_filesystem()
         raise AttributeError(
-            "fs is there for paths only; of other places use ckptfs.list_checkpoints and fsspec"
+            "fs works for paths only; for other places use ckptfs.list_checkpoints and fsspec"
         )
 
     @classmethod

@@ -103,7 +103,7 @@ class Handover:
         """Tell an agent that still waits for a hook that it will not come. Any time, any thread."""
         self.given_up = True
         for future in (self.order, self.part, self.files):
-            _fail(future, StateError(f"the save was given up: {why}", rank=self.rank))
+            _fail(future, StateError(f"the save was abandoned: {why}", rank=self.rank))
 
     def hand_over(self, future: Future[T], value: T) -> None:
         """From a hook to the agent. StateError: the save was given up meanwhile."""

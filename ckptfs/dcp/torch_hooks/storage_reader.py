@@ -87,7 +87,8 @@ class StorageReader(StockPlace, TorchStorageReader):
         super().__init__()
         if _extension_registry is not None:
             raise StateError(
-                "_extension_registry is not used: files that extensions have changed are not read",
+                "_extension_registry has no effect: ckptfs does not read files that "
+                "extensions have changed",
                 hint="torch.distributed.checkpoint.FileSystemReader reads them",
             )
         uri = one_place(uri, path)
@@ -125,7 +126,9 @@ class StorageReader(StockPlace, TorchStorageReader):
         self._rank = self._size_and_rank(None)[1]
         with crossing(self._rank), contextlib.ExitStack() as stack:
             if self._uri is None:
-                raise StateError("no URI was told", hint="StorageReader(uri), or checkpoint_id=uri")
+                raise StateError(
+                    "the reader has no URI", hint="StorageReader(uri), or checkpoint_id=uri"
+                )
             target = Uri.parse(self._uri)
             control = SoloControl(World.solo())
             seat = stack.enter_context(open_seat(target.parent, control, self._place, write=False))
@@ -173,7 +176,7 @@ class StorageReader(StockPlace, TorchStorageReader):
                     f"ranks {sorted(saves.values())} found different saves: "
                     f"{', '.join(str(save) for save in saves)}",
                     uri=self._shown,
-                    hint="it was replaced just now: load again",
+                    hint="it has just been replaced: load again",
                 )
         return plans
 
@@ -237,7 +240,8 @@ def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:
         empty = empty_optimizers(state, metadata.state_dict_metadata)
         if empty:
             logger.warning(
-                "%s: %s has no state before its first step, and is left without the one that was saved: %s",
+                "%s: %s has no state before its first step, so the saved state is not loaded "
+                "into it: %s",
                 where,
                 listed(empty),
                 OPTIMIZER_HINT,

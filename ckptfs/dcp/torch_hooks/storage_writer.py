@@ -136,7 +136,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
                 raise StateError('overwrite=True and if_exists="error" contradict each other')
             if_exists = "replace" if overwrite else "error"
         if threads is not None and thread_count not in (None, threads):
-            raise StateError("threads and thread_count are two words for one number")
+            raise StateError("threads and thread_count name the same argument")
         _refuse_words(serialization_format, _extensions)
         _tell_words(
             {
@@ -147,7 +147,8 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         )
         if not single_file_per_rank and unchanged == "reference":
             raise StateError(
-                'single_file_per_rank=False would write anew what unchanged="reference" is to keep'
+                "single_file_per_rank=False would write tensors again that "
+                'unchanged="reference" should keep'
             )
         self._single_file = single_file_per_rank
         self._uri: Given = uri
@@ -396,7 +397,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     def _checked_uri(self) -> str | os.PathLike[str] | Uri:
         if self._uri is None:
             raise StateError(
-                "no URI was told",
+                "the writer has no URI",
                 hint="StorageWriter(uri), or dcp.save(..., checkpoint_id=uri, storage_writer=writer)",
             )
         target = Uri.parse(self._uri)
@@ -460,7 +461,7 @@ def _refuse_words(serialization_format: Any, extensions: Sequence[Any] | None) -
         )
     if extensions:
         raise StateError(
-            "_extensions are not applied: readers find tensors by the places of their bytes",
+            "_extensions have no effect: readers find tensors by the places of their bytes",
             hint="encrypt where the storage does, with its storage_options",
         )
 
@@ -501,6 +502,6 @@ def _refuse_unwritten(metadata: Metadata, places: set[MetadataIndex]) -> None:
         missing += [key for index in wanted if index not in places]
     if missing:
         raise IncompleteCheckpointError(
-            f"planned and not written: {listed(sorted(set(missing)))}",
+            f"planned but not written: {listed(sorted(set(missing)))}",
             hint="nothing was committed",
         )

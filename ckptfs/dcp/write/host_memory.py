@@ -107,7 +107,7 @@ def check_memory(tensor: torch.Tensor) -> None:
 def _no_memory(tensor: torch.Tensor) -> StateError:
     return StateError(
         f"a tensor of shape {tuple(tensor.shape)} has no memory of its size",
-        hint="its storage was freed or made smaller; gather it before it is saved or loaded into",
+        hint="its storage was freed or made smaller; gather it before you save it or load into it",
     )
 
 

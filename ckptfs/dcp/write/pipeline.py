@@ -223,8 +223,8 @@ def _read(
 ) -> _ReceivedPlan:
     if not data or data[0] != _VERSION:
         raise StateError(
-            f"rank {rank} sent a save plan of version {data[0] if data else 'none'}, "
-            f"and version {_VERSION} is read here",
+            f"rank {rank} sent a save plan of version {data[0] if data else 'none'}, but this "
+            f"rank reads version {_VERSION}",
             rank=rank,
             hint="run the same version of ckptfs on all ranks",
         )
@@ -548,7 +548,7 @@ def written_places(
 ) -> list[dict[MetadataIndex, Place]]:
     """Per rank: item -> place. IncompleteCheckpointError unless planned == written."""
     if len(indexes) != len(parts):
-        raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, {len(parts)} wrote")
+        raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, but {len(parts)} wrote")
     everything = []
     for rank, (planned, part) in enumerate(zip(indexes, parts, strict=True)):
         places: dict[MetadataIndex, Place] = {}
@@ -557,14 +557,14 @@ def written_places(
         placed = decode_placed(part.payload)
         if len(placed) != len(planned):
             raise IncompleteCheckpointError(
-                f"rank {rank} planned {len(planned)} items and wrote {len(placed)}",
+                f"rank {rank} planned {len(planned)} items but wrote {len(placed)}",
                 rank=rank,
                 hint="nothing was committed; this is a bug of the write engine",
             )
         for index, (number, offset, length) in zip(planned, placed, strict=True):
             if number >= len(data_files) or offset + length > data_files[number].size_bytes:
                 raise IntegrityError(
-                    f"rank {rank} says that {index.fqn!r} lies outside its files", rank=rank
+                    f"rank {rank} placed {index.fqn!r} outside its files", rank=rank
                 )
             places[index] = (paths[number], offset, length)
         everything.append(places)
@@ -664,7 +664,7 @@ def check_space(
             raise NoSpaceError(
                 "; ".join(short),
                 uri=seat.storage.root,
-                hint="nothing was written; free space, or pass require_space=False to try",
+                hint="nothing was written; free space, or pass require_space=False to try anyway",
             )
         rooms = _rooms(needs)
         return apart(short, [rooms[need.domain] for need in needs])

@@ -93,10 +93,10 @@ class LocalRoot:
                 # Asked again: another node, which shares the disk, may have moved it between.
                 if os.path.lexists(aside) and os.path.lexists(folder):
                     raise CommitConflictError(
-                        f"{folder} was not made here, and neither was {aside}",
+                        f"neither {folder} nor {aside} was written by this run",
                         hint="move one of them away",
                     )
-                logger.warning("%s was not made here: it is now %s", folder, aside)
+                logger.warning("%s was not written by this run: it was moved to %s", folder, aside)
                 # That node was first.
                 with contextlib.suppress(FileNotFoundError), in_flight("rename", aside):
                     os.rename(folder, aside)
@@ -144,7 +144,7 @@ class LocalRoot:
             raise StateError(
                 f"{self._pointer} at {self.path} names {name} of another run: nothing was ever saved"
                 " at this URI",
-                hint="give the run a root of its own, or remove what is there",
+                hint="give the run a root of its own, or remove the existing files",
             )
 
     def forget(self, *kept: str) -> None:

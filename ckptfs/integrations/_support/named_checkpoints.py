@@ -150,7 +150,9 @@ class NamedCheckpoints:
         try:
             self.wait()
             for name in self._doomed:
-                logger.warning("%s stays: no save after it was committed", self._ground.root / name)
+                logger.warning(
+                    "%s is not removed: no later save was committed", self._ground.root / name
+                )
         finally:
             self.leave()
 
@@ -180,7 +182,7 @@ class NamedCheckpoints:
         removed stays, with a line in the log.
         """
         if name in self._held:
-            logger.warning("%s is not removed: this run goes on from it", self._ground.root / name)
+            logger.warning("%s is not removed: this run resumed from it", self._ground.root / name)
             return
         self._doomed[name] = None
         if not len(self._flight):
@@ -234,7 +236,7 @@ def _unlink(owner: Seat, name: str) -> bool:
         owner.storage.remove(name)
         owner.storage.sync("")
     except CkptfsError as error:
-        logger.warning("the link %s stays: %s", owner.storage.uri(name), error)
+        logger.warning("the link %s was not removed: %s", owner.storage.uri(name), error)
     return True
 
 
@@ -257,7 +259,7 @@ class _Followed:
                 self._lay()
         except Exception:
             # The checkpoint is committed; whoever waits must not wait for ever.
-            logger.exception("what lies beside %s", self.uri)
+            logger.exception("the additional files of %s", self.uri)
         finally:
             self._laid.set_result(None)
 
@@ -269,9 +271,9 @@ class _Followed:
             self._laid.result(left)
         except FutureTimeoutError as error:
             raise DeadlineError(
-                f"files beside it were not written within {timeout_s:g} s",
+                f"the additional files were not written within {timeout_s:g} s",
                 uri=self.uri,
-                hint="the checkpoint is committed; wait again",
+                hint="the checkpoint itself is committed; wait again",
             ) from error
         return result
 
@@ -288,7 +290,7 @@ def _lay_beside(seat: Seat, name: str, files: Mapping[str, bytes]) -> None:
             seat.storage.replace(f"{name}/{key}", data)
         except CkptfsError as error:
             where = seat.storage.uri(f"{name}/{key}")
-            logger.warning("%s is committed; other readers lack %s: %s", name, where, error)
+            logger.warning("%s is committed, but other readers miss %s: %s", name, where, error)
 
 
 def _clear_beside(seat: Seat, name: str, files: Sequence[str]) -> None:
@@ -302,7 +304,9 @@ def _clear_beside(seat: Seat, name: str, files: Sequence[str]) -> None:
     except (AlreadyExistsError, NotFoundError):
         return  # somebody else's files lie there, or all of it is gone
     except CkptfsError as error:
-        logger.warning("what lay beside %s stays: %s", seat.storage.uri(name), error)
+        logger.warning(
+            "the additional files of %s were not removed: %s", seat.storage.uri(name), error
+        )
 
 
 META = "ckptfs.meta"
@@ -372,7 +376,7 @@ class Shelves:
         missing = [name for name in loaded.missing_keys if name != META]
         if missing and strict:
             raise StateError(
-                f"the checkpoint lacks {len(missing)} keys, {missing[0]} is the first",
+                f"the checkpoint lacks {len(missing)} keys; the first is {missing[0]}",
                 uri=target,
                 hint=self._hint(missing, optimizers),
             )
@@ -386,12 +390,12 @@ class Shelves:
 
     def _hint(self, missing: list[str], optimizers: Mapping[str, Optimizer]) -> str:
         if not any(key.split(".")[0] in optimizers for key in missing):
-            return "strict=False leaves them as they are"
+            return "pass strict=False to leave them as they are"
         # Going on with a fresh optimizer is not resuming, and looks like it.
         return (
-            "it has no optimizer: weights, such as an export. Resume from a whole checkpoint, which "
-            "ckptfs.latest() of its run names, or load these weights into the model and begin anew; "
-            "strict=False would leave the optimizer as it is"
+            "it has weights only, like an export, and no optimizer. Resume from a full "
+            "checkpoint (see ckptfs.latest() of its run), or load these weights into the "
+            "model and start a new run; strict=False leaves the optimizer as it is"
         )
 
     def is_file(self, target: Uri) -> bool:

@@ -186,7 +186,7 @@ class ObjectFiles:
                 worker.close()
             self._loaded.clear()
             for target in self._doomed:
-                logger.warning("%s stays: no save after it was committed", target)
+                logger.warning("%s is not removed: no later save was committed", target)
 
     # -- loading ------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Arrivals:
         except NotFoundError as error:
             self.spoil(step, joined)
             raise FencedError(
-                "this save was given up: a newer owner took the run", uri=step, hint="save again"
+                "this save was abandoned: a newer owner took the run", uri=step, hint="save again"
             ) from error
         return _Arriving(self, step, joined, writer, whole=bool(_SHARD.fullmatch(name)))
 
@@ -237,7 +237,9 @@ class _Arriving(DataWriter):
                 self._arrivals.spoil(self._step, self._joined)
             except CkptfsError as error:
                 logger.warning(
-                    "the ranks' store did not hear that %s failed: %s", self._step, error
+                    "the failure of %s could not be sent to the store of the ranks: %s",
+                    self._step,
+                    error,
                 )
 
 

@@ -300,7 +300,7 @@ class PlainFileSystem(AsyncFileSystem):
         if mode not in ("wb", "xb", "ab") and not edits:
             raise UnsupportedError(f"mode {mode!r}: files are written whole", uri=uri)
         if not self._options.get("auto_mkdir", True) and not self.isdir(self._parent(path)):
-            raise NotFoundError("its directory is not there, auto_mkdir=False", uri=uri)
+            raise NotFoundError("its directory does not exist, and auto_mkdir=False", uri=uri)
         if edits:
             return self._edited(path, mode, uri, autocommit=autocommit)
         writer = self._creating(path, uri) if mode == "xb" else self._writing(path, uri)
@@ -432,7 +432,7 @@ class PlainFileSystem(AsyncFileSystem):
                     self._underlying.mkdir(path, create_parents=create_parents, **kwargs)
             return
         if not create_parents and not self.isdir(self._parent(path)):
-            raise NotFoundError("its parent is not there", uri=self._uri(path))
+            raise NotFoundError("its parent directory does not exist", uri=self._uri(path))
         self.makedirs(path)
 
     def makedirs(self, path: Any, exist_ok: bool = False) -> None:  # noqa: FBT001, FBT002
@@ -460,7 +460,7 @@ class PlainFileSystem(AsyncFileSystem):
             with self.open(path, "wb", **kwargs):
                 return
         if not self._is_local:
-            raise UnsupportedError("what is there cannot be touched", uri=self._uri(path))
+            raise UnsupportedError("an existing object cannot be touched", uri=self._uri(path))
         self._underlying.touch(path, truncate=False)
 
     def lexists(self, path: Any, **kwargs: Any) -> bool:

@@ -133,7 +133,7 @@ def _refuse_missing(
     file, size = short[0], sizes[short[0]]
     why = "never arrived" if size is None else f"has {size} bytes and needs {needs[file]}"
     raise IncompleteCheckpointError(
-        f"{len(short)} of {len(needs)} files are not there, the first: {file} {why}",
+        f"{len(short)} of {len(needs)} files are missing, the first: {file} {why}",
         uri=joined.seat.storage.uri(joined.keys.name),
         hint="nothing was committed; the ranks of one save share a process group, and a filesystem "
         "or bucket that all of them see (node-local disks need ckptfs.save or StorageWriter)",
@@ -154,7 +154,7 @@ def _refuse_unwritten(metadata: Metadata, where: object) -> None:
         raise IncompleteCheckpointError(
             f"{len(lost)} planned items were not written, the first: {lost[0]}",
             uri=where,
-            hint="nothing was committed; a thread of the writer failed (thread_count), look at its log",
+            hint="nothing was committed; a thread of the writer failed (thread_count): see its log",
         )
 
 
