@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "ckptfs"
 GOLDEN = Path(__file__).parent / "golden" / "messages.txt"
 MAX_WORDS = 25
 # What is not there yet: these figures may only go down.
-LIMITS = {"words of a dialect": 41, "long sentences": 4}
+LIMITS = {"words of a dialect": 0, "long sentences": 0}
 
 ERRORS = frozenset(name for name in errors.__all__ if name.endswith("Error"))
 LOG_METHODS = frozenset({"warning", "info", "error", "exception", "critical"})

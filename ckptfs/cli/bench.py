@@ -87,11 +87,11 @@ class _Bench(click.Group):
 
 @click.group("bench", cls=_Bench)
 def bench() -> None:
-    """Measure how fast checkpoints go to each URI and come back, beside other writers.
+    """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers.
 
-    Every engine saves and loads the same state in turn, each round another one first; what was loaded
-    is compared with what was saved. Everything is written below one name of its own at each URI, and
-    removed. The result goes to a JSON file; the table tells medians.
+    Every engine saves and loads the same state in turn, each round another one first; the loaded state
+    is compared with the saved one. Everything is written below one new name at each URI, and removed.
+    The result goes to a JSON file; the table shows medians.
     """
 
 
@@ -159,14 +159,14 @@ def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[
 )
 @click.option("--steps", type=click.IntRange(2), default=20, help="Of the training loop.  [20]")
 @click.option("--every", type=click.IntRange(1), default=5, help="Steps between its saves.  [5]")
-@click.option("--keep", is_flag=True, help="Leave what the last round wrote.")
+@click.option("--keep", is_flag=True, help="Keep what the last round wrote.")
 @click.option(
     "--out", type=click.Path(dir_okay=False), help="The result.  [./ckptfs-bench-TIME.json]"
 )
-@click.option("--note", help="For the result: what else ran meanwhile, what was special.")
+@click.option("--note", help="A note for the result: what else ran, what was special.")
 @storage_options(of="every URI that is no directory")
 def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -> Answer:
-    """Measure how fast checkpoints go to each URI and come back, beside other writers."""
+    """Measure how fast checkpoints are saved to each URI and loaded, compared with other writers."""
     from ckptfs.bench.results import try_place
     from ckptfs.bench.run import measure
 

@@ -25,9 +25,11 @@ __all__ = ["pin", "rm", "unpin"]
 
 @command("rm")
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
-    "--partial", is_flag=True, help="Also one that lies on other nodes' disks too: what is here."
+    "--partial",
+    is_flag=True,
+    help="Delete what is here of one that is also on the disks of other nodes.",
 )
 @click.option("--all", "all_of", is_flag=True, help="URI is a run: all of its checkpoints.")
 @storage_options()
@@ -41,8 +43,8 @@ def rm(
 ) -> Answer:
     """Delete checkpoints: first in the log, then their bytes. Files of others stay.
 
-    Ends with 2 for one that is pinned, or not all reached from here, with 3 for one that no log knows, and with 6 while a job holds
-    the run: retention is that job's own.
+    Exit codes: 2 one is pinned, or part of it cannot be reached from here; 3 no log knows it; 6 a job holds the
+    run, and its own retention deletes.
     """
     if all_of:
         uris = [one for run in uris for one in committed_in(run, storage_options)]
@@ -53,7 +55,7 @@ def rm(
             continue
         size = sum(line.size_bytes or 0 for line in lines)
         if not sys.stdin.isatty():
-            raise click.UsageError("nobody can be asked here: --yes deletes without asking")
+            raise click.UsageError("not a terminal: pass --yes to delete without confirmation")
         click.confirm(
             f"delete {place_text(Uri.parse(uri))} ({size_text(size)})?", abort=True, err=True
         )

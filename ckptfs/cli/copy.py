@@ -30,12 +30,14 @@ __all__ = ["cp"]
 @command("cp", collective=True)
 @click.argument("source")
 @click.argument("target")
-@click.option("--step", type=click.IntRange(min=0), help="Of a run, what it has of this step.")
-@click.option("--latest", is_flag=True, help="Of a run, the latest checkpoint alone.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="Copy only the checkpoint of this step of a run."
+)
+@click.option("--latest", is_flag=True, help="Copy only the latest checkpoint of a run.")
 @click.option(
     "--overwrite",
     is_flag=True,
-    help="Replace another save that has the name; but no directory of files.",
+    help="Replace another save of that name; a directory of files is never replaced.",
 )
 @click.option(
     "--follow-links", is_flag=True, help="Copy what symbolic links in a checkpoint lead to."
@@ -46,7 +48,7 @@ __all__ = ["cp"]
     type=click.IntRange(min=1),
     default=4,
     show_default=True,
-    help="Files at once, by each rank.",
+    help="Number of files that each rank copies at once.",
 )
 @storage_options("-o", "--source-option", "SOURCE")
 @storage_options("-O", "--target-option", "TARGET")
@@ -60,10 +62,10 @@ def cp(
     """Copy a checkpoint, or all that a run has and TARGET lacks.
 
     Every byte is compared with its digest on the way; the copy is committed at its end, or not at all.
-    Interrupted, by kill -9 too, the same command goes on where it was.
+    After an interruption, also by kill -9, the same command continues where it stopped.
 
-    TARGET is the copy's URI; of a run, another run. A checkpoint keeps its name in a TARGET that is a
-    run, or ends with a slash. Under torchrun every node brings what lies on its disks.
+    TARGET is the URI of the copy; for a run, it is another run. A checkpoint keeps its name in a TARGET that
+    is a run, or ends with a slash. Under torchrun every node copies what is on its disks.
     """
     from ckptfs.commit.session import Place
     from ckptfs.control.control import open_control

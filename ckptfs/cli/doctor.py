@@ -53,7 +53,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
     type=click.Choice([e.value for e in Expect]),
     help="Fail unless all ranks share the place, or each node has its own.",
 )
-@click.option("--needs", type=_Size(), metavar="SIZE", help="Fail where less is free: 500GB.")
+@click.option(
+    "--needs", type=_Size(), metavar="SIZE", help="Fail if less space is free, for example 500GB."
+)
 @click.option(
     "--size",
     type=_Size(),
@@ -61,7 +63,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
     show_default=True,
     help="File that each rank writes and reads to measure bandwidth; 0: none.",
 )
-@click.option("--strict", is_flag=True, help="Warnings fail too.")
+@click.option("--strict", is_flag=True, help="Fail on warnings too.")
 @storage_options()
 def doctor(
     *,

@@ -36,9 +36,16 @@ _MOST = 5
     help="safetensors: a directory, with an index if there are several files. torch: one file for "
     "torch.load. dcp: a directory for torch.distributed.checkpoint.load.",
 )
-@click.option("--filter", "filters", multiple=True, metavar="GLOB", help="Only such keys.")
-@click.option("--strip", default="", metavar="PREFIX", help="Take it off the keys: model.")
-@click.option("--key-prefix", default="", metavar="PREFIX", help="Put it in front of the keys.")
+@click.option(
+    "--filter", "filters", multiple=True, metavar="GLOB", help="Export only keys that match."
+)
+@click.option(
+    "--strip",
+    default="",
+    metavar="PREFIX",
+    help="Remove this from the start of the keys, for example model.",
+)
+@click.option("--key-prefix", default="", metavar="PREFIX", help="Put this in front of the keys.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file; not of torch.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Convert floating point tensors.")
 @click.option("--overwrite", is_flag=True, help="Replace an older export of this format.")
@@ -72,7 +79,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
 
     What is read is compared with its digests. The target is there whole or not at all, where the
     storage can do that. --overwrite replaces the files of an older export of this format and nothing
-    else: runs, checkpoints, directories, links and files of other names stay, and are refused.
+    else. It refuses a target with runs, checkpoints, directories, links or files of other names.
     """
     import torch
 

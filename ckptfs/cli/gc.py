@@ -51,8 +51,10 @@ def _duration(_: click.Context, __: click.Parameter, told: str) -> float:
 
 @command("gc")
 @click.argument("uri")
-@click.option("--delete", "delete", is_flag=True, help="Remove it; without, it is only shown.")
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option(
+    "--delete", "delete", is_flag=True, help="Remove it; without this option it is only shown."
+)
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
     "--older-than",
     "older_than_s",
@@ -76,11 +78,12 @@ def gc(
     """What dead jobs left in the run at URI: attempts, deleted saves, trash, temporary files, uploads.
 
     Shows it, with bytes, age and why. With --delete it takes the run as a new job does, removes it, and
-    leaves; it asks first, and without a terminal it needs --yes. Checkpoints that are committed, files of others and a run whose owner lives are not touched.
+    leaves; it asks first, and without a terminal it needs --yes. It does not touch committed checkpoints,
+    files of others, and a run with a living owner.
     """
     if delete and not yes and not sys.stdin.isatty():
         # Before anything is read, so that a cron job fails on its first day, not on the first debris.
-        raise click.UsageError("nobody can be asked here: --yes deletes without asking")
+        raise click.UsageError("not a terminal: pass --yes to delete without confirmation")
     look = partial(look_for_debris, older_than_s=older_than_s, storage_options=storage_options)
     if not recursive:
         told = _Outcome(Uri.parse(uri), look(uri))

@@ -28,12 +28,22 @@ __all__ = ["inspect"]
 @click.argument("uri")
 @click.argument("other", required=False, default=None)
 @click.option("--diff", "diff", metavar="OTHER", help="Compare with OTHER; the same as two URIs.")
-@click.option("--filter", "filters", multiple=True, metavar="GLOB", help="Only such keys.")
-@click.option("--sort", type=click.Choice(["size", "name"]), help="Instead of as they were saved.")
-@click.option("--limit", type=click.IntRange(min=0), help="At most so many rows.")
+@click.option(
+    "--filter", "filters", multiple=True, metavar="GLOB", help="Show only keys that match."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["size", "name"]),
+    help="Sort by this, not in the order of the save.",
+)
+@click.option("--limit", type=click.IntRange(min=0), help="Show at most N rows.")
 @click.option("--values", "with_values", is_flag=True, help="Show small leaves (weights only).")
-@click.option("--norms", is_flag=True, help="Comparing: read all, and tell L2 norms.")
-@click.option("--no-read", is_flag=True, help="Comparing: what digests cannot decide stays open.")
+@click.option("--norms", is_flag=True, help="When comparing: read everything, and show L2 norms.")
+@click.option(
+    "--no-read",
+    is_flag=True,
+    help="When comparing: read nothing; what digests cannot decide stays unknown.",
+)
 @storage_options()
 @storage_options("--other-option", "--other-storage-option", of="OTHER, where they differ")
 def inspect(  # noqa: PLR0917 - one parameter for each option of the command line
@@ -53,14 +63,14 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
 
     Ours, plain torch.distributed.checkpoint, safetensors, one torch.save file, other files. With two
     URIs: what was added, removed, reshaped, changed; by digests where both have them, else by reading
-    both. Exit code 1: they differ; 7: nobody can tell (--no-read).
+    both. Exit code 1: they differ; 7: unknown (--no-read).
     """
     if diff is not None and other is not None:
-        raise click.UsageError("--diff and a second URI: one of them is enough")
+        raise click.UsageError("pass --diff or a second URI, not both")
     second = diff if diff is not None else other
     if second is None:
         if norms or no_read:
-            raise click.UsageError("--norms and --no-read go with two URIs")
+            raise click.UsageError("--norms and --no-read need two URIs")
         found = inspect_this(uri, storage_options, filters=filters)
         told = values(uri, storage_options, filters=filters) if with_values else {}
         rows = _rows(found, sort, limit)
@@ -68,7 +78,7 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
             _document(found, rows, told), lambda console: _show(found, rows, told, console)
         )
     if with_values:
-        raise click.UsageError("--values goes with one URI")
+        raise click.UsageError("--values needs exactly one URI")
     with progress(f"comparing {Uri.parse(uri)} with {Uri.parse(second)}") as meter:
         compared = compare(
             uri,

@@ -33,9 +33,9 @@ _STDERR = 2
 
 @command("log")
 @click.argument("uri")
-@click.option("--since", metavar="AGE", help="Only the last 90s, 30m, 6h, 2d...")
-@click.option("--save", metavar="ID|NAME", help="Only of one save, by its id or name.")
-@click.option("--limit", type=click.IntRange(min=1), help="Only the newest so many.")
+@click.option("--since", metavar="AGE", help="Show only the last 90s, 30m, 6h, 2d...")
+@click.option("--save", metavar="ID|NAME", help="Show only one save, given by its id or name.")
+@click.option("--limit", type=click.IntRange(min=1), help="Show only the newest N.")
 @storage_options()
 def log(
     uri: str,
@@ -139,7 +139,7 @@ def _document(line: Line) -> dict[str, Any]:
     "kinds",
     type=click.Choice([kind.value for kind in EventKind]),
     multiple=True,
-    help="Only these; repeatable.",
+    help="Show only these; repeatable.",
 )
 @click.option(
     "--exec",
@@ -147,7 +147,7 @@ def _document(line: Line) -> dict[str, Any]:
     metavar="CMD",
     help="Run CMD by the shell at each event, one at a time; CKPTFS_EVENT, CKPTFS_URI and others tell it.",
 )
-@click.option("--from", "from_entry", type=click.IntRange(min=0), help="Begin with this entry.")
+@click.option("--from", "from_entry", type=click.IntRange(min=0), help="Start with this entry.")
 @click.option("--until-end", is_flag=True, help="End once the owner of the run left or died.")
 @storage_options()
 def watch(

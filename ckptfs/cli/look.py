@@ -29,11 +29,15 @@ _KINDS = click.Choice([kind.value for kind in Kind])
 
 @command("ls")
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
-@click.option("-a", "--all", "everything", is_flag=True, help="History too: deleted, aborted...")
-@click.option("--files", is_flag=True, help="Of a checkpoint: its files.")
-@click.option("--kind", "kinds", type=_KINDS, multiple=True, help="Only this kind; repeatable.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help="Show history too: deleted, aborted..."
+)
+@click.option("--files", is_flag=True, help="Show the files of a checkpoint.")
+@click.option(
+    "--kind", "kinds", type=_KINDS, multiple=True, help="Show only this kind; repeatable."
+)
 @click.option("--sort", type=click.Choice([sort.value for sort in Sort]), default=Sort.COMMIT.value)
-@click.option("--limit", type=click.IntRange(min=1), help="Only so many, the last of the order.")
+@click.option("--limit", type=click.IntRange(min=1), help="Show only the last N.")
 @storage_options()
 def ls(
     uris: Sequence[str],
@@ -44,8 +48,7 @@ def ls(
 ) -> Answer:
     """What is there: the checkpoints of a run, one checkpoint, or the runs below a directory.
 
-    Reads only. Of each checkpoint one small file is read, so that its files need not be looked at:
-    whether they are whole tells ckptfs verify.
+    Reads only, and only one small file of each checkpoint. Run ckptfs verify to check the other files.
     """
     ask = Wanted(kinds=tuple(Kind(kind) for kind in kinds), sort=Sort(sort), **wanted)
     found: list[tuple[str, Place | CkptfsError]] = []
@@ -75,7 +78,7 @@ def ls(
 @click.argument("uri")
 @click.option("--kind", type=_KINDS, default=Kind.CHECKPOINT.value, show_default=True)
 @click.option(
-    "--max-age", metavar="AGE", help="An older one is no answer: 30m, 6h, 2d. For alerts."
+    "--max-age", metavar="AGE", help="Exit 1 if the newest checkpoint is older: 30m, 6h, 2d."
 )
 @storage_options()
 def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | None) -> Answer:

@@ -76,7 +76,7 @@ def _read_file(path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     if not isinstance(found, dict):
-        raise click.BadParameter(f"{path} holds no JSON object")
+        raise click.BadParameter(f"{path} does not contain a JSON object")
     return found
 
 

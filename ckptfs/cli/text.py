@@ -38,5 +38,5 @@ def parse_duration(text: str) -> float:
     """Seconds of ``30m``, ``1.5h``, ``2d``, ``90``. ValueError: it is none."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no duration; write 90s, 30m, 1.5h, 2d or 1w")
+        raise ValueError(f"{text!r} is not a duration; write 90s, 30m, 1.5h, 2d or 1w")
     return float(match["number"]) * _UNITS[match["unit"] or "s"]

@@ -98,7 +98,7 @@ def committed_in(run_uri: Any, storage_options: Mapping[str, Any] | None = None)
         names = [one.seal.name for one in catalog(look.views)]
     if not names:
         raise NotFoundError(
-            "no run with checkpoints is there", uri=root, hint="ckptfs ls tells what is"
+            "no run with checkpoints is there", uri=root, hint="run ckptfs ls to see what exists"
         )
     return tuple((root / name).full for name in names)
 
@@ -148,8 +148,8 @@ def _doomed(
         raise StateError(
             f"not all of {target.name} is reached from here: {_hosts_of(look, mine, lost)}",
             uri=target,
-            hint="its pins there are not known here. The retention of a job on all nodes deletes all "
-            "of it; --partial deletes what lies here",
+            hint="its pins on the other nodes are unknown here. The retention of a job on all "
+            "nodes deletes all of it; --partial deletes what is here",
         )
     return mine
 
@@ -279,7 +279,8 @@ def _not_ours(
         return NotFoundError(
             f"{target.name} is not committed: {lines[0].state}",
             uri=target,
-            hint=f"if its writer died, ckptfs gc {_shown(target.parent)} tells what is left of it",
+            hint=f"if its writer died, run ckptfs gc {_shown(target.parent)} to see what is left "
+            "of it",
         )
     if _saves_of(look, target.name) or any(line.origin is Origin.LOG for line in lines):
         return _gone(target)
@@ -324,7 +325,7 @@ def _run_instead(target: Uri, options: Mapping[str, Any] | None, command: str) -
     shown = _shown(target)
     count = "1 checkpoint" if len(names) == 1 else f"{len(names) or 'no'} checkpoints"
     if not names:
-        hint = f"ckptfs gc {shown} tells what dead jobs left in it"
+        hint = f"run ckptfs gc {shown} to see what dead jobs left in it"
     elif command == "rm":
         hint = f"ckptfs rm {shown}/{names[0]} removes the oldest, ckptfs rm --all {shown} all"
     else:
@@ -336,7 +337,7 @@ def _gone(target: Uri) -> NotFoundError:
     return NotFoundError(
         f"{target.name} is deleted, or was never committed, by the log of {target.parent}",
         uri=target,
-        hint=f"ckptfs gc {_shown(target.parent)} tells whether anything of it is left",
+        hint=f"run ckptfs gc {_shown(target.parent)} to see whether anything of it is left",
     )
 
 

@@ -157,7 +157,7 @@ def collect(
             raise SymlinkError(
                 f"{one.name} is a symbolic link, nothing was removed",
                 uri=one.uri,
-                hint="remove the link; what lies behind it is not the run's",
+                hint="remove the link; its target does not belong to the run",
             )
     if not before.going:
         return before
@@ -223,7 +223,9 @@ def _refuse_no_run(look: Look) -> None:
     if absent:
         drive(refuse_no_run(look.root, look.storage.capabilities.shape), look.storage)
         raise NotFoundError(
-            "nothing is there", uri=look.root, hint="ckptfs ls of what is above it tells what is"
+            "nothing exists there",
+            uri=look.root,
+            hint="run ckptfs ls on the parent to see what exists",
         )
     refuse_lost_domain(look)
 
@@ -256,7 +258,7 @@ def _refuse(look: Look, before: Collected) -> None:
         raise RunBusyError(
             f"a save may be under way: {names}",
             uri=look.root,
-            hint="wait for it, or say --older-than 0s if nobody saves or copies there now",
+            hint="wait for it, or pass --older-than 0s if no job saves or copies there now",
         )
     if fence_brings_back(state):
         raise RunBusyError(
@@ -283,10 +285,10 @@ def _refuse_clock(look: Look) -> None:
     apart_s = max(before_s - written_s, written_s - time.time())
     if apart_s > _CLOCKS_APART_S:
         raise StateError(
-            f"the clock of this machine and that of the store are {apart_s:.0f} s apart: "
-            "what is old can not be told",
+            f"the clock of this machine and that of the store differ by {apart_s:.0f} s, so "
+            "ages are unknown",
             uri=look.root,
-            hint="set the clock, or say --older-than 0s if nobody saves or copies there now",
+            hint="set the clock, or pass --older-than 0s if no job saves or copies there now",
         )
 
 

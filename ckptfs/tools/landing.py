@@ -127,7 +127,11 @@ def _looked_again(storage: Storage, target: Uri, old: str, ours: re.Pattern[str]
     strange = strangers(aside, ours)
     if strange or not aside.is_dir:
         what = repr(strange[0]) if strange else "something else"
-        raise StateError(f"{what} came meanwhile, and stays", uri=target, hint="another name")
+        raise StateError(
+            f"{what} appeared during the export and was left in place",
+            uri=target,
+            hint="another name",
+        )
     return aside
 
 

@@ -239,7 +239,9 @@ def _refuse_absent(look: Look, entries: list[Entry] | None) -> list[Entry]:
     drive(refuse_no_run(look.root, shape), look.storage)  # a file lists like a place that is absent
     if entries is None or shape is Shape.OBJECT:
         raise NotFoundError(
-            "nothing is there", uri=look.root, hint="ckptfs ls of what is above it tells what is"
+            "nothing exists there",
+            uri=look.root,
+            hint="run ckptfs ls on the parent to see what exists",
         )
     return entries
 

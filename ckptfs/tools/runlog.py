@@ -360,7 +360,7 @@ def _why_void(body: Body, state: LogState) -> str:
     """Why the entry changes nothing, "" where it does."""
     match body:
         case Fence(generation=generation) if generation <= state.generation:
-            return f"generation {state.generation.number} stands already"
+            return f"generation {state.generation.number} has the run already"
         case Release(generation=generation) if generation != state.generation:
             return f"generation {state.generation.number} has the run"
         case Seal() | Part() | Abort() | Decided() | Delete() | Gone() | Pin():
@@ -507,7 +507,7 @@ class RunWatcher:
                 trouble = False
             except (AnswerLostError, CommitInDoubtError, StaleError, TransientError) as error:
                 if not trouble:
-                    logger.warning("watching %s goes on: %s", self.root, error)
+                    logger.warning("still watching %s after an error: %s", self.root, error)
                 trouble = True
             except ManifestError as error:
                 error.uri = str(self._storage.uri(error.uri or ""))  # an entry is read by its key

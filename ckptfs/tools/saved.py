@@ -188,7 +188,7 @@ def _leaves(
             continue
         place = places.get(MetadataIndex(key))
         if place is None:
-            raise ManifestError(f".metadata does not say where {key!r} lies")
+            raise ManifestError(f".metadata gives no place for {key!r}")
         at = _numbers((place.offset, place.length))
         found[key] = ObjectLeaf(key, place.relative_path, at[0], at[1], path)
     return found

@@ -119,12 +119,12 @@ def nested(leaves: Sequence[tuple[Path, object]]) -> object:
     root: dict[str | int, object] = {}
     for path, value in leaves:
         if len(path) > DEEPEST:
-            raise StateError(f"a value lies {len(path)} levels deep, more than {DEEPEST}")
+            raise StateError(f"a value is {len(path)} levels deep, more than {DEEPEST}")
         node = root
         for part in path[:-1]:
             inner = node.setdefault(part, {})
             if not isinstance(inner, dict):
-                raise StateError(f"{path!r} lies below another leaf")
+                raise StateError(f"{path!r} is below another leaf")
             node = inner
         node[path[-1]] = value
     return _listed(root)

@@ -267,7 +267,7 @@ class _Finder:
         """Data of a dead save, where that save put it. Anywhere else it is somebody's copy."""
         key, why = f"{top}/{save_id}", "its save is not there any more, by the log"
         if home is None:
-            why = "its save was aborted; the log does not tell where it was to lie"
+            why = "its save was aborted; the log does not say where it had to be"
         elif home != top:
             return
         found = self._thing(Debris.LATE, key, measured(self._storage, [key]), why)
@@ -350,7 +350,7 @@ class _Finder:
             if upload.age_s >= ORPHAN_S:
                 fate, why = Fate.GOES, "older than a week: every new owner aborts it"
             elif where != CONTROL and not of:
-                why = "whose it is can not be told; a new owner aborts it in a week"
+                why = "its owner is unknown; a new owner of the run aborts it in a week"
                 fate = Fate.STAYS
             elif of & living or upload.age_s < self._older_than_s:
                 fate, why = Fate.YOUNG, "somebody may be sending it"

@@ -37,8 +37,8 @@ def refuse_lost_domain(look: Look) -> None:
     """
     if not look.views and listed(look.storage, LOG):
         raise ManifestError(
-            f"{DOMAIN} is missing beside a run log: what it says can not be told",
+            f"{DOMAIN} is missing next to a run log, so its content is unknown",
             uri=look.root,
-            hint="its id stands in the seals (ckptfs log): write it back, or copy the checkpoints "
+            hint="its id is in the seals (ckptfs log): write it back, or copy the checkpoints "
             "that you need into another run",
         )

@@ -127,7 +127,7 @@ def test_a_clock_that_runs_ahead_ends_no_save(
         with monkeypatch.context() as ahead:
             ahead.setattr("time.time", lambda: right() + 2 * 24 * 3600)
             ran = cli("gc", hurt.uri, "--delete", "--yes")
-        assert (ran.exit, "172800 s apart" in ran.err) == (2, True)
+        assert (ran.exit, "differ by 172800 s" in ran.err) == (2, True)
         assert set(Path(hurt.uri).rglob("*")) == files
         attempt.abandon()
 
@@ -141,7 +141,7 @@ def test_a_gap_where_nobody_can_win(local: Place) -> None:
     second.rename(log / "00000000.x")
     assert not look_for_debris(local.uri).found
     (log / "00000000.x").unlink()
-    with pytest.raises(ManifestError, match="entry 1 is missing, 2 is there"):
+    with pytest.raises(ManifestError, match="entry 1 is missing, but entry 2 exists"):
         look_for_debris(local.uri)
     assert (first.exists(), third.exists()) == (True, True)
 

@@ -108,7 +108,7 @@ def test_every_kind_of_entry_has_its_words(golden: Golden, local: Place) -> None
         ((Abort("s-1", G1), seal("step_1", "s-1")), "it was aborted before"),
         ((seal("step_1", "s-1"), Abort("s-1", G1)), "it was sealed by entry 0"),
         ((seal("step_1", "s-1"), seal("step_1", "s-1")), "it was sealed by entry 0"),
-        ((Fence(G2), Fence(G1)), "generation 2 stands already"),
+        ((Fence(G2), Fence(G1)), "generation 2 has the run already"),
         ((Fence(G2), Release(G1)), "generation 2 has the run"),
         (
             (seal("step_1", "s-1"), Delete("s-1", G1), Delete("s-1", G1)),

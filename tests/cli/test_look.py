@@ -234,7 +234,7 @@ def test_of_several_places_each_is_told(cli: Cli, healthy: Path, tmp_path: Path)
     ran = cli("ls", tmp_path / "nowhere", healthy)
     assert ran.exit == 3
     assert "step_20" in ran.out
-    assert "nothing is there" in ran.err
+    assert "nothing exists there" in ran.err
     found = cli("ls", tmp_path / "nowhere", healthy, "--json").json["places"]
     assert [place["type"] for place in found] == ["error", "run"]
 
@@ -391,7 +391,7 @@ def test_a_file_is_told_as_one(cli: Cli, tmp_path: Path, command: str) -> None:
     ran = cli(command, tmp_path / "file")
     assert (ran.exit, "a file, not a run" in ran.err) == (2, True), ran.err
     ran = cli(command, tmp_path / "nothing")
-    assert (ran.exit, "nothing is there" in ran.err) == (3, True), ran.err
+    assert (ran.exit, "nothing exists there" in ran.err) == (3, True), ran.err
 
 
 def test_a_directory_of_single_files_is_told_as_one(cli: Cli, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def _refuse_file(storage: Storage, place: Uri) -> None:
         raise StateError(
             "this is a plain file: doctor tests directories and prefixes",
             uri=place,
-            hint="give it the directory that the file lies in; ckptfs inspect shows a file",
+            hint="pass the directory of the file; ckptfs inspect shows a file",
         )
 
 
@@ -269,5 +269,5 @@ def _shut(session: Session) -> AccessError:
     return AccessError(
         f"neither reading nor writing is permitted: {first.text}",
         uri=session.uri,
-        hint=first.hint or "check whose credentials the job has",
+        hint=first.hint or "check which credentials the job has",
     )

@@ -118,14 +118,14 @@ def _versioning(seen: Rules) -> Finding:
     kept = [r for r in _rules(seen) if r.versions_days is not None and _for_us(r, seen.prefix)]
     if kept:
         days = min(r.versions_days or 0 for r in kept)
-        told = f"on; versions that nobody sees expire after {days:.0f} days"
+        told = f"on; noncurrent versions expire after {days:.0f} days"
         return Finding(name, _THEME, Verdict.OK, told)
     return Finding(
         name,
         _THEME,
         Verdict.WARN,
         "on, and no rule expires versions",
-        "checkpoints that retention deletes are kept and paid for, for ever",
+        "the bucket keeps, and you pay for, every checkpoint that retention deletes",
         "add a lifecycle rule NoncurrentVersionExpiration, or use a bucket without versions",
     )
 
@@ -143,7 +143,8 @@ def _lock(seen: Rules) -> Finding:
         _THEME,
         Verdict.WARN,
         f"everything is locked for {found.days:.0f} days",
-        "retention (keep_latest=) and gc cannot delete; what they try later is told as an error",
+        "retention (keep_latest=) and gc cannot delete; their later attempts are reported as "
+        "errors",
         "save to a bucket without default retention, or count the days when you size it",
     )
 

@@ -184,8 +184,8 @@ def _no_create(worlds: Sequence[World], name: str, without: Sequence[int]) -> Fi
     advice = (
         "use a filesystem with hard links, or the object store's own URI instead of its mount"
         if name == "exclusive-create"
-        else "use a server that honours If-None-Match (AWS, GCS, Azure, MinIO, Ceph do), or make sure "
-        "by other means that one job at a time writes a run"
+        else "use a server that honours If-None-Match (AWS, GCS, Azure, MinIO, Ceph do), or make "
+        "sure that only one job at a time writes a run"
     )
     return Finding(
         name,
@@ -228,8 +228,8 @@ def rename_directory(session: Session) -> Findings:
                 Verdict.WARN,
                 f"{on_ranks(session.worlds, copies)}a renamed directory was copied file by file"
                 f"{f' ({kind} mount)' if kind else ''}",
-                "this is an object store behind a mount: ckptfs uses it as one, whatever else relies on "
-                "rename (torch.save and mv, other tools) can leave half a checkpoint",
+                "this is an object store behind a mount, and ckptfs uses it as one; other "
+                "tools that rely on rename (torch.save and mv) can leave half a checkpoint",
                 "give ckptfs the store's own URI (s3://, gs://, az://): it is faster, and commits there "
                 "are exclusive",
             ),
@@ -364,7 +364,7 @@ def _of_looks(
             Verdict.FAIL,
             f"{on_ranks(worlds, bad)}{wrong}: of {looks} looks {torn} torn, {missing} missing",
             "a reader, or a restart at the wrong moment, can meet a torn file",
-            "use a filesystem whose rename is atomic, or an object store's own URI",
+            "use a filesystem with an atomic rename, or an object store's own URI",
             data,
         )
     text = f"{done}; {many(looks, 'look')}, all whole"

@@ -62,7 +62,7 @@ def _judge_domains(
                 _THEME,
                 Verdict.FAIL,
                 found.text,
-                "a run cannot be opened here: nobody knows who shares it",
+                "a run cannot be opened here: it is unknown which nodes share it",
                 found.hint or "see the visibility below",
             ),
         )
