@@ -12,7 +12,7 @@ import pytest
 
 import ckptfs
 from ckptfs import errors
-from ckptfs.cli.exits import exit_of
+from ckptfs.cli.output import exit_of
 from ckptfs.errors import CkptfsError, CollectiveError
 from tests.troubles import TROUBLES
 

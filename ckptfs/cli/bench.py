@@ -5,6 +5,8 @@
     ckptfs bench compare A B
 
 What is not the name of a command is a URI, so a directory called ``report`` is written ``./report``.
+
+``command_text`` is how a call is written down in its result: one that can be repeated, without secrets.
 """
 
 from __future__ import annotations
@@ -13,21 +15,65 @@ import dataclasses
 import logging
 import os
 import secrets
+import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, say, table
-from ckptfs.cli.command import group_command
-from ckptfs.cli.exits import exit_of
+from ckptfs.bench.messages import Asked
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, error_document, exit_of, group_command, say, table
 from ckptfs.errors import CkptfsError
+from ckptfs.storage.options import OURS
+from ckptfs.uri import mask_credentials
+
+__all__ = ["bench", "command_text"]
+
+_MASK = "***"
+# Options whose value is shown: where and how, never who. Everything else may be a secret.
+_SHOWN = frozenset((*OURS, "anon", "endpoint_url", "region", "region_name", "use_ssl", "verify"))
+
+
+def command_text(asked: Asked, told: Mapping[str, Any], out: str | None) -> str:
+    """The words, quoted for a shell. told: the options as the command line was read."""
+    words = ["ckptfs", "bench", *(str(target.place) for target in asked.targets)]
+    for workload in asked.workloads:
+        words += ["--workload", workload.kind]
+    for name in ("params", "size"):
+        if told[name] is not None:
+            words += [f"--{name}", str(told[name])]
+    if asked.engines:
+        words += ["--engines", ",".join(asked.engines)]
+    words += ["--rounds", str(asked.rounds)] if asked.within_s is None else []
+    if told["ranks"] is not None:
+        words += ["--ranks", str(told["ranks"])]
+    words += [] if asked.durable else ["--no-durable"]
+    if any(workload.kind == "loop" for workload in asked.workloads):
+        words += ["--steps", str(asked.loop.steps), "--every", str(asked.loop.every)]
+    words += ["--keep"] if asked.keep else []
+    for key, value in _flat(told["storage_options"]):
+        words += ["-o", f"{key}={_shown(key, value)}"]
+    words += ["--out", out] if out else []
+    return shlex.join(words)
+
+
+def _flat(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
+
+
+def _shown(key: str, value: Any) -> str:
+    return mask_credentials(str(value)) if key.rpartition(".")[2] in _SHOWN else _MASK
+
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +81,6 @@ if TYPE_CHECKING:
     from ckptfs.bench.messages import Asked
     from ckptfs.bench.results import Result
 
-__all__ = ["bench"]
 
 logger = logging.getLogger("ckptfs.cli")
 
@@ -275,7 +320,7 @@ def _asked(uris: Sequence[str], told: dict[str, Any]) -> Any:
 
 def _command(asked: Any, told: dict[str, Any], out: str | None) -> str:
     """The call as it shall stand in the result; nothing of it is secret."""
-    from ckptfs.cli.bench_command import command_text
+    from ckptfs.cli.bench import command_text
 
     return command_text(asked, told, out)
 

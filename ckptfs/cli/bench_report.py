@@ -22,9 +22,7 @@ from ckptfs.bench.analysis import (
 )
 from ckptfs.bench.report import Report, write_report
 from ckptfs.bench.results import PHASES, Result, number_text, phase_text, read_result
-from ckptfs.cli.answer import Answer, table
-from ckptfs.cli.command import group_command
-from ckptfs.cli.exits import Exit
+from ckptfs.cli.output import Answer, Exit, group_command, table
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, print_error
-from ckptfs.cli.command import command
-from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, Exit, command, error_document, exit_of, print_error
 from ckptfs.cli.text import place_text, size_text
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.changing import Pinned, committed_in, doomed_at, remove, set_pin

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, say, table
-from ckptfs.cli.command import command, outlive
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, command, outlive, say, table
 from ckptfs.cli.text import size_text
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError
 

@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from ckptfs.cli.answer import Answer
-from ckptfs.cli.command import command, outlive
-from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, Exit, command, outlive
 from ckptfs.control.control import open_control
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer
-from ckptfs.cli.command import command
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, command
 from ckptfs.cli.text import counted, place_text, size_text
 from ckptfs.progress import progress
-from ckptfs.tools.exporting import Exported, ExportFormat
+from ckptfs.tools.exporting import Exported, ExportFormat, Selection
 from ckptfs.tools.exporting import export as export_this
-from ckptfs.tools.selecting import Selection
 from ckptfs.uri import Uri
 
 if TYPE_CHECKING:

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, say, table
-from ckptfs.cli.command import command
-from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, Exit, command, error_document, exit_of, say, table
 from ckptfs.cli.text import age_text, parse_duration, size_text
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.collecting import Collected, collect, look_for_debris, runs_at

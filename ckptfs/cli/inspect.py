@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer
-from ckptfs.cli.command import command
 from ckptfs.cli.inspect_diff import diff_answer
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, command
 from ckptfs.cli.text import place_text, size_text
 from ckptfs.progress import progress
 from ckptfs.tools.comparing import compare
@@ -179,7 +178,7 @@ def _shard_document(shard: Shard) -> dict[str, Any]:
 
 
 def _show(found: Inspected, rows: list[Leaf], told: dict[str, str], console: Console) -> None:
-    from ckptfs.cli.answer import table
+    from ckptfs.cli.output import table
 
     _show_summary(found.summary, console)
     if found.parts:

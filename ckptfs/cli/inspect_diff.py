@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from ckptfs.cli.answer import Answer, table
-from ckptfs.cli.exits import Exit
+from ckptfs.cli.output import Answer, Exit, table
 from ckptfs.cli.text import size_text
 from ckptfs.tools.comparing import Change, Compared, Difference, Norms
 from ckptfs.tools.contents import Leaf, TensorLeaf

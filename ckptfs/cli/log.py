@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, say, table
-from ckptfs.cli.command import command, stream_command
-from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, Exit, command, say, stream_command, table
 from ckptfs.cli.text import parse_duration, place_text
 from ckptfs.commit.log.entries import Stamp
 from ckptfs.errors import CkptfsError, NotFoundError

@@ -7,16 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer, error_document, print_error, say, table
-from ckptfs.cli.command import command
-from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import (
+    Answer,
+    Exit,
+    command,
+    error_document,
+    exit_of,
+    print_error,
+    say,
+    table,
+)
 from ckptfs.cli.text import age_text, parse_duration, place_text, size_text
 from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import CkptfsError
-from ckptfs.tools.holding import Holding
-from ckptfs.tools.lines import Checkpoint, Run, Sort, age_s
-from ckptfs.tools.looking import OneOf, Runs, Wanted, look_at, newest
+from ckptfs.tools.lines import Checkpoint, Holding, Run, Sort, age_s
+from ckptfs.tools.listing import OneOf, Runs, Wanted, look_at, newest
 
 if TYPE_CHECKING:
     from rich.console import Console

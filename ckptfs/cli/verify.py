@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptfs.cli.answer import Answer
-from ckptfs.cli.command import command
-from ckptfs.cli.exits import Exit
 from ckptfs.cli.options import storage_options
+from ckptfs.cli.output import Answer, Exit, command
 from ckptfs.cli.text import counted, place_text, size_text
 from ckptfs.progress import progress
 from ckptfs.tools.findings import Checked, Finding, Verdict, Verified

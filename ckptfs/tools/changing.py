@@ -39,8 +39,7 @@ from ckptfs.errors import CkptfsError, NotFoundError, StateError, StorageError, 
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.lines import Checkpoint, State
-from ckptfs.tools.listing import list_run
-from ckptfs.tools.looking import OneOf, Wanted, look_at
+from ckptfs.tools.listing import OneOf, Wanted, list_run, look_at
 from ckptfs.tools.whole_log import refuse_lost_domain, refuse_newer
 from ckptfs.uri import Uri, options_of
 

@@ -24,8 +24,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.tools.contents import Contents, Leaf, ObjectLeaf, Shard, TensorLeaf, batches
 from ckptfs.tools.inspecting import matching
-from ckptfs.tools.located import options_for
-from ckptfs.tools.opened import open_contents
+from ckptfs.tools.opening import open_contents, options_for
 
 __all__ = ["Basis", "Change", "Compared", "Difference", "Norms", "compare", "compare_contents"]
 

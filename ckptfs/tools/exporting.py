@@ -6,30 +6,50 @@
                   where it is written from, while the part before is written
     torch         one file that torch.load(weights_only=True) opens; the whole state in memory, or
                   mapped from a file of ``scratch``
-    dcp           what torch.distributed.checkpoint.load opens by itself: shards as they were saved, one
-                  of them in memory (cut at 512 MiB)
+    dcp           what torch.distributed.checkpoint.load opens by itself: ``__0_0.distcp`` ... and ``.metadata``,
+                  shards as they were saved, one of them in memory (cut at 512 MiB)
 
-Any checkpoint that ``inspect`` reads, to any URI. One process; what is read is verified.
+Any checkpoint that ``inspect`` reads, to any URI. One process; what is read is verified. ``Selection`` says
+which leaves are exported, and what they are called there:
+
+    Selection(filters=("model.*",), strip="model.", prefix="base.", dtype=torch.bfloat16)
+
+    model.layers.0.weight  float32    ->  base.layers.0.weight  bfloat16
 """
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 import mmap
 import pickle
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ckptfs.commit.paths import METADATA
+from ckptfs.commit.save.spec import fresh_ids
+from ckptfs.dcp.metadata.metadata_writer import describe, encode_metadata
 from ckptfs.dcp.object_file import write_object
+from ckptfs.dcp.planning.global_plan import fills
 from ckptfs.dcp.planning.leaves import dtype_round_trips, first_line
-from ckptfs.dcp.read.boxes import narrowed
+from ckptfs.dcp.read.boxes import narrowed, pieces_of
+from ckptfs.dcp.read.read_plan import untiled
 from ckptfs.dcp.safetensors.exporter import Held, PlannedFile, plan_files
 from ckptfs.dcp.safetensors.safetensors_format import (
     INDEX,
@@ -40,21 +60,276 @@ from ckptfs.dcp.safetensors.safetensors_format import (
 )
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.dcp.write.host_memory import memory_of
+from ckptfs.dcp.write.rank_files import Cancelled, FileTask, auto_engine, data_name
 from ckptfs.errors import CkptfsError, StateError
 from ckptfs.progress import SILENT, Meter
 from ckptfs.storage.io import aligned_memory
 from ckptfs.storage.registry import open_storage
 from ckptfs.storage.threads import Pump
-from ckptfs.tools.contents import Box, Contents, ObjectLeaf, TensorLeaf, batches
-from ckptfs.tools.exporting_dcp import write_dcp
-from ckptfs.tools.landing import Landing, landing
-from ckptfs.tools.located import options_for
-from ckptfs.tools.opened import open_contents
-from ckptfs.tools.selecting import Chosen, Selection, nested
-from ckptfs.tools.taken import refuse_place, refuse_taken
+from ckptfs.tools.contents import DEEPEST, Box, Contents, Leaf, ObjectLeaf, TensorLeaf, batches
+from ckptfs.tools.inspecting import matching
+from ckptfs.tools.landing import Landing, landing, refuse_place, refuse_taken
+from ckptfs.tools.opening import open_contents, options_for
 from ckptfs.uri import Uri, options_of
 
-__all__ = ["ExportFormat", "Exported", "export"]
+__all__ = ["Chosen", "ExportFormat", "Exported", "Selection", "export", "nested", "write_dcp"]
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A leaf to export.
+
+    Attributes:
+        leaf: The leaf.
+        key: Its new key.
+        path: Its new path.
+        dtype: Of a tensor, as it is written; None: as it is.
+    """
+
+    leaf: Leaf
+    key: str
+    path: Path
+    dtype: torch.dtype | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a tensor as it is written; of an object, of its pickle."""
+        if isinstance(self.leaf, ObjectLeaf) or self.dtype is None:
+            return self.leaf.size_bytes
+        return self.leaf.size_bytes // self.leaf.dtype.itemsize * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which leaves are exported, and as what.
+
+    Attributes:
+        filters: fnmatch patterns of the keys as they were saved; empty: all.
+        strip: Removed from the front of keys that begin with it.
+        prefix: Put in front of all keys.
+        dtype: Of floating point tensors; None leaves it.
+    """
+
+    filters: Sequence[str] = ()
+    strip: str = ""
+    prefix: str = ""
+    dtype: torch.dtype | None = None
+
+    def of(self, leaves: Iterable[Leaf]) -> list[Chosen]:
+        """Choose those of a checkpoint's leaves that are exported, in its order.
+
+        Args:
+            leaves: All leaves.
+
+        Returns:
+            The chosen ones, with their new names.
+
+        Raises:
+            StateError: There is none, or two would have one name.
+        """
+        found = [self._chosen(leaf) for leaf in matching(leaves, self.filters)]
+        if not found:
+            raise StateError(
+                "there is nothing to export",
+                hint="no key fits the filter" if self.filters else "it holds no tensors",
+            )
+        seen: dict[str, str] = {}
+        for one in found:
+            other = seen.setdefault(one.key, one.leaf.key)
+            if other != one.leaf.key:
+                raise StateError(f"{other!r} and {one.leaf.key!r} would both be called {one.key!r}")
+            if not one.key:
+                raise StateError(f"nothing is left of {one.leaf.key!r}", hint="strip less")
+        return found
+
+    def _chosen(self, leaf: Leaf) -> Chosen:
+        key, path = leaf.key, leaf.path or (leaf.key,)
+        if self.strip and key.startswith(self.strip):
+            key, path = key[len(self.strip) :], _stripped(path, self.strip)
+        if self.prefix:
+            key, path = self.prefix + key, (f"{self.prefix}{path[0]}", *path[1:])
+        if isinstance(leaf, ObjectLeaf):
+            return Chosen(leaf, key, path, None)
+        return Chosen(leaf, key, path, self._dtype_of(leaf))
+
+    def _dtype_of(self, leaf: TensorLeaf) -> torch.dtype:
+        return self.dtype if self.dtype is not None and leaf.dtype.is_floating_point else leaf.dtype
+
+
+def nested(leaves: Sequence[tuple[Path, object]]) -> object:
+    """Make dicts and lists of these leaves, by their paths. Pure.
+
+    What was a list stays one if all of it is there. Keys of dicts are text, as DCP saves them.
+
+    Args:
+        leaves: Path and value of each.
+
+    Returns:
+        The outermost dict or list.
+
+    Raises:
+        StateError: A path is too long, or below another leaf.
+    """
+    root: dict[str | int, object] = {}
+    for path, value in leaves:
+        if len(path) > DEEPEST:
+            raise StateError(f"a value is {len(path)} levels deep, more than {DEEPEST}")
+        node = root
+        for part in path[:-1]:
+            inner = node.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise StateError(f"{path!r} is below another leaf")
+            node = inner
+        node[path[-1]] = value
+    return _listed(root)
+
+
+def _listed(node: object) -> object:
+    if type(node) is not dict:
+        return node
+    inner = {key: _listed(value) for key, value in node.items()}
+    if inner and all(type(key) is int for key in inner) and set(inner) == set(range(len(inner))):
+        return [inner[n] for n in range(len(inner))]
+    return inner
+
+
+def _stripped(path: Path, strip: str) -> Path:
+    """The path whose joined text begins with ``strip``, without it."""
+    left, rest = list(path), strip
+    while rest and len(left) > 1:
+        first = str(left[0])
+        if not rest.startswith(f"{first}."):
+            break
+        rest = rest[len(first) + 1 :]
+        left.pop(0)
+    if rest and left and str(left[0]).startswith(rest):
+        left[0] = str(left[0])[len(rest) :]
+    return tuple(left)
+
+
+_CHUNK_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One blob to write: an object, or a box of a tensor."""
+
+    chosen: Chosen
+    item: WriteItem
+    box: Box | None
+    size_bytes: int
+
+
+def write_dcp(  # noqa: PLR0917 - a source, a place, and how
+    contents: Contents,
+    chosen: Sequence[Chosen],
+    made: Landing,
+    checkpoint_id: str,
+    limit_bytes: int,
+    meter: Meter,
+) -> None:
+    """Write these leaves; ``.metadata`` last.
+
+    Args:
+        contents: The source.
+        chosen: The leaves, with their new names.
+        made: Where to write.
+        checkpoint_id: The name of the checkpoint, for torch.
+        limit_bytes: The size of a file, in bytes.
+        meter: Counts the bytes that are read.
+    """
+    items_by_key = {one.key: list(_items_of(one)) for one in chosen}
+    items = [item for one in chosen for item in items_by_key[one.key]]
+    by_index = {item.item.index: item for item in items}
+
+    def resolve(item: WriteItem) -> torch.Tensor | io.BytesIO:
+        one = by_index[item.index]
+        meter.advance(one.size_bytes)
+        if isinstance(one.chosen.leaf, ObjectLeaf):
+            return io.BytesIO(contents.blob(one.chosen.leaf))
+        tensor = contents.read([one.box])[0] if one.box is not None else torch.empty(0)
+        return tensor if one.chosen.dtype is None else tensor.to(one.chosen.dtype)
+
+    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    for number, group in enumerate(_files(items, limit_bytes)):
+        name = data_name(0, number)
+        task = FileTask(made.key(name), [(at, one.item) for at, one in enumerate(group)])
+        written = auto_engine(made.storage, task, resolve, Cancelled())
+        for place in written.placed:
+            index = group[place.position].item.index
+            places[index] = (name, place.offset, place.length)
+    metadata = Metadata(
+        state_dict_metadata={one.key: _described(one, items_by_key[one.key]) for one in chosen},
+        planner_data={one.key: one.path for one in chosen},
+    )
+    save_id = next(fresh_ids())
+    described = describe(metadata, places, checkpoint_id=checkpoint_id, save_id=save_id)
+    made.put(METADATA, encode_metadata(described))
+
+
+def _items_of(one: Chosen) -> Iterator[_Item]:
+    leaf = one.leaf
+    if isinstance(leaf, ObjectLeaf):
+        item = WriteItem(MetadataIndex(one.key), WriteItemType.BYTE_IO)
+        yield _Item(one, item, None, leaf.size_bytes)
+        return
+    dtype = leaf.dtype if one.dtype is None else one.dtype
+    for number, box in enumerate(_boxes(leaf)):
+        offsets, sizes = torch.Size(box.offsets), torch.Size(box.lengths)
+        data = TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes),
+            TensorProperties(dtype=dtype),
+            torch.Size(leaf.shape),
+        )
+        index = MetadataIndex(one.key, offsets, number)
+        item = WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+        yield _Item(one, item, box, math.prod(sizes) * dtype.itemsize)
+
+
+def _boxes(leaf: TensorLeaf) -> Iterator[Box]:
+    """The tensor as it was sharded, in shards of at most 512 MiB."""
+    pieces = [(shard.offsets, shard.sizes) for shard in leaf.shards]
+    if not fills(pieces, leaf.shape):
+        raise untiled(leaf.key, pieces, leaf.shape)
+    seen: set[tuple[int, ...]] = set()
+    window = _CHUNK_BYTES // leaf.dtype.itemsize
+    for shard in leaf.shards:
+        if shard.offsets in seen:
+            continue  # each domain has a copy of what was replicated
+        seen.add(shard.offsets)
+        if not math.prod(shard.sizes):
+            yield Box(leaf, shard.offsets, shard.sizes)
+            continue
+        zeros = (0,) * len(shard.sizes)
+        for piece in pieces_of(shard.sizes, zeros, shard.sizes, window, whole=False):
+            at = tuple(a + b for a, b in zip(shard.offsets, piece.offsets, strict=True))
+            yield Box(leaf, at, piece.lengths)
+
+
+def _described(one: Chosen, items: Sequence[_Item]) -> TensorStorageMetadata | BytesStorageMetadata:
+    if isinstance(one.leaf, ObjectLeaf):
+        return BytesStorageMetadata()
+    data = [i.item.tensor_data for i in items if i.item.tensor_data is not None]
+    dtype = one.leaf.dtype if one.dtype is None else one.dtype
+    chunks = [each.chunk for each in data]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(one.leaf.shape), chunks)
+
+
+def _files(items: Sequence[_Item], limit_bytes: int) -> Iterator[list[_Item]]:
+    """Files of about so many bytes; a larger item has one to itself."""
+    group: list[_Item] = []
+    held = 0
+    for one in items:
+        if group and held + one.size_bytes > limit_bytes:
+            yield group
+            group, held = [], 0
+        group.append(one)
+        held += one.size_bytes
+    if group:
+        yield group
+
 
 _ALL = Selection()
 _PART_BYTES = 16 << 20  # of a safetensors file; three are in memory

@@ -24,8 +24,7 @@ from ckptfs.dcp.planning.leaves import first_line
 from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, SymlinkError
 from ckptfs.storage.base import Storage
 from ckptfs.tools.contents import Box, Contents, Leaf, ObjectLeaf, TensorLeaf
-from ckptfs.tools.located import whole_of_parts
-from ckptfs.tools.opened import Format, Opened, open_contents
+from ckptfs.tools.opening import Format, Opened, open_contents, whole_of_parts
 from ckptfs.uri import Uri, options_of
 
 __all__ = [

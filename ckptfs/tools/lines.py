@@ -1,38 +1,118 @@
-"""What a line of a listing says, and its order. Pure, no torch.
+"""What a line of a listing says, where it comes from, and the order of lines. Read-only, no waiting, no torch.
 
-State         what a checkpoint is, at first look
-Checkpoint    one line
-Run           all of them, and who holds the run
+    State         what a checkpoint is, at first look
+    Checkpoint    one line; ``from_seal``, ``from_beside``: what a manifest adds to it
+    Run           all of them, and who holds the run
+    Holding       the newest owner of a run, as its log and this machine say:
+
+    free      no process, or its owner left in peace
+    held      an owner that did not leave; whether it lives only its own machine knows at once
+    gone      an owner of this machine whose process is not there any more: the next one takes the run
+
+``prepare_run`` decides by itself, and watches the lease where this cannot be known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from ckptfs.commit.catalog.catalog import Origin
-from ckptfs.commit.log.entries import Kind
+from ckptfs.commit.catalog.catalog import Look, Origin, find
+from ckptfs.commit.catalog.unlogged import Beside, is_overwritten, missing_data
+from ckptfs.commit.log.entries import GENESIS, Fence, Generation, Kind, Seal
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.paths import number_order
-from ckptfs.tools.holding import Holding
+from ckptfs.commit.operations import drive, read_limited
+from ckptfs.commit.ownership.lease import alive_here, describe, who_am_i
+from ckptfs.commit.paths import ATTEMPTS, MANIFEST, METADATA, number_order
+from ckptfs.commit.save.foreign_metadata import names_save
+from ckptfs.commit.state import Views, piece
+from ckptfs.control.world import World
+from ckptfs.errors import IntegrityError, ManifestError, NotFoundError, StaleError
 from ckptfs.uri import Uri
 
 __all__ = [
     "HISTORY",
     "Checkpoint",
+    "Hold",
+    "Holding",
     "Run",
     "Sort",
     "State",
     "age_s",
+    "as_foreign",
+    "as_overwritten",
     "began_at",
+    "from_beside",
+    "from_seal",
+    "holding_of",
     "in_order",
     "side_by_side",
     "time_text",
 ]
+
+
+class Hold(StrEnum):
+    """Whether a process holds the run.
+
+    Attributes:
+        FREE: No process does.
+        HELD: A process does, as far as is known.
+        GONE: Its owner was a process of this node and has died.
+    """
+
+    FREE = "free"
+    HELD = "held"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The newest owner of a run.
+
+    Attributes:
+        hold: Whether it holds the run.
+        generation: Its number; 0 where the run was never claimed, and the rest is empty.
+        host: The owner's host, also of one that left.
+        pid: The owner's process id.
+        job: The owner's job; None where it had no name.
+    """
+
+    hold: Hold
+    generation: int = 0
+    host: str = ""
+    pid: int = 0
+    job: str | None = None
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        if self.hold is Hold.FREE:
+            return "free"
+        fence = Fence(Generation(self.generation, ""), host=self.host, pid=self.pid, job=self.job)
+        gone = ", whose process is gone" if self.hold is Hold.GONE else ""
+        return f"held by {describe(fence)}{gone}"
+
+
+def holding_of(views: Views) -> Holding:
+    """Return who holds the run with the reached logs ``views``."""
+    if not views:
+        return Holding(Hold.FREE)
+    newest = max(views.values(), key=lambda view: view.generation)
+    fence = newest.fence
+    if fence.generation == GENESIS:
+        return Holding(Hold.FREE)
+    told = (fence.generation.number, fence.host, fence.pid, fence.job)
+    held = [view for view in views.values() if view.generation == newest.generation]
+    if all(view.released for view in held):
+        return Holding(Hold.FREE, *told)
+    if fence.node == who_am_i(World.solo()).node and not alive_here(fence):
+        return Holding(Hold.GONE, *told)
+    return Holding(Hold.HELD, *told)
+
 
 _AT_ONCE = 16  # requests
 
@@ -207,3 +287,134 @@ def age_s(created_at: str | None, now: datetime | None = None) -> float | None:
     if then.tzinfo is None:
         then = then.replace(tzinfo=UTC)
     return ((now or datetime.now(UTC)) - then).total_seconds()
+
+
+_UNPROJECTED = "stock torch does not see it; the next owner of the run puts that right"
+
+
+def from_beside(line: Checkpoint, beside: Beside) -> Checkpoint:
+    """Return ``line`` with what is next to the log, ``beside``, believed or not."""
+    checkpoint, manifest = beside.checkpoint, beside.manifest
+    if checkpoint is None:
+        line = replace(line, state=State.DAMAGED, note=beside.why)
+        if manifest is not None:
+            line = replace(line, step=manifest.step, kind=manifest.artifact)
+        return _told(line, manifest)
+    line = replace(
+        line,
+        origin=checkpoint.origin,
+        step=checkpoint.step,
+        kind=checkpoint.kind,
+        save_id=checkpoint.save_id,
+        parts=checkpoint.parts,
+        domains=checkpoint.domains,
+        created_at=None if beside.modified_s is None else time_text(beside.modified_s),
+    )
+    return _told(line, manifest)
+
+
+def as_foreign(line: Checkpoint, look: Look) -> Checkpoint:
+    """Return the ``line`` of what another program saved next to the log, with whether it is whole, read with
+    ``look``.
+    """
+    if line.origin is not Origin.STOCK:
+        return line
+    try:
+        metadata = look.storage.read(f"{line.name}/{METADATA}")
+        missing = drive(missing_data(line.name, metadata), look.storage)
+    except NotFoundError:
+        return line  # it goes while we look
+    if not missing:
+        return replace(
+            line, state=State.FOREIGN, note="ckptfs did not write it; load it by its name"
+        )
+    lost = f"{missing[0]} is missing" if len(missing) == 1 else f"{len(missing)} files are missing"
+    why = f"{lost} that its {METADATA} names"
+    if missing == (METADATA,):
+        why = f"its {METADATA} is not one, or not all of one"
+    return replace(line, state=State.DAMAGED, note=f"not whole, and not written by ckptfs: {why}")
+
+
+def as_overwritten(line: Checkpoint, seal: Seal, look: Look) -> Checkpoint:
+    """The ``line`` of the newest commit ``seal``, with a note where another program saved over it, read with
+    ``look``.
+    """
+    shape = look.storage.capabilities.shape
+    if not drive(is_overwritten(seal, look.views, shape), look.storage):
+        return line
+    note = f"another program saved over it: its {METADATA} is not ours"
+    return replace(line, note=f"{line.note}; {note}" if line.note else note)
+
+
+def _told(line: Checkpoint, manifest: Manifest | None) -> Checkpoint:
+    if manifest is None:
+        return line
+    return replace(
+        line,
+        created_at=manifest.created_at or line.created_at,
+        size_bytes=manifest.size_bytes,
+        files=len(manifest.files),
+        ranks=manifest.world_size,
+        manifest=manifest,
+    )
+
+
+def from_seal(line: Checkpoint, seal: Seal, look: Look, *, everything: bool) -> Checkpoint:
+    """Return a line with what the sealed manifest says.
+
+    Args:
+        line: The line so far.
+        seal: The save.
+        look: What this process sees of the run.
+        everything: Also whether stock readers see it.
+    """
+    shape = look.storage.capabilities.shape
+    try:
+        found = drive(find(seal, shape, line.uri), look.storage)
+    except (NotFoundError, StaleError, IntegrityError, ManifestError) as error:
+        if line.state is not State.COMMITTED:
+            return line  # history: that its files are not where they were is no news
+        is_lost = isinstance(error, NotFoundError | StaleError)
+        note = f"{MANIFEST} of save {seal.save_id} is missing" if is_lost else error.message
+        return replace(line, state=State.DAMAGED, note=note)
+    line = _told(line, found.manifest)
+    for ref in seal.parts:
+        line = _with_part(line, piece(seal, ref), look)
+    if line.state is State.COMMITTED:
+        waits = found.home.startswith(f"{ATTEMPTS}/") or (
+            everything and not _is_projected(seal, look)
+        )
+        if waits:
+            line = replace(line, state=State.UNPROJECTED, note=_UNPROJECTED)
+    return line
+
+
+def _with_part(line: Checkpoint, part: Seal, look: Look) -> Checkpoint:
+    """With the bytes of a part, where it can be seen from here."""
+    try:
+        found = drive(find(part, look.storage.capabilities.shape, line.uri), look.storage)
+    except (NotFoundError, StaleError, IntegrityError, ManifestError):
+        name = part.name.rpartition("/")[2]
+        note = f"part {name} is not seen from here"
+        return replace(line, note=f"{line.note}; {note}" if line.note else note)
+    manifest = found.manifest
+    if manifest is None:
+        return line
+    return replace(
+        line,
+        size_bytes=(line.size_bytes or 0) + manifest.size_bytes,
+        files=(line.files or 0) + len(manifest.files),
+    )
+
+
+def _is_projected(seal: Seal, look: Look) -> bool:
+    """Whether ``ckptfs.json`` beside the data names this save, and ``.metadata`` is there."""
+    try:
+        if names_save(read_limited(look.storage, f"{seal.name}/{MANIFEST}")) != seal.save_id:
+            return False
+        # A directory artifact has none, and of a whole of parts each part has its own.
+        if seal.artifact is not Kind.DIRECTORY and not seal.parts:
+            look.storage.stat(f"{seal.name}/{METADATA}")
+    except NotFoundError:
+        return False
+    return True

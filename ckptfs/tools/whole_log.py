@@ -10,7 +10,7 @@ from __future__ import annotations
 from ckptfs.commit.catalog.catalog import Look, refuse_gap
 from ckptfs.commit.paths import DOMAIN, LOG
 from ckptfs.errors import ManifestError
-from ckptfs.tools.measured import listed
+from ckptfs.tools.debris import listed
 
 __all__ = ["refuse_gap", "refuse_lost_domain", "refuse_newer"]
 

@@ -25,7 +25,7 @@ from ckptfs.commit.catalog.catalog import Look, find, list_live, looking_at
 from ckptfs.commit.operations import drive
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.collecting import collect, look_for_debris
-from ckptfs.tools.measured import files_below
+from ckptfs.tools.debris import files_below
 from ckptfs.uri import Uri
 
 OPERATIONS = (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptfs.bench.results import Result, Sample, write_result
-from ckptfs.cli.exits import Exit
+from ckptfs.cli.output import Exit
 from tests.bench.made import FILE, made_result
 from tests.cli.conftest import Cli, Golden, Place
 

@@ -16,8 +16,7 @@ from ckptfs.errors import AnswerLostError, StateError, UriError
 from ckptfs.storage.base import Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.tools.exporting import ExportFormat
-from ckptfs.tools.landing import landing
-from ckptfs.tools.taken import refuse_place
+from ckptfs.tools.landing import landing, refuse_place
 from ckptfs.uri import Uri
 from tests.cli.conftest import Cli, Place, a_run, state_of
 from tests.cli.damage import VICTIM, save_id_of, state_now

@@ -14,9 +14,8 @@ from pathlib import Path
 import click
 import pytest
 
-from ckptfs.cli.answer import hint_text
-from ckptfs.cli.exits import Exit, exit_of
 from ckptfs.cli.main import COMMANDS, ckptfs
+from ckptfs.cli.output import Exit, exit_of, hint_text
 from ckptfs.errors import (
     AccessError,
     CkptfsError,
@@ -178,7 +177,7 @@ def test_nothing_is_wrapped_in_a_pipe() -> None:
 
 
 _LONG_TABLE = """
-from ckptfs.cli.answer import Answer, print_answer, table
+from ckptfs.cli.output import Answer, print_answer, table
 print_answer("x", Answer({}, lambda c: table(c, ("A",), [("b" * 3000,)])), as_json=False)
 """
 

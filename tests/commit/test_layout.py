@@ -22,7 +22,7 @@ from ckptfs.storage.registry import open_storage
 HERE = Path(ckptfs.__file__).parent
 DATED = re.compile(r"\\d\{8\}T\\d\{6\}")
 # The doctor's own scratch directories and the names of entries on their way: no data lies below them.
-OTHER_NAMES = {"commit/paths.py": 1, "tools/doctor/session.py": 1, "tools/surveying.py": 1}
+OTHER_NAMES = {"commit/paths.py": 1, "tools/doctor/session.py": 1, "tools/collecting.py": 1}
 
 
 def test_every_id_that_is_made_is_one(tmp_path: Path) -> None:

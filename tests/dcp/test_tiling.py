@@ -38,7 +38,7 @@ from ckptfs.storage.registry import open_storage
 from ckptfs.tools.contents import Box, TensorLeaf
 from ckptfs.tools.exporting import ExportFormat, export
 from ckptfs.tools.findings import Damage
-from ckptfs.tools.opened import open_contents
+from ckptfs.tools.opening import open_contents
 from ckptfs.tools.verifying import verify
 from tests.dcp.fake_ranks import fake_rank
 

@@ -26,7 +26,7 @@ from ckptfs.replication.copier import copy_to
 from ckptfs.storage.base import Shape
 from ckptfs.tools.findings import Damage
 from ckptfs.tools.lines import Run, State
-from ckptfs.tools.looking import look_at, newest
+from ckptfs.tools.listing import look_at, newest
 from ckptfs.tools.verifying import verify
 
 T = TypeVar("T")

@@ -43,7 +43,7 @@ def come(rank: Rank) -> dict[str, Any]:
     from ckptfs.commit.ownership.claim import claim
     from ckptfs.errors import RunBusyError
     from ckptfs.storage import registry  # noqa: F401 - another user may not read our interpreter
-    from ckptfs.tools.holding import holding_of
+    from ckptfs.tools.lines import holding_of
 
     if rank.args.get("uid"):
         os.setgroups([])  # hidepid hides nothing from the group 0

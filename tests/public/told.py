@@ -25,7 +25,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 import ckptfs
 from ckptfs import events
-from ckptfs.cli.exits import Exit, exit_of
+from ckptfs.cli.output import Exit, exit_of
 from ckptfs.errors import CkptfsError
 from ckptfs.manager.listeners import MetricsListener
 from ckptfs.manager.prometheus import PrometheusTextfile

@@ -21,10 +21,9 @@ from ckptfs.progress import SILENT
 from ckptfs.storage.io import is_aligned
 from ckptfs.tools.comparing import Basis, Change, compare
 from ckptfs.tools.contents import Box, Shard, TensorLeaf, batches
-from ckptfs.tools.exporting import _in_place, export
+from ckptfs.tools.exporting import Selection, _in_place, export, nested
 from ckptfs.tools.inspecting import inspect, values
-from ckptfs.tools.opened import open_contents
-from ckptfs.tools.selecting import Selection, nested
+from ckptfs.tools.opening import open_contents
 from tests.formats.state import state
 
 STOCK = Path(__file__).parent.parent / "formats" / "torch-2.13.0"  # by two ranks
@@ -126,7 +125,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
     code = f"""
 from ckptfs.tools.comparing import compare
 from ckptfs.tools.exporting import _in_place, export
-from ckptfs.tools.opened import open_contents
+from ckptfs.tools.opening import open_contents
 uri = {str(tmp_path / "run" / "step_1")!r}
 def peak():
     # Not ru_maxrss: that begins with what the parent process had.

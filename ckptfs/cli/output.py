@@ -1,0 +1,346 @@
+"""What every command has: ``--json``, an answer that is printed, errors as messages and exit codes.
+
+    @command("ls")
+    @click.argument("uri")
+    @storage_options()
+    def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
+
+    Answer(document, show, exit)     document: plain JSON values; show: draws it for a person
+
+    0  done, or yes                     4  not permitted, or no valid credentials
+    1  no: damaged, too old, differs    5  the storage failed, or cannot do that
+    2  wrong call                       6  another process has it: busy, fenced, taken
+    3  not found                        7  unknown: it may have happened     130  Ctrl-C
+
+A number is one thing that a script would do next. The numbers are part of the interface: docs/cli.md has them,
+and they do not change.
+
+A body does its work and returns an ``Answer``; it prints nothing and exits nowhere. An error of
+ckptfs ends the command with its code (see ``exit_of``), any other exception is a bug and shows itself.
+
+Under torchrun every rank runs a collective command (``bench``, ``cp``, ``doctor``): rank 0 speaks, and all end with
+the same code. Any other prints whatever RANK says: a training rank may have started it, or a shell there.
+
+Names and texts that a checkpoint brings can be anything: ``say``, ``table`` and the console that ``show`` draws
+on escape what would change a terminal or look like further lines (``printable``).
+
+With ``--json`` standard output gets one JSON document and nothing else; progress and warnings go to standard
+error. An error is a document too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptfs.errors import (
+    AccessError,
+    AlreadyExistsError,
+    AnswerLostError,
+    CkptfsError,
+    CollectiveError,
+    CommitConflictError,
+    CommitInDoubtError,
+    FencedError,
+    IncompleteCheckpointError,
+    IntegrityError,
+    ManifestError,
+    NotFoundError,
+    RunBusyError,
+    StateError,
+    StorageError,
+    UriError,
+)
+from ckptfs.progress import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ckptfs.control.control import Control
+
+__all__ = [
+    "Answer",
+    "Exit",
+    "command",
+    "error_document",
+    "exit_of",
+    "group_command",
+    "hint_text",
+    "outlive",
+    "print_answer",
+    "print_error",
+    "say",
+    "stream_command",
+    "table",
+]
+
+
+class Exit(IntEnum):
+    """How a command ends."""
+
+    OK = 0
+    NO = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    ACCESS = 4
+    STORAGE = 5
+    TAKEN = 6
+    UNKNOWN = 7
+    INTERRUPTED = 130
+
+
+# In this order: the first that fits. A class stands before those that it derives from.
+_EXITS: tuple[tuple[type[CkptfsError], Exit], ...] = (
+    (CommitInDoubtError, Exit.UNKNOWN),
+    (AnswerLostError, Exit.UNKNOWN),
+    (IncompleteCheckpointError, Exit.NO),
+    (IntegrityError, Exit.NO),
+    (ManifestError, Exit.NO),
+    (NotFoundError, Exit.NOT_FOUND),
+    (AccessError, Exit.ACCESS),
+    (AlreadyExistsError, Exit.TAKEN),
+    (CommitConflictError, Exit.TAKEN),
+    (FencedError, Exit.TAKEN),
+    (RunBusyError, Exit.TAKEN),
+    (UriError, Exit.USAGE),
+    (StateError, Exit.USAGE),
+    (StorageError, Exit.STORAGE),
+)
+
+
+def exit_of(error: CkptfsError) -> Exit:
+    """The exit code of an error; of a collective one, that of its first failed rank's."""
+    if isinstance(error, CollectiveError):
+        # As errors of one failure each: where all are of one type the error is of that type too.
+        ones = (
+            CollectiveError("", failures={r: error.failures[r]}) for r in sorted(error.failures)
+        )
+        code = next((code for one in ones if (code := _code_of(one)) is not None), None)
+    else:
+        code = _code_of(error)
+    if code is not None:
+        return code
+    return Exit.UNKNOWN if error.outcome == "unknown" else Exit.STORAGE
+
+
+def _code_of(error: CkptfsError) -> Exit | None:
+    for kind, code in _EXITS:
+        if isinstance(error, kind) or (isinstance(error, CollectiveError) and error.all_are(kind)):
+            return code
+    return None
+
+
+# The library's hints name its calls; whoever reads them at a terminal has the commands.
+_COMMANDS = (
+    (r"call list_checkpoints\(\) on its parent", "run ckptfs ls on its parent"),
+    (r"see steps or list_checkpoints\(\) for what exists", "run ckptfs ls to see what exists"),
+    (r"latest\(\) and the next save show", "ckptfs latest shows"),
+    (r"the next save or prepare_run(?:\(\))? ", "the next job of the run "),
+    (r"claim it again with prepare_run\(\)", "start its job again"),
+    (r"call prepare_run\(\) to (settle|clean)", r"run ckptfs gc --delete to \1"),
+    (r'\bor if_exists="replace"', "or --overwrite"),
+    (r'ckptfs\.save\(\.\.\., if_exists="replace"\)', "--overwrite where the command has it"),
+    (r', or pass takeover="force"', ""),
+    (
+        r'(, or|,)? pass unlogged="ignore"( to a call that takes the newest| to continue with [^,;]+)?',
+        "",
+    ),
+    (r'load with verify="off"( to read it unverified)?', "a load in Python can read it unverified"),
+    (r" or call prepare_run\(\)", " or start a job of the run"),
+    (r"storage_options key= and secret= or profile=", "-o key= and -o secret=, or -o profile="),
+    (r"storage_options=\{\"fo\": (\"[^\"]*\")\}", r"-o fo=\1"),
+    (r"\bin storage_options\b", "with -o"),
+    (
+        r"; ckptfs\.load\(state, uri\) loads this checkpoint",
+        "; ckptfs inspect shows this checkpoint",
+    ),
+)
+_PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program wants whole lines
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """document: what ``--json`` prints. show: prints the same for a person. exit: the verdict."""
+
+    document: Mapping[str, Any]
+    show: Callable[[Console], None]
+    exit: Exit = Exit.OK
+
+
+def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
+    """The answer on standard output."""
+    if as_json:
+        click.echo(json.dumps({"command": name, **answer.document}, indent=2))
+        return
+    answer.show(_console())
+
+
+def print_error(name: str, error: CkptfsError, *, as_json: bool, indent: int | None = 2) -> None:
+    """An error on standard error, and with --json also as the document on standard output."""
+    if as_json:
+        document = {"command": name, "error": error_document(error)}
+        click.echo(json.dumps(document, indent=indent))
+    where = f" [{error.uri}]" if error.uri else ""
+    say(f"ckptfs {name}: {error.message}{where}")
+    if error.hint:
+        say(f"  hint: {hint_text(error.hint)}")
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    click.echo(printable(text), err=True)
+
+
+def hint_text(hint: str) -> str:
+    """A hint of the library in the words of the command line. Pure."""
+    for call, command in _COMMANDS:
+        hint = re.sub(call, command, hint)
+    return hint
+
+
+def error_document(error: CkptfsError) -> dict[str, Any]:
+    """The error as JSON values."""
+    return {
+        "type": type(error).__name__,
+        "message": error.message,
+        "uri": error.uri,
+        "hint": None if error.hint is None else hint_text(error.hint),
+        "outcome": error.outcome,
+    }
+
+
+def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns a person can read and ``awk`` can split; a name that ends in ``>`` is set right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        right = column.endswith(">")
+        drawn.add_column(
+            column.rstrip(">"),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=not right,
+        )
+    for row in rows:
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    console.print(drawn)
+
+
+def _console() -> Console:
+    from rich.console import Console
+    from rich.text import Text
+
+    class Escaping(Console):
+        """Each text that is printed is one line, and changes nothing in the terminal."""
+
+        def print(self, *objects: Any, **settings: Any) -> None:
+            for one in objects:
+                if isinstance(one, Text):
+                    one.plain = printable(one.plain)
+            shown = (printable(one) if isinstance(one, str) else one for one in objects)
+            super().print(*shown, **settings)
+
+    width = None if sys.stdout.isatty() else _PIPE_WIDTH
+    return Escaping(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
+
+
+def command(
+    name: str, *, collective: bool = False, **settings: Any
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A command of its own. collective: all ranks of a launcher run it together."""
+    return _made(click.command, name, name, settings, collective=collective)
+
+
+def stream_command(name: str) -> Callable[[Callable[..., Exit]], click.Command]:
+    """A command that prints while it runs: its body takes ``as_json``, and prints one object on each line."""
+
+    def decorate(body: Callable[..., Exit]) -> click.Command:
+        @functools.wraps(body)
+        def run(*, as_json: bool, **params: Any) -> None:
+            bound = functools.partial(body, as_json=as_json, **params)
+            ended = _run(bound, name, as_json=as_json, speaks=True, is_stream=True)
+            click.get_current_context().exit(ended)
+
+        flag = click.option("--json", "as_json", is_flag=True, help="One JSON object on each line.")
+        return click.command(name)(flag(run))
+
+    return decorate
+
+
+def group_command(
+    group: click.Group, name: str, *, collective: bool = False, **settings: Any
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    """A command below another: ``bench report``."""
+    return _made(group.command, name, f"{group.name} {name}", settings, collective=collective)
+
+
+def _made(
+    make: Callable[..., Any],
+    name: str,
+    told: str,
+    settings: dict[str, Any],
+    *,
+    collective: bool = False,
+) -> Callable[[Callable[..., Answer]], click.Command]:
+    def decorate(body: Callable[..., Answer]) -> click.Command:
+        @functools.wraps(body)
+        def run(*args: Any, as_json: bool, **params: Any) -> None:
+            speaks = not collective or os.environ.get("RANK", "0") == "0"
+            ended = _run(
+                functools.partial(body, *args, **params), told, as_json=as_json, speaks=speaks
+            )
+            click.get_current_context().exit(ended)
+
+        flag = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+        made: click.Command = make(name, **settings)(flag(run))
+        return made
+
+    return decorate
+
+
+def _run(
+    body: Callable[[], Answer | Exit],
+    told: str,
+    *,
+    as_json: bool,
+    speaks: bool,
+    is_stream: bool = False,
+) -> Exit:
+    try:
+        answer = body()
+    except CkptfsError as error:
+        if speaks:
+            print_error(told, error, as_json=as_json, indent=None if is_stream else 2)
+        return exit_of(error)
+    except KeyboardInterrupt:
+        say(f"ckptfs {told}: interrupted")
+        return Exit.INTERRUPTED
+    if isinstance(answer, Exit):
+        return answer
+    if speaks:
+        print_answer(told, answer, as_json=as_json)
+    return answer.exit
+
+
+def outlive(control: Control) -> None:
+    """Collective. The first rank that ends with a failure makes torchrun end the others: nobody ends
+    before rank 0 is safe from that, and can say what failed.
+    """
+    if control.size == 1:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(CkptfsError):
+        control.step("told", lambda: None, lambda _: None)
