@@ -14,6 +14,7 @@ __all__ = ["name_failures", "sum_up"]
 # What a test lacked, and how its reason says so. The first that fits counts.
 LACKS = (
     ("servers and machines of the lab: `make lab-install` brings them", r"lab-install"),
+    ("a CPU that the kernel of the NFS lab can run on", r"user-mode Linux cannot run"),
     ("root", r"\broot\b"),
     ("a CUDA device", r"CUDA"),
     ("frameworks: `make test-integrations` brings them", r"could not import|No module named"),

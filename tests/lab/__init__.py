@@ -29,6 +29,7 @@ Who wants a server of their own, to kill or with other settings, starts one::
 Ports are free ones and every server has a directory of its own, so that sessions run side by side.
 A server is up when it answers; one that dies or does not answer in time is a ``LabError`` with the
 end of its log. ``UnavailableError``: the machine lacks a part; fixtures then skip, and fail where CI=true.
+``UnsuitableError``: the machine could not run it with anything installed; its tests are skipped in CI too.
 No server outlives the process that started it, however that ends (tests/lab/keeper.py).
 ``with lab.Nodes(2) as nodes`` is two machines that do not see each other's disks (tests/lab/nodes.py),
 and ``tests.lab.job`` a real torchrun over such machines.
@@ -47,7 +48,7 @@ from tests.lab.nfs import NfsLab
 from tests.lab.nodes import Nodes
 from tests.lab.other_s3 import localstack, rclone, s3rver, seaweedfs, swift
 from tests.lab.powercut import PowerCut
-from tests.lab.process import LabError, UnavailableError
+from tests.lab.process import LabError, UnavailableError, UnsuitableError
 from tests.lab.radosgw import radosgw
 from tests.lab.server import Server
 from tests.lab.sink import sink
@@ -60,6 +61,7 @@ __all__ = [
     "PowerCut",
     "Server",
     "UnavailableError",
+    "UnsuitableError",
     "azurite",
     "ftp",
     "gcs",

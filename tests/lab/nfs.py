@@ -31,7 +31,15 @@ from typing import Literal, Self
 
 from tests.lab.nfs_agent import Ended
 from tests.lab.nfs_machine import Forked, Machine, Network, Program
-from tests.lab.process import HOME, REPOSITORY, Crew, LabError, UnavailableError, run
+from tests.lab.process import (
+    HOME,
+    REPOSITORY,
+    Crew,
+    LabError,
+    UnavailableError,
+    UnsuitableError,
+    run,
+)
 
 __all__ = ["MOUNT", "Ended", "Forked", "Machine", "NfsLab", "Program", "Version"]
 
@@ -39,6 +47,7 @@ Version = Literal["4.2", "3"]
 
 MOUNT = "/nfs"
 _PARTS = HOME / "uml"  # unpacked by make lab-install
+_WIDE_REGISTERS = "put_fp_registers"  # where a kernel of 6.1 dies on a CPU with AMX, before its first program runs
 _ADDRESSES = {"server": "10.77.0.1", "a": "10.77.0.2", "b": "10.77.0.3"}
 _CLIENT_MIB = 2500  # an upper bound: pages that nobody touches cost nothing
 _SERVER_MIB = 512
@@ -48,7 +57,8 @@ _DISK_BYTES, _SMALL_BYTES = 3 << 30, 48 << 20
 class NfsLab:
     """One server and two clients; a context manager. Several may run at once.
 
-    UnavailableError: this machine lacks root, a device or a package. LabError: it did not come up.
+    UnavailableError: this machine lacks root, a device or a package. UnsuitableError: its CPU has registers that user-mode
+    Linux does not know. LabError: it did not come up.
     """
 
     def __init__(self, version: Version = "4.2") -> None:
@@ -81,8 +91,12 @@ class NfsLab:
     def __enter__(self) -> Self:
         try:
             self._start()
-        except BaseException:
+        except BaseException as error:
             self._crew.stop()
+            if isinstance(error, LabError) and _WIDE_REGISTERS in str(error):
+                raise UnsuitableError(
+                    "user-mode Linux cannot run on this CPU: it has more registers (AMX) than its kernel saves"
+                ) from error
             raise
         return self
 

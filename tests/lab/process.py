@@ -48,6 +48,10 @@ class UnavailableError(LabError):
     """This machine lacks a part of the server; says which, and how to install it."""
 
 
+class UnsuitableError(UnavailableError):
+    """This machine cannot run the server, whatever is installed on it: its tests are skipped in CI too."""
+
+
 def need(*names: str) -> list[str]:
     """Paths of programs, from .lab, this interpreter's directory, PATH and the system's directories."""
     places = [
