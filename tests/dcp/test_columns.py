@@ -34,7 +34,9 @@ def test_the_most_dimensions_travel() -> None:
 
 def test_too_many_dimensions_are_told_by_key() -> None:
     """65 dimensions, which torch makes: the key, both numbers and a way out, on the rank that has it."""
-    with pytest.raises(StateError, match=r"'layer\.w' has 65 dimensions, and 64 .* reshape it"):
+    with pytest.raises(
+        StateError, match=r"'layer\.w' has 65 dimensions, but at most 64 .* reshape it"
+    ):
         structure_of(plan("layer.w", torch.zeros([1] * 65)))
 
 
