@@ -404,6 +404,7 @@ def test_weights_are_copied_beside_checkpoints_each_with_its_latest(tmp_path: Pa
     """Kinds, metrics and failure marks travel with a save."""
     primary, copy = tmp_path / "primary", tmp_path / "copy"
     with Job(primary, Copy(copy, every="latest")) as job:
+        idle(job)  # its first look, which would find step 1 on a busy machine
         for step in (1, 2):
             job.save(step, tell=False)
             job.save(step, tell=False, kind=Kind.WEIGHTS)

@@ -320,7 +320,8 @@ def test_a_checkpoint_that_was_removed_by_hand_is_not_announced(
         assert "ckptfs rm" in str(caught.value.hint)
     with Watcher(run) as watcher, pytest.raises(IncompleteCheckpointError, match="checkpoint_2"):
         next(iter(watcher))
-    assert not caplog.records
+    # A lease of another test, whose directory is gone, may be rewritten once more meanwhile.
+    assert not [record for record in caplog.records if "lease" not in record.getMessage()]
     # Who has seen it waits for the next one.
     with pytest.raises(DeadlineError):
         wait_for_new(run, 2, timeout_s=0)
