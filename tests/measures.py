@@ -1,4 +1,4 @@
-"""What the code under test holds of this process: its descriptors, its threads.
+"""What the code under test holds of this process: its descriptors, its threads; what it logged.
 
 A count of all descriptors or threads sees those of other tests, of Python and of libraries, too: it changes
 while a test runs that has nothing to do with them. tests/test_measures.py lists who measures a process.
@@ -10,7 +10,9 @@ import contextlib
 import os
 import threading
 
-__all__ = ["descriptors_below", "own_threads"]
+import pytest
+
+__all__ = ["descriptors_below", "own_threads", "warned"]
 
 _TABLE = "/proc/self/fd"
 
@@ -33,3 +35,10 @@ def descriptors_below(path: str | os.PathLike[str]) -> list[str]:
 def own_threads(prefix: str = "ckptfs") -> set[threading.Thread]:
     """The living threads whose names begin so."""
     return {thread for thread in threading.enumerate() if thread.name.startswith(prefix)}
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged, without the lease of an earlier test, which is rewritten every 5 s and warns where its directory
+    is gone.
+    """
+    return [message for message in caplog.messages if "lease could not be rewritten" not in message]

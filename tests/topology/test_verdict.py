@@ -22,6 +22,7 @@ from ckptfs.control.messages import (
 from ckptfs.control.rank_errors import collective_error, failure_of
 from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, CollectiveError, DeadlineError, Failure, NoSpaceError
+from tests.measures import warned
 
 EVERY_CLASS = [
     cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, CkptfsError)
@@ -80,7 +81,7 @@ def test_ranks_that_met_the_same_are_told_together(caplog: pytest.LogCaptureFixt
     with caplog.at_level("WARNING"):
         for _ in range(3):
             made = collective_error("write", failures, worlds)
-        assert not caplog.records
+        assert not warned(caplog)
         assert str(settle(said, None, worlds)[0].error) == str(made)
     got = decode_verdict(encode_verdict(Verdict(error=made))).error
     assert isinstance(got, CollectiveError)
