@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import pickle
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes som
 GROUP, OWNER, OTHER = 54321, 54322, 54323
 LIMIT_S = 120  # of one child; a FIFO would hold it for ever
 
+# Children of a process without threads: one that is forked beside the threads of other tests may find a lock
+# held for ever.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch", "ckptfs.dcp.api", __name__])
+
 
 @dataclass(frozen=True, slots=True)
 class Ended:
@@ -37,32 +43,35 @@ class Ended:
 
 
 def as_user(user: int, body: Callable[[], object]) -> Ended:
-    """Run ``body`` in a child that is this user, in the group that both are in."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        ended = Ended("did not come so far", typed=False)
+    """Run ``body``, which can be pickled, in a child that is this user, in the group that both are in."""
+    receiving, sending = PROCESSES.Pipe(duplex=False)
+    with receiving:
+        child = PROCESSES.Process(target=_become, args=(user, body, sending))
+        child.start()
+        sending.close()  # so that a child that dies without an answer is seen
         try:
-            signal.alarm(LIMIT_S)
-            os.setgroups([])
-            os.setgid(GROUP)
-            os.setuid(user)
-            os.umask(0o002)
-            body()
-            ended = Ended(None, typed=True)
-        except BaseException as error:  # noqa: BLE001 - told to the parent
-            ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, CkptfsError))
-        finally:
-            os.write(writing, pickle.dumps(ended))
-            os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        told = answer.read()
-    _, status = os.waitpid(pid, 0)
-    assert not os.WIFSIGNALED(status), f"killed by signal {os.WTERMSIG(status)}: it waited"
-    ended = pickle.loads(told)
-    assert isinstance(ended, Ended)
+            ended = receiving.recv()
+        except EOFError:
+            ended = None
+        child.join()
+    assert isinstance(ended, Ended), f"no answer: it ended with {child.exitcode}"
     return ended
+
+
+def _become(user: int, body: Callable[[], object], sending: Connection) -> None:
+    ended = Ended("did not come so far", typed=False)
+    try:
+        signal.alarm(LIMIT_S)
+        os.setgroups([])
+        os.setgid(GROUP)
+        os.setuid(user)
+        os.umask(0o002)
+        body()
+        ended = Ended(None, typed=True)
+    except BaseException as error:  # noqa: BLE001 - told to the parent
+        ended = Ended(f"{type(error).__name__}: {error}", isinstance(error, CkptfsError))
+    finally:
+        sending.send(ended)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ def shared() -> Iterator[Shared]:
     for path in (private / "Documents", private / "Documents" / "thesis"):
         os.chown(path, OWNER, GROUP)
     try:
-        assert as_user(OWNER, lambda: saves(run, 1)) == Ended(None, typed=True)
+        assert as_user(OWNER, partial(saves, run, 1)) == Ended(None, typed=True)
         yield Shared(run, private, beside)
     finally:
         shutil.rmtree(top)
@@ -144,12 +153,17 @@ PLANTS: dict[str, Callable[[Shared], None]] = {
 def everything(on: Shared, step: int) -> list[Callable[[], object]]:
     """What the owner of the private directory does with the run."""
     return [
-        lambda: ckptfs.latest(on.run),
-        lambda: loads(on.run, 1),
-        lambda: saves(on.run, step),
-        lambda: collect(on.run, 0.0),
-        lambda: copy_to(on.run / "step_1", on.beside / f"copy_{step}" / "step_1"),
+        partial(ckptfs.latest, on.run),
+        partial(loads, on.run, 1),
+        partial(saves, on.run, step),
+        partial(collect, on.run, 0.0),
+        partial(copy_to, on.run / "step_1", on.beside / f"copy_{step}" / "step_1"),
     ]
+
+
+def puts(plant: str, on: Shared) -> None:
+    """One of PLANTS."""
+    PLANTS[plant](on)
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -159,7 +173,7 @@ def test_what_another_user_plants_leads_to_nothing_of_ones_own(shared: Shared, p
     with a typed error or as they should.
     """
     before = picture(shared.private)
-    planted = as_user(OTHER, lambda: PLANTS[plant](shared))
+    planted = as_user(OTHER, partial(puts, plant, shared))
     assert planted.error is None, planted.error
     for step, user in ((2, OWNER), (3, 0)):
         for does in everything(shared, step):
@@ -175,7 +189,7 @@ def test_the_second_user_goes_on_and_the_first_one_after_that(shared: Shared) ->
     for step, user in ((2, OTHER), (3, OWNER)):
         for does in (saves, loads):
             assert as_user(user, partial(does, shared.run, step)) == Ended(None, typed=True)
-    assert as_user(OTHER, lambda: loads(shared.run, 3)) == Ended(None, typed=True)
+    assert as_user(OTHER, partial(loads, shared.run, 3)) == Ended(None, typed=True)
 
 
 def test_what_a_group_may_not_write_stays(shared: Shared) -> None:
@@ -184,8 +198,8 @@ def test_what_a_group_may_not_write_stays(shared: Shared) -> None:
         with contextlib.suppress(FileNotFoundError):
             path.chmod(path.stat().st_mode & ~0o022)
     before = picture(shared.run)
-    assert as_user(OTHER, lambda: loads(shared.run, 1)) == Ended(None, typed=True)
-    refused = as_user(OTHER, lambda: saves(shared.run, 2))
+    assert as_user(OTHER, partial(loads, shared.run, 1)) == Ended(None, typed=True)
+    refused = as_user(OTHER, partial(saves, shared.run, 2))
     assert refused.typed
     assert refused.error is not None
     assert "AccessError" in refused.error
