@@ -75,7 +75,9 @@ def host_memory(size_bytes: int) -> torch.Tensor:
 
     Pages come when they are touched first, 2 MiB at a time where the kernel gives huge ones.
     """
-    memory = mmap.mmap(-1, max(1, size_bytes) + _HUGE_BYTES)
+    # Private: shared memory, which is mmap's default, has huge pages on few systems.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, max(1, size_bytes) + _HUGE_BYTES, flags=flags)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         # Without DONTFORK a data loader forked during a save would make us copy every page that
         # the next save stages.
