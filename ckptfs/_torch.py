@@ -211,20 +211,33 @@ def save_without_data(tensor: Any, sink: Any) -> None:
 # -- staging ---------------------------------------------------------------------------------
 
 
-def pin_host_memory(memory: Any) -> Any:
+def cuda_device() -> int | None:
+    """This thread's CUDA device, for another thread; None where this process has not used one."""
+    import torch
+
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.current_device() if used else None
+
+
+def pin_host_memory(memory: Any, device: int | None = None) -> Any:
     """Page-lock a host tensor in place for CUDA; returns how to undo it, None where it cannot be.
+
+    device: the pages are locked in the context of this device; None: of this thread's device. A new thread
+    has device 0, where a context would take memory that another rank needs.
 
     cudart: torch's own pinned allocator rounds sizes up to powers of two and keeps what it once got,
     so a bound on it would not hold. Other accelerators copy from pageable memory.
     """
     import torch
 
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()) or not memory.numel():
+    device = cuda_device() if device is None else device
+    if device is None or not memory.numel():
         return None
     runtime: Any = torch.cuda.cudart()
     address, size_bytes = memory.data_ptr(), memory.numel() * memory.element_size()
-    if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
-        return None
+    with torch.cuda.device(device):
+        if int(runtime.cudaHostRegister(address, size_bytes, 0)) != 0:
+            return None
     return lambda: runtime.cudaHostUnregister(address)
 
 

@@ -50,6 +50,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("dcp/test_metadata_pickle.py", "memory"): FAR,
     ("dcp/test_pickle_scan.py", "memory"): FAR,
     ("dcp/test_object_leaves.py", "memory"): "sets a limit of its own process, and takes it back",
+    ("dcp/test_reserving.py", "processor"): "page faults of its own thread",
     ("faults/test_proxy.py", "elapsed"): SLOWER,
     ("hostile/warm.py", "elapsed"): REPORT,
     ("hostile/warm.py", "memory"): "sets limits of its own child",

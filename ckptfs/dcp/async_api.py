@@ -36,7 +36,14 @@ from ckptfs.dcp.pending import PendingSave, Watch
 from ckptfs.dcp.planning.state_dicts import as_state_dict
 from ckptfs.dcp.saving import Tell, WriteOptions, plans_of, save_at, tell_nobody
 from ckptfs.dcp.staging.buffers import HostBuffers
-from ckptfs.dcp.staging.staging import Staged, failed, stage
+from ckptfs.dcp.staging.staging import (
+    CopySize,
+    Staged,
+    failed,
+    size_of_copy,
+    size_of_tensors,
+    stage,
+)
 from ckptfs.dcp.worker import SaveWorker, exit_s
 from ckptfs.dcp.write.pipeline import PlanMemory
 from ckptfs.dcp.write.rank_files import WriteEngineName
@@ -45,7 +52,15 @@ from ckptfs.events import SaveResult
 from ckptfs.events import Staged as StagedEvent
 from ckptfs.uri import Uri, mask_credentials, options_of
 
-__all__ = ["Aside", "async_save", "begin_aside", "submit_pending"]
+__all__ = [
+    "Aside",
+    "CopySize",
+    "async_save",
+    "begin_aside",
+    "size_of_copy",
+    "size_of_tensors",
+    "submit_pending",
+]
 
 logger = logging.getLogger("ckptfs.dcp")
 

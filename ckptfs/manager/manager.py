@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 from ckptfs.commit.catalog.catalog import Checkpoint
@@ -26,6 +27,7 @@ from ckptfs.commit.ownership.claim import Takeover
 from ckptfs.commit.parts.tickets import Ticket
 from ckptfs.commit.save.spec import IfExists, SaveSpec
 from ckptfs.commit.session import Place
+from ckptfs.dcp.async_api import CopySize, size_of_copy
 from ckptfs.dcp.incremental.reuse import Unchanged
 from ckptfs.dcp.pending import PendingSave
 from ckptfs.dcp.read.load_planner import Allow
@@ -263,6 +265,33 @@ class CheckpointManager(RunManager):
         except BaseException as error:  # noqa: BLE001 - raised where all ranks plan, so all hear of it
             return Saveable(Untold(error), ())
 
+    def reserve(self, state: Any) -> Future[int]:
+        """Have memory ready for the copy that the first asynchronous save of ``state`` makes. Collective.
+
+        The call looks at the state, as a save does, and returns; a thread has the system give the memory, up
+        to ``host_memory_bytes``, and the first save is then as short as later ones. After ``restore`` a
+        manager with ``mode="async"`` does this by itself: call it in a job that restores nothing, as soon as
+        the optimizer has its state. The state may change afterwards: a save that needs less takes the
+        memory, one that needs more gets other memory, as without this. ``close`` gives it back. With
+        ``mode="sync"`` nothing is copied, and nothing reserved. What fails, such as memory that cannot be
+        had, is logged and raised nowhere.
+
+        Args:
+            state: As for ``save``.
+
+        Returns:
+            How many bytes the thread touched, once it is done; 0 where the memory was there already. No call
+            has to wait for it.
+        """
+        self._ground.check_open()
+        size = CopySize(0, on_device=False)
+        if self._settings.mode is SaveMode.ASYNC:
+            try:
+                size = size_of_copy(saveable(state).state_dict)
+            except Exception as error:  # noqa: BLE001 - the save raises it, on all ranks
+                logger.warning("no memory is reserved for asynchronous saves: %s", error)
+        return self._staging_buffers().reserve(size.size_bytes, pinned=size.on_device)
+
     def begin(
         self,
         step: int,
@@ -382,6 +411,9 @@ class CheckpointManager(RunManager):
             return None
         self._needed = frozenset({outcome.save_id})
         self._set_start(StartingPoint(outcome.restored.step))
+        if self._settings.mode is SaveMode.ASYNC:
+            size = outcome.copied
+            self._staging_buffers().reserve(size.size_bytes, pinned=size.on_device)
         self._tell(outcome.restored)
         return outcome.restored
 

@@ -44,6 +44,7 @@ from ckptfs.commit.manifest import FileRecord
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import number_order
 from ckptfs.commit.session import Seat
+from ckptfs.dcp.async_api import CopySize, size_of_tensors
 from ckptfs.dcp.loading import Loadable, load_into, read_metadata
 from ckptfs.dcp.planning.state_dicts import unmarked_key, view_for
 from ckptfs.errors import (
@@ -414,13 +415,15 @@ TRIES = 5  # a run whose saves move under a reader settles at the second look
 class RestoreOutcome:
     """A restore that is done. source: which of the places it was read from, 0 is the primary.
 
-    save_id: retention must not delete this save before the next commit.
+    save_id: retention must not delete this save before the next commit. copied: what a copy of this rank's
+    part of it takes.
     """
 
     restored: Restored
     save_id: str
     source: int
     loaded: LoadResult
+    copied: CopySize
 
 
 class _MovedError(Exception):
@@ -572,6 +575,9 @@ class _Restore:
             "look at the state", lambda: blanks.append(blank_of(self._state, saved, moving))
         )
         uri = self._places.uri(source) / seal.name
+        copied = size_of_tensors(
+            blanks[0].state_dict
+        )  # no object knows its state before it is loaded
         loaded = load_into(
             Loadable(blanks[0].state_dict, blanks[0].give_back),
             _without(metadata, hooks) if dropped else metadata,
@@ -593,7 +599,7 @@ class _Restore:
         )
         if dropped:
             logger.warning("per-rank state of %d ranks was dropped: %s", world, listed(dropped))
-        return RestoreOutcome(restored, candidate.seal.save_id, source, loaded)
+        return RestoreOutcome(restored, candidate.seal.save_id, source, loaded, copied)
 
     def _decide_moves(
         self, marks: Marks, world: int

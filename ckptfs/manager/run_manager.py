@@ -46,6 +46,7 @@ from ckptfs.commit.paths import log_key
 from ckptfs.commit.session import Seat
 from ckptfs.commit.state import Views, catalog
 from ckptfs.dcp.pending import PendingSave
+from ckptfs.dcp.staging.buffers import HostBuffers
 from ckptfs.errors import CkptfsError, DeadlineError, NotFoundError
 from ckptfs.events import Event, SaveBegan, SaveResult, SaveSkipped
 from ckptfs.manager.claimed_run import Ground, Where
@@ -251,6 +252,7 @@ class RunManager:
         self._needed: frozenset[str] = frozenset()  # what this job was restored from
         self._start = StartingPoint()
         self._bell: Bell | None = None
+        self._buffers: HostBuffers | None = None
         # The last that may fail: no handler outlives a manager that was never made.
         signals = PreemptSignals(preempt_signals) if preempt_signals else None
         self._schedule = Schedule(rules, lambda: self._ground.control, signals=signals)
@@ -518,10 +520,24 @@ class RunManager:
         if self._crew is None:
             self._hang_bell()  # before there are threads that tell: each would make its own
             self._crew = Crew.hire(
-                self._ground, self._settings, self._tell, self._needed, self._start
+                self._ground,
+                self._settings,
+                self._tell,
+                self._needed,
+                self._start,
+                buffers=self._staging_buffers(),
             )
             self._warn_of_the_last_save(self._crew.run.seat)
         return self._crew
+
+    def _staging_buffers(self) -> HostBuffers:
+        """Collective at its first use."""
+        if self._buffers is None:
+            local_ranks = self._ground.control.world.local_size
+            bound_bytes = self._settings.host_memory_bytes
+            self._buffers = HostBuffers(bound_bytes, local_ranks=local_ranks)
+            self._ground.before_release(self._buffers.close)
+        return self._buffers
 
     def _warn_of_the_last_save(self, seat: Seat) -> None:
         """Collective. The job before may have needed longer than this one will be given."""

@@ -280,8 +280,11 @@ class Crew:
         settings: Settings,
         tell: Callable[[Event], None],
         start: StartingPoint = StartingPoint(),
+        *,
+        buffers: HostBuffers,
     ) -> None:
         self.run = run
+        self._buffers = buffers
         self._start = start
         self._at: int | None = None  # the step of the last commit since then
         self._has_begun = False  # a full checkpoint was accepted from a job that restored nothing
@@ -311,14 +314,16 @@ class Crew:
         tell: Callable[[Event], None],
         needed: frozenset[str],
         start: StartingPoint = StartingPoint(),
+        *,
+        buffers: HostBuffers,
     ) -> Crew:
         """Collective. Claim the run and start working for it. RunBusyError: somebody else does.
 
-        needed: save_ids that stay until the next commit: what this job was restored from.
+        buffers: the manager's own, which asynchronous saves borrow. needed: save_ids that stay until the next commit: what this job was restored from.
         """
         run = ground.claim(defer_deletes=settings.delete_grace_s > 0)
         try:
-            crew = cls(run, settings, tell, start)
+            crew = cls(run, settings, tell, start, buffers=buffers)
         except BaseException:
             run.release()  # or the next try finds the run held, by this very process
             raise
@@ -632,10 +637,7 @@ class Crew:
         if self._aside is None or self._aside.seat is None:
             control = self.run.seat.control.clone()
             seat = replace(self.run.seat, control=control)
-            buffers = HostBuffers(
-                self._settings.host_memory_bytes, local_ranks=control.world.local_size
-            )
-            self._aside = Aside(SaveWorker("ckptfs-manager"), buffers, seat)
+            self._aside = Aside(SaveWorker("ckptfs-manager"), self._buffers, seat)
             self._stack.callback(self._close_aside)
             # Of a run that is collected nothing is under way, or its job would refer to the manager.
             self.run.closing.callback(self._aside.close, 0.0)

@@ -3,24 +3,29 @@
     lease = buffers.lease(size_bytes)      waits while other saves hold what is needed
     lease.memory                           a flat uint8 tensor
     lease.release()                        for the next save: its pages are there already
+    buffers.reserve(size_bytes)            a thread touches memory that the next lease gets
 
     available_bytes()    what the host and this process's cgroup still give, None where unknown
     host_memory(n)       n bytes, aligned to huge pages, not inherited by forked children
 
 Touching fresh pages costs ten times what copying into old ones does, so memory is kept from save to
-save, and given back by ``close`` or when a larger piece needs its place. Any thread; not for children
-of a fork.
+save, and given back by ``close`` or when a larger piece needs its place. Any thread. The child of a fork
+begins with an empty pool.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
 import mmap
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -29,7 +34,10 @@ from ckptfs.errors import StateError
 
 __all__ = ["HostBuffers", "Lease"]
 
+logger = logging.getLogger("ckptfs.dcp")
+
 _HUGE_BYTES = 2 << 20
+_TOUCH_BYTES = 2 * _HUGE_BYTES  # at once, by a reservation: a lease waits no longer than for these
 _CGROUP = "/sys/fs/cgroup"
 
 
@@ -93,17 +101,33 @@ _SHARE = 2  # by default, one half of what is available, shared by the ranks of 
 
 
 class _Slab:
-    """One piece of memory, for as long as somebody holds it."""
+    """One piece of memory, for as long as a list or a lease holds it.
 
-    def __init__(self, size_bytes: int, *, pinned: bool) -> None:
+    is_unused: reserved, and no lease had it so far. stop: the thread that touches its pages leaves it alone.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
         self.memory = host_memory(size_bytes)
         self.size_bytes = size_bytes
         self.is_pinned = False
-        if pinned:
-            unpin = _torch.pin_host_memory(self.memory)
-            if unpin is not None:
-                self.is_pinned = True
-                weakref.finalize(self, unpin)  # before the memory goes
+        self.is_unused = False
+        self.stop = False
+
+    def pin(self, device: int | None = None) -> None:
+        """Page-lock it for an accelerator, where that can be had; for ``device``, or this thread's."""
+        unpin = _torch.pin_host_memory(self.memory, device)
+        if unpin is not None:
+            self.is_pinned = True
+            weakref.finalize(self, unpin)  # before the memory goes
+
+    def touch(self) -> int:
+        """Have pages for all of it, until ``stop``; returns for how many bytes. No other thread may use it."""
+        touched = 0
+        while touched < self.size_bytes and not self.stop:
+            piece = self.memory[touched : touched + _TOUCH_BYTES]
+            piece[:: mmap.PAGESIZE].zero_()
+            touched += len(piece)
+        return touched
 
 
 @dataclass(slots=True)
@@ -144,6 +168,7 @@ class HostBuffers:
         self._local_ranks = max(1, local_ranks)
         self._idle: list[_Slab] = []
         self._leased: list[_Slab] = []
+        self._touched: list[_Slab] = []  # by threads that reserve
         self._changed = threading.Condition(threading.RLock())
         self._closed = False
         self._pid = os.getpid()
@@ -152,7 +177,7 @@ class HostBuffers:
     @property
     def bound_bytes(self) -> int:
         """The most that this pool ever holds."""
-        with self._changed:
+        with self._lock():
             if self._bound is None:
                 available = available_bytes()
                 # Where nobody tells, this is little enough for any machine that trains.
@@ -163,15 +188,16 @@ class HostBuffers:
     def resize(self, bound_bytes: int | None) -> None:
         """Another bound from now on, as in the constructor; idle memory above it goes."""
         _check(bound_bytes)
-        with self._changed:
+        with self._lock():
             self._bound = bound_bytes
-            self._make_room(0)
+            if not self._make_room(0):
+                self._stop_touching()
             self._changed.notify_all()
 
     @property
     def held_bytes(self) -> int:
         """Memory that it holds now, idle or leased."""
-        with self._changed:
+        with self._lock():
             return self._held()
 
     @property
@@ -185,24 +211,106 @@ class HostBuffers:
         pinned: page-locked for an accelerator, where that can be had. StateError for more than the
         bound; OSError (ENOMEM) where the system gives no memory.
         """
-        with self._changed:
+        with self._lock():
             self._check_size(size_bytes)
-            self._forget_after_fork()
             while (slab := self._take(size_bytes)) is None:
-                if self._make_room(size_bytes):
-                    slab = _Slab(size_bytes, pinned=pinned)
-                    break
-                self._changed.wait()
-                self._check_size(size_bytes)  # resized meanwhile: it would wait for ever
+                # What is being touched is taken as it is, or makes room, as soon as its thread is off it.
+                if self._stop_touching() or not self._make_room(size_bytes):
+                    self._changed.wait()
+                    self._check_size(size_bytes)  # resized meanwhile: it would wait for ever
+                    continue
+                self._drop_unused()
+                slab = _Slab(size_bytes)
+                if pinned:
+                    slab.pin()
+                break
+            slab.is_unused = False
             self._leased.append(slab)
             self._peak = max(self._peak, self._held())
         return Lease(slab.memory, slab.size_bytes, slab.is_pinned, lambda: self._give_back(slab))
 
+    def reserve(self, size_bytes: int, *, pinned: bool = False) -> Future[int]:
+        """Have memory for a lease of ``size_bytes``, or of the bound, before it comes. Never waits.
+
+        A thread touches it. Nothing is done where there is a piece of that size already, or where saves hold
+        too much of the bound. A lease that comes before all is touched takes it as it is. Raises nothing:
+        what cannot be had is logged.
+
+        Returns:
+            Done when the thread is, with how many bytes it touched.
+        """
+        done: Future[int] = Future()
+        done.set_running_or_notify_cancel()
+        slab = None
+        try:
+            with self._lock():
+                slab = self._to_reserve(size_bytes)
+            if slab is not None:
+                pin = partial(slab.pin, _torch.cuda_device()) if pinned else None
+                work = partial(self._touch, slab, pin, done)
+                threading.Thread(target=work, name="ckptfs-reserve", daemon=True).start()
+                return done
+        except (OSError, RuntimeError) as error:  # no memory, no thread
+            logger.warning("no memory is reserved for asynchronous saves: %s", error)
+            if slab is not None:
+                self._put_back(slab)
+        done.set_result(0)
+        return done
+
     def close(self) -> None:
         """Give idle memory back now, and leased memory when it is released."""
-        with self._changed:
+        with self._lock():
             self._closed = True
+            self._stop_touching()
             self._idle.clear()
+
+    def _to_reserve(self, size_bytes: int) -> _Slab | None:
+        """A piece for a thread to touch; None where there is one, or no room for it."""
+        size_bytes = min(size_bytes, self.bound_bytes)
+        if self._closed or size_bytes <= 0:
+            return None
+        if any(slab.size_bytes >= size_bytes for slab in self._slabs()):
+            return None
+        self._stop_touching()  # what is smaller was for another state
+        self._drop_unused()
+        if not self._make_room(size_bytes):
+            return None
+        slab = _Slab(size_bytes)
+        slab.is_unused = True
+        self._touched.append(slab)
+        self._peak = max(self._peak, self._held())
+        return slab
+
+    def _touch(self, slab: _Slab, pin: Callable[[], None] | None, done: Future[int]) -> None:
+        """The thread of a reservation."""
+        leave = partial(_leave, slab, threading.current_thread())
+        atexit.register(leave)
+        touched = 0
+        try:
+            touched = slab.touch()
+            if pin is not None and not self._closed:
+                pin()
+        except Exception as error:  # noqa: BLE001 - the next save touches it by itself
+            logger.warning("memory for asynchronous saves is not reserved: %s", error)
+        finally:
+            self._put_back(slab)
+            done.set_result(touched)
+            atexit.unregister(leave)
+
+    def _put_back(self, slab: _Slab) -> None:
+        """No thread touches it any more: a lease that waits may have it, or the next one."""
+        with self._lock():
+            if slab in self._touched:
+                self._touched.remove(slab)
+                if not self._closed and self._held() + slab.size_bytes <= self.bound_bytes:
+                    self._idle.append(slab)
+            self._changed.notify_all()
+
+    def _stop_touching(self) -> bool:
+        """Have threads leave what they touch; whether there are any."""
+        for slab in self._touched:
+            slab.stop = True
+        return bool(self._touched)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self.bound_bytes:
@@ -225,19 +333,35 @@ class HostBuffers:
             self._idle.pop(0)
         return self._held() + size_bytes <= self.bound_bytes
 
+    def _drop_unused(self) -> None:
+        """What was reserved is too small for the state that came."""
+        self._idle = [slab for slab in self._idle if not slab.is_unused]
+
+    def _slabs(self) -> list[_Slab]:
+        return [*self._idle, *self._leased, *self._touched]
+
     def _held(self) -> int:
-        return sum(slab.size_bytes for slab in (*self._idle, *self._leased))
+        return sum(slab.size_bytes for slab in self._slabs())
 
     def _give_back(self, slab: _Slab) -> None:
-        with self._changed:
+        with self._lock():
             if slab in self._leased:
                 self._leased.remove(slab)
                 if not self._closed and self._held() + slab.size_bytes <= self.bound_bytes:
                     self._idle.append(slab)
             self._changed.notify_all()
 
-    def _forget_after_fork(self) -> None:
-        # The child has neither the memory (it is not inherited) nor the saves that hold it.
+    def _lock(self) -> threading.Condition:
+        # The child of a fork has neither the memory (it is not inherited) nor the threads that hold it, and
+        # one of them may have held the lock.
         if self._pid != os.getpid():
             self._pid = os.getpid()
-            self._idle, self._leased = [], []
+            self._idle, self._leased, self._touched = [], [], []
+            self._changed = threading.Condition(threading.RLock())
+        return self._changed
+
+
+def _leave(slab: _Slab, thread: threading.Thread) -> None:
+    """At the end of the interpreter: a thread that comes back from torch later than that ends the process."""
+    slab.stop = True
+    thread.join()

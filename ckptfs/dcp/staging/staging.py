@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,12 +36,15 @@ from ckptfs.errors import StateError
 
 __all__ = [
     "ALIGN_BYTES",
+    "CopySize",
     "Packing",
     "Staged",
     "copy_into",
     "failed",
     "pack",
     "packed_bytes",
+    "size_of_copy",
+    "size_of_tensors",
     "stage",
 ]
 
@@ -253,6 +256,42 @@ def stage(
             return _copied(taken, buffers, pending, compare_ranks=compare_ranks)
     except Exception as error:  # noqa: BLE001 - raised on every rank, in the step "plan the save"
         return failed(error, pending)
+
+
+@dataclass(frozen=True, slots=True)
+class CopySize:
+    """How much memory the copy of a state takes, and whether anything of it comes from an accelerator."""
+
+    size_bytes: int
+    on_device: bool
+
+
+def size_of_copy(state_dict: Mapping[str, Any]) -> CopySize:
+    """Local. What ``stage`` would borrow for this state, where all of it fits. Raises as a plan does."""
+    with torch.no_grad(), gc_paused():
+        packing = pack(_take(state_dict, compare_ranks=False).tensors)
+    return CopySize(packing.size_bytes, packing.on_device)
+
+
+def size_of_tensors(value: Any) -> CopySize:
+    """Local. No less than the copy of these dicts and lists takes; asks no object for its state."""
+    with torch.no_grad():
+        tensors = [*_tensors_in(value)]
+    return CopySize(packed_bytes(tensors), any(t.device.type != "cpu" for t in tensors))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """What this rank holds of every tensor in dicts and lists."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _tensors_in(inner)
+    elif hasattr(value, "local_shards"):
+        yield from (shard.tensor for shard in value.local_shards())
+    elif isinstance(value, torch.Tensor) and not value.is_meta:
+        yield value.to_local() if hasattr(value, "to_local") else value
 
 
 def failed(error: BaseException, pending: PendingSave) -> Staged:
