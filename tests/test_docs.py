@@ -7,7 +7,9 @@ run says so in the line before it, with the reason: ``<!-- not run: it needs a G
 from __future__ import annotations
 
 import functools
+import logging
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -114,10 +116,23 @@ def _run(blocks: list[Block], page: Path) -> dict[str, Any]:
     return namespace
 
 
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """A page that sets levels and handlers sets them for the whole process: what runs after it would hear less."""
+    names = ("", *(name for name in logging.root.manager.loggerDict if name.startswith("ckptfs")))
+    loggers = [logging.getLogger(name) for name in names]
+    before = [(logger, logger.level, [*logger.handlers]) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+
+
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 
 
 @page_by_page
+@pytest.mark.usefixtures("logging_as_before")
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Python block runs as it stands, or says why it is not run."""
     monkeypatch.chdir(tmp_path)
