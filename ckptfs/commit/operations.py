@@ -379,9 +379,16 @@ def _drive(
             failure = error
 
 
+PLAIN_NAMES = 2  # a step's .metadata and ckptfs.json
+
+
 def is_long(op: Op) -> bool:
     """Whether others may have the turn while this is done."""
-    return isinstance(op, RemoveTree | RemoveMany | Pause)
+    if isinstance(op, RemoveMany):
+        return (
+            len(op.keys) > PLAIN_NAMES
+        )  # between the look at those and their removal nobody else projects
+    return isinstance(op, RemoveTree | Pause)
 
 
 def all_at_once(ops: Sequence[Op]) -> Program[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -17,11 +17,11 @@ from ckptfs.commit.delete.deletion_steps import (
 )
 from ckptfs.commit.delete.trash import trash_of
 from ckptfs.commit.log.append import Means, Refused, catch_up
-from ckptfs.commit.log.entries import Body, Decided, Delete, Outcome, Pin
+from ckptfs.commit.log.entries import Body, Decided, Delete, Kind, Outcome, Pin
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.save.owner_steps import clear, finish
-from ckptfs.errors import AlreadyExistsError, FencedError, StorageError
+from ckptfs.errors import AlreadyExistsError, FencedError, NotFoundError, StorageError
 from ckptfs.storage.base import Shape, Storage
 from ckptfs.storage.memory import MemoryStorage
 from ckptfs.testing.faults import Fail, Fault, FaultyStorage, Hold, Plan
@@ -71,6 +71,56 @@ def test_the_entry_comes_alone_and_the_bytes_whenever(storage: MemoryStorage) ->
     assert waiting(state) == []
     assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
     assert storage.read("s2/new/.metadata") == NEW.metadata
+
+
+OBJECTS = pytest.mark.parametrize("storage", [Shape.OBJECT], indirect=True, ids=["object"])
+
+
+@OBJECTS
+def test_what_another_program_put_under_its_names_stays(storage: MemoryStorage) -> None:
+    """Stock torch saved into the step after the commit: its `.metadata` is no part of what goes."""
+    let_go(storage)
+    storage.replace("s1/.metadata", b"metadata of stock torch")
+    known = fold(storage)
+    assert drive(erase_retired("old", means(storage), G1, known), storage)[0] is Erasure.GONE
+    assert storage.read("s1/.metadata") == b"metadata of stock torch"
+    assert [entry.name for entry in storage.list("s1")] == [".metadata", "notes.txt"]
+
+
+@OBJECTS
+def test_a_manifest_goes_after_what_only_it_tells_of(
+    storage: MemoryStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request for several keys removes them in any order: where it dies, those that lie beside other people's
+    files are known from the manifest alone.
+    """
+    plain = What("plain", "s3", gen=G1, artifact=Kind.DIRECTORY, caps=storage.capabilities)
+    state = write(storage, [plain.seal(G1, 3), Delete("plain", G1)], prefix="a")
+    lay(committed_disk(Shape.OBJECT, [], projected=(plain,)), storage)
+    remove, removed = storage.remove_many, list[set[str]]()
+
+    def note(keys: Sequence[str]) -> None:
+        removed.append(set(keys))
+        remove(keys)
+
+    monkeypatch.setattr(storage, "remove_many", note)
+    done, _ = drive(erase_retired("plain", means(storage), G1, state), storage)
+    assert done is Erasure.GONE
+    (at,) = (n for n, keys in enumerate(removed) if "s3/model-A.bin" in keys)
+    (last,) = (n for n, keys in enumerate(removed) if "s3/plain/ckptfs.json" in keys)
+    assert at < last
+    with pytest.raises(NotFoundError):
+        storage.read("s3/model-A.bin")
+
+
+@OBJECTS
+def test_what_came_after_the_fold_is_seen_by_the_create(storage: MemoryStorage) -> None:
+    """The entry is tried before the log is read: a pin took its number, and it is decided again."""
+    known = fold(storage)
+    drive(pin("old", means(storage, "p"), G1, None, pinned=True), storage)
+    going = retire(OLD.seal(G1, 1), means(storage), G1, known, reason="keep", going={"old"})
+    assert isinstance(drive(going, storage), Refused)
+    assert not fold(storage).save("old").deleted
 
 
 def test_clearing_leaves_alone_what_is_spared(storage: MemoryStorage) -> None:
@@ -155,7 +205,7 @@ def test_removing_and_projecting_one_name_take_turns(storage: MemoryStorage) -> 
     let_go(storage)
     turn, short, long = threading.Lock(), Hold(), Hold()
     objects = storage.capabilities.shape is Shape.OBJECT
-    removal = ("remove", "remove_many") if objects else ("rename", "remove_tree")
+    removal = ("remove_many", "remove_many") if objects else ("rename", "remove_tree")
     data = "s1/old/*" if objects else "*.data"
     plan = Plan([Fault(removal[0], "s1/.metadata", 1, short), Fault(removal[1], data, 1, long)])
     faulty = FaultyStorage(storage, plan)

@@ -16,7 +16,7 @@ from typing import Any
 from ckptfs.commit.catalog.catalog import find
 from ckptfs.commit.decisions import may_seal_part
 from ckptfs.commit.delete.deletion_steps import discard_own_attempt, lies_nowhere, record_removal
-from ckptfs.commit.log.append import Means, Refused, catch_up
+from ckptfs.commit.log.append import Means, Refused, append_here, catch_up
 from ckptfs.commit.log.entries import Generation, Kind, Part, PartRef, Seal
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
 from ckptfs.commit.operations import Read
@@ -264,7 +264,7 @@ def part_saver(part: PartWhat, domain: str) -> Steps:
             yield domain, Hear(tuple(("written", part.save_id, d) for d in part.domains))
         entry = part.entry(base)
         outcome = yield from on(
-            domain, owner_steps.seal_here(lambda seen: may_seal_part(seen, entry), means, state)
+            domain, append_here(lambda seen: may_seal_part(seen, entry), means, state)
         )
         sealed = not isinstance(outcome, Refused)
         del outcome, state, known

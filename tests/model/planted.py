@@ -126,7 +126,11 @@ def _deleting_without_looking_who_it_is() -> list[Patch]:
         return True
         yield
 
-    return [(trash, "names_it", names_it), (trash, "_is_of", lambda *told: True)]
+    return [
+        (trash, "names_it", names_it),
+        (trash, "belongs_to", lambda *told: True),
+        (erase, "belongs_to", lambda *told: True),
+    ]
 
 
 def _old_judgement_trusted() -> list[Patch]:
@@ -332,7 +336,7 @@ def _decided_once() -> list[Patch]:
                 return Appended(number, fold.fold_entry(state, body))
             state = yield from log.catch_up(state)
 
-    return [(owner_steps, "append", append)]
+    return [(log, "append", append), (owner_steps, "append", append)]
 
 
 def _plain_saves_ignore_fences() -> list[Patch]:

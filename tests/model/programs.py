@@ -20,7 +20,7 @@ from ckptfs.commit.decisions import Refusal, may_claim, unreleased
 from ckptfs.commit.delete import deletion_steps
 from ckptfs.commit.delete.delete_checkpoint import remove_unheld
 from ckptfs.commit.delete.deletion_steps import delete_save, lies_nowhere, record_removal
-from ckptfs.commit.log.append import Appended, Means, Refused, append, catch_up
+from ckptfs.commit.log.append import Appended, Means, Refused, append, append_here, catch_up
 from ckptfs.commit.log.entries import Fence, FenceMode, Generation, Kind, Outcome, Seal, Stamp
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import DomainRecord, FileRecord, Manifest, digest_of, encode_manifest
@@ -297,7 +297,7 @@ def _save(
     if expected is None:
         program = owner_steps.seal_save(seal, means, state, replace=what.replace)
     else:
-        program = owner_steps.seal_here(lambda seen: may_swap(seen, seal, expected), means, state)
+        program = append_here(lambda seen: may_swap(seen, seal, expected), means, state)
     outcome = yield from on(domain, program)
     del program
     sealed = not isinstance(outcome, Refused)

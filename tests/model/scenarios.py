@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
-from ckptfs.commit.log.append import Means, Refused
+from ckptfs.commit.log.append import Means, Refused, append_here
 from ckptfs.commit.log.entries import (
     Body,
     Decided,
@@ -927,9 +927,7 @@ def _both_sealed(
         if expected is None:
             program = owner_steps.seal_save(seal, means, None, replace=False)
         else:
-            program = owner_steps.seal_here(
-                lambda seen: may_swap(seen, seal, expected), means, None
-            )
+            program = append_here(lambda seen: may_swap(seen, seal, expected), means, None)
         out = yield from on(domain, program)
         del program
         if isinstance(out, Refused):

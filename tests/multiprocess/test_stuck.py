@@ -115,7 +115,7 @@ def seals_aside(rank: Rank) -> tuple[str, str]:
         storage = open_storage(Uri.parse(rank.args["pipes"]))
         at: tuple[Any, str] = (Attempt, "_finish_here")
         if rank.args["at"] == "seal":
-            at = (sealing, "seal_here")
+            at = (sealing, "append_here")
         follow = getattr(*at)
 
         def never(*args: Any) -> Any:

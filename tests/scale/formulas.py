@@ -18,7 +18,7 @@ __all__ = ["FORMULAS", "STEP_OPERATIONS", "STEP_PIECES", "STOCK", "Linear", "for
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """ranks * R + nodes * N + fixed, and one for each batch of ``batch`` of 2R + 1 names."""
+    """ranks * R + nodes * N + fixed, and one for each batch of ``batch`` of 2R + 3 names."""
 
     ranks: int = 0
     nodes: int = 0
@@ -27,7 +27,7 @@ class Linear:
 
     def at(self, sizes: Sizes) -> int:
         """The number."""
-        batches = -(-(2 * sizes.ranks + 1) // self.batch) if self.batch else 0
+        batches = -(-(2 * sizes.ranks + 3) // self.batch) if self.batch else 0
         return self.ranks * sizes.ranks + self.nodes * sizes.nodes + self.fixed + batches
 
     @property
@@ -36,7 +36,7 @@ class Linear:
         parts = [(self.ranks, "R"), (self.nodes, "N"), (self.fixed, "")]
         told = " + ".join(f"{'' if k == 1 and name else k}{name}" for k, name in parts if k)
         told = told.replace("+ -", "- ").replace("- 1N", "- N")
-        return f"{told} + (2R + 1)/{self.batch}" if self.batch else told or "0"
+        return f"{told} + (2R + 3)/{self.batch}" if self.batch else told or "0"
 
 
 def _read(text: str) -> dict[str, Linear]:
@@ -92,7 +92,7 @@ _OBJECTS = {
     "ensure": "",
     "prepare": "get R+11, list_keys 2, list_uploads 1, put 2",
     "save": "delete 1, get N+2, put 2R+6",
-    "retain": "delete 4+/1000, get 9, put 2",
+    "retain": "delete 1+/1000, get 6, put 2",
     "release": "get 1, put 1",
     "resume": "get R+11, list_keys 3, list_uploads 1, put 2",
     "latest": "get 10",

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 import ckptfs
+from ckptfs.retention.deletion import Retirer
+from ckptfs.retention.policy import Keep
 from ckptfs.testing.memory_object_store import STORES, MemoryObjectClient
 
 PAGE = Path(__file__).parents[2] / "docs/scale.md"
@@ -136,3 +138,21 @@ def test_reading_asks_as_often_as_the_page_says(wire: Wire) -> None:
     for row, tries in (("`latest` of a short log", latest), ("a small load, of a short log", load)):
         assert [len(asked) for asked in tries] == [_listed(row)[0]] * TRIES
         assert min(map(longest_chain, tries)) == _listed(row)[1]
+
+
+def test_an_older_save_goes_as_the_page_says(wire: Wire) -> None:
+    """Its entry is tried before the log is read, and what lies under its names is read with the fence."""
+    found = []
+    with ckptfs.prepare_run(URI) as run:
+        retirer = Retirer(run, Keep(latest=1), lambda _: True)
+        _save(run, wire, "step_0")
+        for n in range(1, 1 + TRIES):
+            _save(run, wire, f"step_{n}")
+            wire.taken()
+            retirer.after_commit(run.seat)
+            assert retirer.make_room()
+            found.append(wire.taken())
+        retirer.close()
+    row = _listed("let an older save go, bytes and all")
+    assert [len(asked) for asked in found] == [row[0]] * TRIES
+    assert min(map(longest_chain, found)) == row[1]

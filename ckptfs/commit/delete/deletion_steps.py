@@ -43,13 +43,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfs.commit.decisions import AT_ENTRY, Refusal, may_delete, may_forget, may_pin, why_kept
-from ckptfs.commit.delete.erase import LEFT, erase, wipe_objects
+from ckptfs.commit.delete.erase import LEFT, ProjectedFiles, erase, look_at_names, wipe_objects
 from ckptfs.commit.delete.trash import move_to_trash, trash_of
 from ckptfs.commit.log.append import (
     Appended,
     Means,
     Refused,
     append,
+    append_here,
     catch_up_again,
     write_snapshot,
 )
@@ -64,6 +65,7 @@ from ckptfs.commit.operations import (
     RemoveTree,
     StatOf,
     drive,
+    side_by_side,
 )
 from ckptfs.commit.paths import (
     ATTEMPTS,
@@ -75,7 +77,7 @@ from ckptfs.commit.paths import (
 )
 from ckptfs.commit.save.projection import discard_source
 from ckptfs.commit.session import Seat, View, step_with_views
-from ckptfs.commit.state import committed, name_taken, pieces
+from ckptfs.commit.state import committed, name_taken, pieces, successor_here
 from ckptfs.errors import (
     AlreadyExistsError,
     NotFoundError,
@@ -153,7 +155,7 @@ def enter_delete(
             return Refused(Refusal.NOTHING, seen)
         return may_delete(seen, save_id, holder, reason)
 
-    return (yield from append(decide, write_id=next(means.ids), stamp=means.stamp, state=state))
+    return (yield from append_here(decide, means, state))
 
 
 def finish_delete(
@@ -163,13 +165,14 @@ def finish_delete(
     holder: Generation,
     *,
     trash: str | None = None,
+    found: Mapping[str, ProjectedFiles] | None = None,
 ) -> Program[Appended | Refused[Refusal]]:
     """Remove the bytes of a save with a delete in this domain's log, and record this there.
 
-    trash: of a remover that holds nothing; otherwise the holder's.
+    trash: of a remover that holds nothing; otherwise the holder's. found: as for ``erase``.
     """
     state, where = views[means.domain], trash or trash_of(holder)
-    if not (yield from erase(seal, views, means.domain, where, means.caps)):
+    if not (yield from erase(seal, views, means.domain, where, means.caps, found=found)):
         return Refused(Refusal.NOTHING, state)
     return (yield from _enter_gone(seal.save_id, means, holder, state))
 
@@ -177,14 +180,7 @@ def finish_delete(
 def _enter_gone(
     save_id: str, means: Means, holder: Generation, state: LogState
 ) -> Program[Appended | Refused[Refusal]]:
-    return (
-        yield from append(
-            lambda seen: may_forget(seen, save_id, holder),
-            write_id=next(means.ids),
-            stamp=means.stamp,
-            state=state,
-        )
-    )
+    return (yield from append_here(lambda seen: may_forget(seen, save_id, holder), means, state))
 
 
 def discard_attempt(
@@ -325,7 +321,7 @@ def erase_retired(
     again: an earlier try of this generation failed, so that some may be in its trash already. trash: of
     a remover that holds nothing; else the holder's.
     """
-    seen = yield from catch_up_again(state)
+    seen, found = yield from _look_again(save_id, means, state)
     save = seen.save(save_id)
     if seen.generation > holder:
         return Erasure.FENCED, seen
@@ -334,7 +330,8 @@ def erase_retired(
     if again and means.caps.shape is Shape.FILESYSTEM:
         # What was renamed is not found at its place any more: the next rename would take it for gone.
         yield from _empty_trash(save_id, trash_of(holder))
-    done = yield from finish_delete(save.seal, {means.domain: seen}, means, holder, trash=trash)
+    views = {means.domain: seen}
+    done = yield from finish_delete(save.seal, views, means, holder, trash=trash, found=found)
     if done.state.save(save_id).gone:
         write_id = next(means.ids)
         return Erasure.GONE, (
@@ -342,6 +339,20 @@ def erase_retired(
         )
     fenced = done.state.generation > holder
     return (Erasure.FENCED if fenced else Erasure.LATER), done.state
+
+
+def _look_again(
+    save_id: str, means: Means, known: LogState | None
+) -> Program[tuple[LogState, dict[str, ProjectedFiles]]]:
+    """The log, and on an object store in the same round trip what is under the names of the save."""
+    seal = known.save(save_id).seal if known is not None else None
+    names: list[Seal] = []
+    if means.caps.shape is Shape.OBJECT and known is not None and seal is not None:
+        # A successor keeps the names for itself: then nobody needs to know.
+        names = [] if successor_here(known, seal) else list(pieces(seal, means.domain))
+    looks = (look_at_names(piece.name) for piece in names)
+    seen, *found = yield from side_by_side(catch_up_again(known), *looks)
+    return seen, {piece.save_id: one for piece, one in zip(names, found, strict=True)}
 
 
 def _empty_trash(save_id: str, trash: str) -> Program[None]:

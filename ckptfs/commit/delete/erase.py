@@ -1,7 +1,8 @@
 """Removes the bytes of one save: our own files, piece by piece, and nothing that is in their place.
 
     filesystems      its projection sources, then what was projected: rename to the trash, unlink there
-    object stores    by keys: what its manifest lists, then the manifest, then the attempt's record
+    object stores    by keys: the plain names, then its data directory in one request; where the manifest lists anything
+                     outside that, those files first
 
 Only our own files are removed: the data directory by its unique name, ``.metadata`` and ``ckptfs.json`` while they
 name this very save, and the listed plain names of a directory artifact. Files of other programs are never touched,
@@ -16,14 +17,16 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptfs.commit.delete.shared_data import not_needed
-from ckptfs.commit.delete.trash import move_to_trash, names_it, take_projected
+from ckptfs.commit.delete.trash import belongs_to, move_to_trash, names_it, take_projected
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord, decode_manifest
 from ckptfs.commit.operations import (
+    AtOnce,
     Program,
     Read,
     Remove,
@@ -32,6 +35,7 @@ from ckptfs.commit.operations import (
     RemoveTree,
     StatOf,
     Sync,
+    all_at_once,
 )
 from ckptfs.commit.paths import ATTEMPTS, MANIFEST, METADATA, AttemptKeys
 from ckptfs.commit.save.projection import drop_record, project
@@ -41,13 +45,22 @@ from ckptfs.errors import (
     AlreadyExistsError,
     ManifestError,
     NotFoundError,
+    StorageError,
     SymlinkError,
     TransientError,
     UnsupportedError,
 )
 from ckptfs.storage.base import Capabilities, Shape
 
-__all__ = ["LEFT", "erase", "is_link", "listed_files", "wipe_objects"]
+__all__ = [
+    "LEFT",
+    "ProjectedFiles",
+    "erase",
+    "is_link",
+    "listed_files",
+    "look_at_names",
+    "wipe_objects",
+]
 
 logger = logging.getLogger("ckptfs.commit")
 
@@ -60,11 +73,14 @@ def erase(
     domain: str,
     trash: str,
     caps: Capabilities,
+    *,
+    found: Mapping[str, ProjectedFiles] | None = None,
 ) -> Program[bool]:
     """Remove the bytes and return whether they are gone. They are not while a successor in doubt leaves ``.metadata`` to
     this save, or if something else is in the place of its directory.
 
-    trash: the caller's own directory, made before the delete was entered and never again.
+    trash: the caller's own directory, made before the delete was entered and never again. found: on an object store,
+    what was just read under the names of the save and of its parts, by save_id; what is not in it is read.
     """
     mine = pieces(whole, domain)
     if caps.shape is Shape.FILESYSTEM:
@@ -92,8 +108,9 @@ def erase(
     for seal in mine:
         keys = AttemptKeys(caps.shape, seal.name, seal.save_id)
         if caps.shape is Shape.OBJECT:
-            log = (seal, views[domain])
-            done = yield from wipe_objects(keys, projected=seal.name not in names, deleted=log)
+            here = None if found is None else found.get(seal.save_id)
+            alone = seal.name not in names
+            done = yield from _erase_objects(keys, seal, views[domain], alone=alone, found=here)
         else:
             done = yield from _erase_real(keys, seal, trash, alone=seal.name not in names)
         if not done and caps.shape is Shape.OBJECT:
@@ -107,37 +124,104 @@ def erase(
     return True
 
 
-def wipe_objects(
-    keys: AttemptKeys, *, projected: bool, deleted: tuple[Seal, LogState] | None = None
-) -> Program[bool]:
-    """Object stores: remove everything of one save. The files in its manifest are removed without a listing.
+def wipe_objects(keys: AttemptKeys, *, projected: bool) -> Program[None]:
+    """Object stores: remove everything of a save that is in no log or gone from it. The files in its manifest are removed
+    without a listing.
 
-    projected: no other save has its name, so the plain names are its own. deleted: a committed save, and a log
-    that has its delete; shared files are removed if no other save needs them. Returns False, and removes nothing,
-    if that is unknown.
+    projected: no other save has its name, so the plain names are its own.
     """
     listed = (yield from listed_files(keys)) if keys.name else []
-    alone: tuple[str, ...] = ()
-    if deleted is not None:
-        found = yield from not_needed(deleted[0], listed, deleted[1], keys.shape)
-        if found is None:
-            return False
-        alone = found
     if projected:
-        for piece in (METADATA, MANIFEST):
-            key = f"{keys.name}/{piece}"
-            if (yield from names_it(key, keys.save_id)):
-                yield Remove(key)
-    own = f"{keys.save_id}/"
-    here = [f.path for f in listed if not f.is_shared and (projected or f.path.startswith(own))]
+        found = yield from look_at_names(keys.name)
+        yield from all_at_once([Remove(key) for key in found.of_save(keys)])
+    here = _own_files(keys, listed, projected=projected)
     if here:
-        yield RemoveMany((*(f"{keys.name}/{path}" for path in here), *alone))
+        yield RemoveMany(here)
         # The manifest after all that it lists: by it whoever goes on after a crash finds them.
         yield Remove(f"{keys.projected_data}/{MANIFEST}")
     elif keys.name:
         yield RemoveTree(keys.projected_data)
     yield from drop_record(keys)  # last: by it the next holder finds the rest
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectedFiles:
+    """What is under the two plain names of a step on an object store; None: nothing."""
+
+    metadata: bytes | None
+    manifest: bytes | None
+
+    def of_save(self, keys: AttemptKeys) -> list[str]:
+        """The keys of those that name this save."""
+        both = ((METADATA, self.metadata), (MANIFEST, self.manifest))
+        return [
+            key
+            for key, data in ((f"{keys.name}/{piece}", data) for piece, data in both)
+            if data is not None and belongs_to(key, data, keys.save_id)
+        ]
+
+
+def look_at_names(name: str) -> Program[ProjectedFiles]:
+    """Read both at the same time."""
+    answers = yield AtOnce(tuple(Read(f"{name}/{piece}") for piece in (METADATA, MANIFEST)))
+    for answer in answers:
+        if isinstance(answer, StorageError) and not isinstance(answer, NotFoundError):
+            raise answer
+    return ProjectedFiles(*(None if isinstance(a, StorageError) else a for a in answers))
+
+
+def _erase_objects(
+    keys: AttemptKeys, seal: Seal, state: LogState, *, alone: bool, found: ProjectedFiles | None
+) -> Program[bool]:
+    """Object stores: remove one piece of a committed save. False, and nothing is removed: whether another save needs
+    its shared files is unknown.
+
+    state: a log that has its delete. alone: no successor has its name, so the plain names are its own.
+    """
+    names: list[str] = []
+    manifest: bytes | None = None
+    if alone:
+        found = found or (yield from look_at_names(keys.name))
+        names = found.of_save(keys)
+        # The copy under the plain name has the same bytes: one read less.
+        manifest = found.manifest if f"{keys.name}/{MANIFEST}" in names else None
+    listed = _listed_in(manifest, keys) or (yield from listed_files(keys))
+    shared = yield from not_needed(seal, listed, state, keys.shape)
+    if shared is None:
+        return False
+    if names:
+        # Before its data: stock readers see the whole save or nothing.
+        yield RemoveMany(tuple(names))
+    here = _own_files(keys, listed, projected=alone)
+    if not here and not shared:
+        yield RemoveTree(keys.projected_data)
+        yield from drop_record(keys)
+        return True
+    inside = all(key.startswith(f"{keys.projected_data}/") for key in here)
+    if not inside or any(f.is_shared for f in listed):
+        yield RemoveMany((*here, *shared))
+        here = ()
+    # What is elsewhere only the manifest tells: it goes after that. Without a manifest the data directory is listed.
+    yield from _remove_with_record((*here, f"{keys.projected_data}/{MANIFEST}"), keys)
     return True
+
+
+def _remove_with_record(files: tuple[str, ...], keys: AttemptKeys) -> Program[None]:
+    """The record is not needed to find a committed save: the log has its delete."""
+    try:
+        yield RemoveMany((*files, keys.record))
+    except AccessError:
+        yield RemoveMany(files)
+        yield from drop_record(keys)
+
+
+def _own_files(
+    keys: AttemptKeys, listed: Sequence[FileRecord], *, projected: bool
+) -> tuple[str, ...]:
+    """The keys of the listed files that no other save uses; with its plain names if no other save has them."""
+    own = f"{keys.save_id}/"
+    paths = (f.path for f in listed if not f.is_shared)
+    return tuple(f"{keys.name}/{path}" for path in paths if projected or path.startswith(own))
 
 
 def is_link(name: str) -> Program[bool]:
@@ -159,10 +243,19 @@ def listed_files(keys: AttemptKeys) -> Program[list[FileRecord]]:
     """What a save's own manifest lists, each path once; empty where it was never written or is gone."""
     try:
         raw: bytes = yield Read(f"{keys.projected_data}/{MANIFEST}")
-        files = decode_manifest(raw, keys.projected_data).files
-        return list({file.path: file for file in files}.values())
-    except (NotFoundError, ManifestError):
+    except NotFoundError:
         return []
+    return _listed_in(raw, keys)
+
+
+def _listed_in(manifest: bytes | None, keys: AttemptKeys) -> list[FileRecord]:
+    if manifest is None:
+        return []
+    try:
+        files = decode_manifest(manifest, keys.projected_data).files
+    except ManifestError:
+        return []
+    return list({file.path: file for file in files}.values())
 
 
 def _erase_real(keys: AttemptKeys, seal: Seal, trash: str, *, alone: bool) -> Program[bool]:

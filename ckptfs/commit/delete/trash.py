@@ -50,6 +50,7 @@ from ckptfs.errors import AlreadyExistsError, NotFoundError, StorageError, Unsup
 from ckptfs.storage.base import Capabilities, Entry, Shape
 
 __all__ = [
+    "belongs_to",
     "drop_trash",
     "move_to_trash",
     "names_it",
@@ -68,7 +69,7 @@ def names_it(key: str, save_id: str) -> Program[bool]:
         data: bytes = yield Read(key)
     except NotFoundError:
         return False
-    return _is_of(key, data, save_id)
+    return belongs_to(key, data, save_id)
 
 
 def take_projected(key: str, save_id: str, trash: str) -> Program[None]:
@@ -91,7 +92,7 @@ def put_back(moved: str, key: str, save_id: str) -> Program[None]:
         data: bytes = yield Read(moved)
     except NotFoundError:
         return
-    if not _is_of(key, data, save_id):
+    if not belongs_to(key, data, save_id):
         yield from _link_back(moved, key, data)
         # While it lay in the trash its own remover did not find it under its name.
         state = yield from catch_up()
@@ -153,7 +154,8 @@ def _link_back(moved: str, key: str, data: bytes) -> Program[None]:
     yield Sync(parent)
 
 
-def _is_of(key: str, data: bytes, save_id: str) -> bool:
+def belongs_to(key: str, data: bytes, save_id: str) -> bool:
+    """Whether what was read under a projected name is this save's."""
     if key.endswith(MANIFEST):
         return names_save(data) == save_id
     return save_id.encode() in data  # its data paths carry the id

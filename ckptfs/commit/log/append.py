@@ -77,7 +77,7 @@ from ckptfs.errors import (
     TransientError,
 )
 from ckptfs.schema import Number, Schema, SchemaError
-from ckptfs.storage.base import Capabilities
+from ckptfs.storage.base import Capabilities, Shape
 from ckptfs.storage.base import Entry as Listed
 
 __all__ = [
@@ -89,6 +89,7 @@ __all__ = [
     "Means",
     "Refused",
     "append",
+    "append_here",
     "catch_up",
     "catch_up_again",
     "check_whole",
@@ -107,6 +108,15 @@ class Means:
     caps: Capabilities
     ids: Iterator[str]
     stamp: Stamp = Stamp()
+
+    def tried(self, state: LogState | None) -> LogState | None:
+        """The fold by which an append decides before it reads the log; None: it reads first.
+
+        Not on a filesystem: a look there costs little, and a damaged entry is not taken for a lost answer. Without
+        exclusive creates entries may have slipped in below what was folded.
+        """
+        is_object = self.caps.shape is Shape.OBJECT
+        return state if is_object and self.caps.exclusive_create else None
 
 
 logger = logging.getLogger("ckptfs.commit")
@@ -400,6 +410,21 @@ def append(
         entry = Entry(write_id, body, stamp)
         if (yield from _create(number, entry)):
             return Appended(number, fold_entry(state, body))
+
+
+def append_here(
+    decide: Callable[[LogState], Body | Refused[R]], means: Means, state: LogState | None
+) -> Program[Appended | Refused[R]]:
+    """Append in this domain what ``decide`` makes of its log: by ``state`` before it is read, where that is safe."""
+    return (
+        yield from append(
+            decide,
+            write_id=next(means.ids),
+            stamp=means.stamp,
+            state=state,
+            tried=means.tried(state),
+        )
+    )
 
 
 def _create(number: int, entry: Entry) -> Program[bool]:

@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from ckptfs.commit.decisions import Refusal, may_abort, may_seal, to_clear
@@ -24,11 +24,12 @@ from ckptfs.commit.log.append import (
     Means,
     Refused,
     append,
+    append_here,
     catch_up,
     make_log,
     write_snapshot,
 )
-from ckptfs.commit.log.entries import Body, Decided, Generation, Outcome, Seal
+from ckptfs.commit.log.entries import Decided, Generation, Outcome, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import (
     MakeDir,
@@ -52,7 +53,6 @@ __all__ = [
     "finish",
     "prepare",
     "record_abort",
-    "seal_here",
     "seal_save",
     "survey",
     "tidy",
@@ -119,20 +119,8 @@ def seal_save(
     seal: Seal, means: Means, state: LogState | None, *, replace: bool
 ) -> Program[Appended | Refused[Refusal]]:
     """Append the seal in this domain, or say why not."""
-    return (yield from seal_here(lambda seen: may_seal(seen, seal, replace=replace), means, state))
-
-
-def seal_here(
-    decide: Callable[[LogState], Body | Refused[Refusal]], means: Means, state: LogState | None
-) -> Program[Appended | Refused[Refusal]]:
-    """Append in this domain what ``decide`` makes of its log: a seal, or the promise of a part."""
-    ids = means.ids
-    # Not on a filesystem: a look there costs little, and tells a damaged entry from a lost answer. Without
-    # exclusive creates entries may have slipped in below what was folded.
-    is_object = means.caps.shape is Shape.OBJECT
-    tried = state if is_object and means.caps.exclusive_create else None
     return (
-        yield from append(decide, write_id=next(ids), stamp=means.stamp, state=state, tried=tried)
+        yield from append_here(lambda seen: may_seal(seen, seal, replace=replace), means, state)
     )
 
 

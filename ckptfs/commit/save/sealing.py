@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ckptfs.commit.decisions import Refusal
-from ckptfs.commit.log.append import Appended, Means, Refused, catch_up
+from ckptfs.commit.log.append import Appended, Means, Refused, append_here, catch_up
 from ckptfs.commit.log.entries import Body, Fence, Generation, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.operations import drive
 from ckptfs.commit.paths import AttemptKeys
-from ckptfs.commit.save.owner_steps import record_abort, seal_here, undo
+from ckptfs.commit.save.owner_steps import record_abort, undo
 from ckptfs.commit.session import Seat
 from ckptfs.errors import (
     CkptfsError,
@@ -138,7 +138,7 @@ def _append(
     decide: Callable[[LogState], Body | Refused[Refusal]],
 ) -> _Answer:
     try:
-        outcome = drive(seal_here(decide, means, state), seat.storage)
+        outcome = drive(append_here(decide, means, state), seat.storage)
     except CommitInDoubtError as error:
         return _Answer(means.domain, _What.IN_DOUBT, str(error))
     except (StorageError, ManifestError) as error:
