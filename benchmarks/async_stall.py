@@ -11,6 +11,7 @@ once. Rounds in which everybody has a turn, each round another one first:
     memcpy        every tensor copied into memory that was touched before (page-locked, for a state on a
                   device): what a copy costs here
     ckptfs        async_save into a held run
+    reserved      ckptfs.CheckpointManager(mode="async").save, whose memory was reserved before its first call
     dcp thread    dcp.async_save, AsyncCheckpointerType.THREAD, FileSystemWriter
     dcp process   the same with AsyncCheckpointerType.PROCESS
 
@@ -54,11 +55,14 @@ WORKLOAD, PLACE = "layers", "directory"
 # MiB of one layer's tensors: attention, two large matrices, norms and biases.
 LAYER = (16.0, 16.0, 44.0, 44.0, 0.25, 0.0625, 0.0625)
 OURS, BARE, STOCK = "ckptfs", "memcpy", ("dcp thread", "dcp process")
+RESERVED = "ckptfs reserved"
+PEERS = (BARE, OURS, RESERVED, *STOCK)
 # Of a bare copy, and of the better of DCP's two.
 GOALS = (goals.Asked(OURS, (BARE,), 1.3), goals.Asked(OURS, STOCK, 0.5))
 PROMISES = {
     BARE: ("nothing: a copy in memory", "nothing"),
     OURS: ("when it is waited for: files, directories, commit", "every block"),
+    RESERVED: ("when it is waited for: files, directories, commit", "every block"),
     STOCK[0]: ("when it is waited for: data files", "nothing"),
     STOCK[1]: ("when it is waited for: data files", "nothing"),
 }
@@ -88,13 +92,14 @@ class Bench:
         directory: Path,
         size_bytes: int,
         run: ckptfs.Run,
+        manager: ckptfs.CheckpointManager,
         peers: Sequence[str],
         *,
         device: str = "cpu",
         steps: bool = False,
     ) -> None:
         self.directory = directory
-        self.run = run
+        self.run, self.manager = run, manager
         self.on_cpu = torch.device(device).type == "cpu"
         self.state = {key: tensor.to(device) for key, tensor in _state(size_bytes).items()}
         self.copies = {
@@ -105,6 +110,7 @@ class Bench:
         ways: dict[str, Callable[[int], Pending]] = {
             BARE: self._copy,
             OURS: self._ours,
+            RESERVED: self._reserved,
             STOCK[0]: lambda n: self._stock(n, AsyncCheckpointerType.THREAD),
             STOCK[1]: lambda n: self._stock(n, AsyncCheckpointerType.PROCESS),
         }
@@ -113,6 +119,8 @@ class Bench:
     def measure(self, rounds: int) -> dict[str, Any]:
         """Seconds of every call, by peer: the first, and those of the rounds."""
         names = list(self.peers)
+        if RESERVED in names:
+            self.manager.reserve(self.state).result()
         first = {name: self._turn(name, -1) for name in names}
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
         for number in range(rounds):
@@ -166,6 +174,11 @@ class Bench:
             self.state, uri, step=number + 1, run=self.run, if_exists="replace"
         )
 
+    def _reserved(self, number: int) -> Pending:
+        pending = self.manager.save(number + 1, self.state)
+        assert isinstance(pending, ckptfs.PendingSave)
+        return pending
+
     def _stock(self, number: int, kind: AsyncCheckpointerType) -> Pending:
         where = self.directory / f"dcp_{kind.value}_{number}"
         writer = dcp.FileSystemWriter(str(where))
@@ -210,8 +223,9 @@ def result_of(
 
 def _beside(name: str, first: dict[str, float], turns: list[dict[str, float]]) -> str:
     durable_s = statistics.median(turn["done_s"] for turn in turns)
+    times = first["stall_s"] / statistics.median(turn["stall_s"] for turn in turns)
     told = (
-        f"{name}: the first call {number_text(first['stall_s'])} s, "
+        f"{name}: the first call {number_text(first['stall_s'])} s, {times:.1f} times a later one, "
         f"until it is durable {number_text(durable_s)} s"
     )
     slower = [turn["slower"] for turn in turns if not math.isnan(turn.get("slower", math.nan))]
@@ -240,7 +254,10 @@ def measured(
             dist.init_process_group("cpu:gloo", store=store, rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
         run = stack.enter_context(ckptfs.prepare_run(directory / "run"))
-        bench = Bench(directory, size_bytes, run, peers, device=device, steps=steps)
+        manager = stack.enter_context(
+            ckptfs.CheckpointManager(directory / "reserved", mode="async", keep_latest=1)
+        )
+        bench = Bench(directory, size_bytes, run, manager, peers, device=device, steps=steps)
         found = bench.measure(rounds)
     return result_of(
         found,
@@ -282,7 +299,7 @@ def main() -> int:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in (BARE, OURS, *STOCK) if name in text.split(",")]
+    return [name for name in PEERS if name in text.split(",")]
 
 
 def _options() -> argparse.Namespace:
@@ -292,7 +309,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="where the state lies, such as cuda")
     parser.add_argument("--steps", action="store_true", help="train while a save is under way")
     parser.add_argument("--dir", help="where to save (default: the directory for temporary files)")
-    parser.add_argument("--peers", type=_names, default=[BARE, OURS, *STOCK], help="who takes part")
+    parser.add_argument("--peers", type=_names, default=[*PEERS], help="who takes part")
     parser.add_argument("--out", type=Path, help="the result's file")
     parser.add_argument("--check", action="store_true", help="fail where a goal is missed")
     return parser.parse_args()

@@ -132,7 +132,7 @@ def stall(sizes: Sizes) -> Result:
     """How long an asynchronous save holds the training."""
     from benchmarks import async_stall
 
-    peers = (async_stall.BARE, async_stall.OURS, *async_stall.STOCK)
+    peers = async_stall.PEERS
     return async_stall.measured(
         sizes.size_bytes, sizes.pairs, within=sizes.directory, peers=peers, command=""
     )

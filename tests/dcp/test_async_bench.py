@@ -19,14 +19,22 @@ def test_the_benchmark_runs_and_writes_every_measurement(
 ) -> None:
     """A tiny state, without DCP's process: a row for each peer, the ratio of each round's pair."""
     out = tmp_path / "result.json"
-    told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs", "--steps"]
+    told = ["--mib", "1", "--rounds", "2", "--peers", "memcpy,ckptfs,ckptfs reserved", "--steps"]
     monkeypatch.setattr(sys, "argv", ["bench", *told, "--dir", str(tmp_path), "--out", str(out)])
     assert async_stall.main() == 0
     result = read_result(out)
     counted = [one.engine for one in result.samples]
-    assert {name: counted.count(name) for name in counted} == {"memcpy": 2, "ckptfs": 2}
+    assert {name: counted.count(name) for name in counted} == {
+        "memcpy": 2,
+        "ckptfs": 2,
+        "ckptfs reserved": 2,
+    }
     assert {(one.phase, one.size_bytes) for one in result.samples} == {("stall", 1 << 20)}
-    assert [note.partition(":")[0] for note in result.notes] == ["memcpy", "ckptfs"]
+    assert [note.partition(":")[0] for note in result.notes] == [
+        "memcpy",
+        "ckptfs",
+        "ckptfs reserved",
+    ]
     assert "a step meanwhile takes" not in result.notes[0]  # it is over when the copy is
     assert "a step meanwhile takes" in result.notes[1]
     assert "ckptfs by memcpy, seconds, stall of layers" in capsys.readouterr().out
@@ -52,4 +60,7 @@ def test_the_goals_are_about_the_copy_and_the_better_of_the_others() -> None:
     )
     found = goals.goals_of(result, async_stall.GOALS)
     assert [(goal.ratio, goal.is_met) for goal in found] == [(2.0, False), (0.25, True)]
-    assert result.notes[1] == "ckptfs: the first call 9.00 s, until it is durable 4.00 s"
+    assert (
+        result.notes[1]
+        == "ckptfs: the first call 9.00 s, 2.2 times a later one, until it is durable 4.00 s"
+    )
