@@ -32,7 +32,20 @@ from ckptfs.bench.results import Sample, read_result
 from tests.bench.made import FILE, made_result
 from tests.scale.simulation import Sizes
 
-TINY = ["--size", "1MB", "--small", "20", "--pairs", "1", "--worlds", "2", "--tensors", "3"]
+TINY = [
+    "--size",
+    "1MB",
+    "--small",
+    "20",
+    "--pairs",
+    "1",
+    "--worlds",
+    "2",
+    "--tensors",
+    "3",
+    "--ranks",
+    "2",
+]
 
 
 def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[Finding]:
@@ -57,7 +70,17 @@ def _run(row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *more: str) 
         "small",
         *(
             pytest.param(row, marks=pytest.mark.campaign)
-            for row in ("shapes", "durable", "tmpfs", "hot", "cold", "memory", "stall", "latency")
+            for row in (
+                "shapes",
+                "durable",
+                "tmpfs",
+                "hot",
+                "cold",
+                "memory",
+                "stall",
+                "latency",
+                "fixed",
+            )
         ),
     ],
 )

@@ -53,7 +53,7 @@ def main() -> int:
 def _measured(row: str, options: argparse.Namespace, out: Path) -> list[Finding]:
     sizes = Sizes(
         options.size, options.small, options.pairs, options.dir, options.memory, options.only,
-        options.worlds, options.tensors,
+        options.worlds, options.tensors, options.ranks,
     )  # fmt: skip
     command = shlex.join(["python", "-m", "benchmarks.floors", *sys.argv[1:]])
     found = replace(ROWS[row](sizes), what=f"floors: {row}", command=command)
@@ -107,6 +107,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--worlds", type=_numbers, default=(256, 1024, 4096), help="planner: ranks")
     parser.add_argument("--tensors", type=int, default=1000, help="planner: of each rank")
+    parser.add_argument("--ranks", type=_numbers, default=(4, 16, 32), help="fixed: processes")
     parser.add_argument("--out", type=Path, help="the results' directory (default: a new one)")
     parser.add_argument("--record", action="store_true", help="into benchmarks/results")
     parser.add_argument("--markdown", type=Path, help="the table as a file")

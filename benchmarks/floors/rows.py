@@ -47,6 +47,7 @@ class Sizes:
     only: tuple[str, ...] = ()
     worlds: tuple[int, ...] = (256, 1024, 4096)
     tensors: int = 1000
+    ranks: tuple[int, ...] = (4, 16, 32)
 
 
 def _files(
@@ -232,6 +233,13 @@ def _ranks(count: int, sizes: Sizes) -> Result:
     return telling.placed(found, "directory")
 
 
+def fixed(sizes: Sizes) -> Result:
+    """A save and a load of next to nothing, of many processes on this machine."""
+    from benchmarks.fixed import measured
+
+    return measured(sizes.ranks, sizes.pairs, within=sizes.directory, say=say)
+
+
 def nfs(sizes: Sizes) -> Result:
     """A real server and a client, kernels in user mode: their CPU is slow and their clock coarse."""
     from ckptfs.bench.results import decode_result
@@ -269,5 +277,6 @@ ROWS: Mapping[str, Callable[[Sizes], Result]] = {
     "memory": memory,
     "ranks2": ranks2,
     "ranks4": ranks4,
+    "fixed": fixed,
     "nfs": nfs,
 }
