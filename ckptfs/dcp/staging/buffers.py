@@ -146,6 +146,56 @@ class Lease:
         give_back()
 
 
+class _TouchingThreads:
+    """The threads of this process that touch memory: at the end of the interpreter they are waited for, since
+    one that came back from torch later would end the process with an abort.
+    """
+
+    def __init__(self) -> None:
+        self._slabs: dict[threading.Thread, _Slab] = {}
+        self._lock = threading.Lock()
+        self._ended = False
+        # By the import, so that it comes after what ends saves, and nothing starts a thread later.
+        atexit.register(self._leave)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+
+    def start(self, slab: _Slab, touch: Callable[[], None]) -> None:
+        """RuntimeError where no thread can be had."""
+
+        def run() -> None:
+            try:
+                touch()
+            finally:
+                self._slabs.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name="ckptfs-reserve", daemon=True)
+        with self._lock:
+            if self._ended:
+                raise RuntimeError("the interpreter ends")
+            self._slabs[thread] = slab
+            try:
+                thread.start()
+            except BaseException:
+                del self._slabs[thread]
+                raise
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._ended = True
+            left = list(self._slabs.items())
+        for thread, slab in left:
+            slab.stop = True
+            thread.join()
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._slabs = {}
+
+
+_TOUCHING = _TouchingThreads()
+
+
 def _check(bound_bytes: int | None) -> None:
     if bound_bytes is not None and bound_bytes < 0:
         raise StateError(f"host_memory_bytes is {bound_bytes}; it cannot be negative")
@@ -247,8 +297,7 @@ class HostBuffers:
                 slab = self._to_reserve(size_bytes)
             if slab is not None:
                 pin = partial(slab.pin, _torch.cuda_device()) if pinned else None
-                work = partial(self._touch, slab, pin, done)
-                threading.Thread(target=work, name="ckptfs-reserve", daemon=True).start()
+                _TOUCHING.start(slab, partial(self._touch, slab, pin, done))
                 return done
         except (OSError, RuntimeError) as error:  # no memory, no thread
             logger.warning("no memory is reserved for asynchronous saves: %s", error)
@@ -283,8 +332,6 @@ class HostBuffers:
 
     def _touch(self, slab: _Slab, pin: Callable[[], None] | None, done: Future[int]) -> None:
         """The thread of a reservation."""
-        leave = partial(_leave, slab, threading.current_thread())
-        atexit.register(leave)
         touched = 0
         try:
             touched = slab.touch()
@@ -295,7 +342,6 @@ class HostBuffers:
         finally:
             self._put_back(slab)
             done.set_result(touched)
-            atexit.unregister(leave)
 
     def _put_back(self, slab: _Slab) -> None:
         """No thread touches it any more: a lease that waits may have it, or the next one."""
@@ -359,9 +405,3 @@ class HostBuffers:
             self._idle, self._leased, self._touched = [], [], []
             self._changed = threading.Condition(threading.RLock())
         return self._changed
-
-
-def _leave(slab: _Slab, thread: threading.Thread) -> None:
-    """At the end of the interpreter: a thread that comes back from torch later than that ends the process."""
-    slab.stop = True
-    thread.join()
