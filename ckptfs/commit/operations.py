@@ -37,7 +37,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -463,11 +463,26 @@ def _round(ops: dict[int, Op]) -> Program[dict[int, Any]]:
         except StorageError as error:
             answers[at] = error
     elif quick:
-        answers = dict(zip(quick, (yield AtOnce(tuple(quick.values()))), strict=True))
+        answers = yield from _all_of(quick)
     for at, waits in ops.items():
         if at not in quick:
             answers[at] = yield waits
     return answers
+
+
+def _all_of(ops: Mapping[int, Op]) -> Program[dict[int, Any]]:
+    """Operations of several programs at once; what one of them asks at once is asked together with the others."""
+    flat = [
+        (at, one) for at, op in ops.items() for one in (op.ops if isinstance(op, AtOnce) else (op,))
+    ]
+    found = yield AtOnce(tuple(one for _, one in flat))
+    answers: dict[int, Any] = {at: [] for at in ops}
+    for (at, _), answer in zip(flat, found, strict=True):
+        answers[at].append(answer)
+    return {
+        at: tuple(answers[at]) if isinstance(op, AtOnce) else answers[at][0]
+        for at, op in ops.items()
+    }
 
 
 def take_turns(program: Program[T], turn: threading.Lock) -> Program[T]:

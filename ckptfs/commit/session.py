@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckptfs.commit.log.advisory_log import AdvisoryLog, LogKind, kind_of_log, other_kind, with_log
-from ckptfs.commit.log.append import Means
+from ckptfs.commit.log.append import FoundHint, Means
 from ckptfs.commit.log.entries import Stamp
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.operations import Program, drive
+from ckptfs.commit.operations import Program, drive, read_limited
 from ckptfs.commit.ownership.background_owner import Background
-from ckptfs.commit.paths import CONTROL, LOG, step_in
+from ckptfs.commit.paths import CONTROL, HINT, LOG, log_key, step_in
 from ckptfs.commit.save.spec import fresh_ids, now_text, whole_step
 from ckptfs.commit.state import unsent
 from ckptfs.control.control import Control, open_control
-from ckptfs.errors import CollectiveError, StateError, UriError
-from ckptfs.storage.base import Capabilities, Storage
+from ckptfs.errors import CollectiveError, NotFoundError, StateError, UriError
+from ckptfs.storage.base import Capabilities, Shape, Storage
 from ckptfs.storage.registry import open_storage
 from ckptfs.topology.storage_domains import Placement, Scope, probe_domains
 from ckptfs.uri import Uri
@@ -93,7 +93,8 @@ class Seat:
     """Where one rank sits. storage is rooted at the run; caps are those that the owner of this
     rank's domain found by its probe, equal on all ranks of the domain. background: where an owner
     that holds the run leaves deletes to, where they take requests. known: what an owner that holds
-    the run folded so far. common: what this process's other seats at the same domain share with it.
+    the run folded so far. common: what this process's other seats at the same domain share with it. hint: of a reader,
+    the log's, if it came with the domain's id.
     """
 
     control: Control
@@ -103,6 +104,7 @@ class Seat:
     background: Background | None = None
     known: Known = field(default_factory=Known)
     common: Common = field(default_factory=Common, compare=False)
+    hint: FoundHint | None = None
 
     @property
     def spared(self) -> set[str]:
@@ -303,16 +305,53 @@ def sit_down(
     """Collective. A seat at the run that ``storage`` is rooted at; the storage stays the caller's.
     common: as for ``open_seat``.
     """
-    placement = probe_domains(control, storage, scope=place.scope, name=place.domain, write=write)
-    if not write:
-        storage = _as_readers_see(control, storage, placement)
-        return Seat(control, storage, placement, storage.capabilities)
+    answers = _FirstAnswers(storage) if not write else None
+    placement = probe_domains(
+        control,
+        storage,
+        scope=place.scope,
+        name=place.domain,
+        write=write,
+        also=answers.calls if answers is not None else (),
+    )
+    if answers is not None:
+        log = _as_readers_see(control, storage, placement, answers)
+        hint = answers.hint if log is storage else None  # the other kind of log has none
+        return Seat(control, log, placement, storage.capabilities, hint=hint)
     caps = _agreed_caps(control, storage, placement)
     log = with_log(storage, caps, write=True)
     return Seat(control, log, placement, caps, common=common or Common())
 
 
-def _as_readers_see(control: Control, storage: Storage, placement: Placement) -> Storage:
+class _FirstAnswers:
+    """What a reader asks an object store for in any case, asked for together with the domain's id. An error is met
+    again by the call that needs the answer.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.kind: LogKind | None = None
+        self.hint: FoundHint | None = None
+
+    @property
+    def calls(self) -> tuple[Callable[[], None], ...]:
+        is_object = self._storage.capabilities.shape is Shape.OBJECT
+        return (self._look_at_log, self._read_hint) if is_object else ()
+
+    def _look_at_log(self) -> None:
+        self._storage.stat(log_key(0))
+        self.kind = LogKind.EXCLUSIVE
+
+    def _read_hint(self) -> None:
+        try:
+            self.hint = FoundHint(read_limited(self._storage, HINT))
+        except NotFoundError:
+            self.hint = FoundHint(None)
+
+
+def _as_readers_see(
+    control: Control, storage: Storage, placement: Placement, answers: _FirstAnswers
+) -> Storage:
     """Collective. The storage with the kind of log that exists there, as one process of each node finds it. A rank that
     failed alone would leave the others waiting in their next step.
     """
@@ -320,7 +359,10 @@ def _as_readers_see(control: Control, storage: Storage, placement: Placement) ->
 
     def local() -> str | None:
         lead = placement.is_node_lead
-        return node if lead and kind_of_log(storage) is LogKind.ADVISORY else None
+        if not lead:
+            return None
+        kind = answers.kind or kind_of_log(storage)
+        return node if kind is LogKind.ADVISORY else None
 
     def decide(nodes: Sequence[str | None]) -> frozenset[str]:
         return frozenset(found for found in nodes if found is not None)

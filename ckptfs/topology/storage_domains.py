@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -137,12 +137,14 @@ def probe_domains(
     scope: Scope = "auto",
     name: str | None = None,
     write: bool = True,
+    also: Sequence[Callable[[], object]] = (),
 ) -> Placement:
     """Find who shares ``storage`` (rooted at a run) with whom; collective, O(1) operations per node.
 
     scope: "auto" probes; "shared" (one domain) and "node" (one per node) skip what the caller
     knows. name: ranks that give the same name share; equal on all ranks of a node; scope is not
-    asked. write=False (readers): ids are read, nothing is written, equal ids count as shared.
+    asked. write=False (readers): ids are read, nothing is written, equal ids count as shared. also: of a reader,
+    further calls to the storage, made by the process that reads the id at the same time; their answers are dropped.
 
     With ``write`` it makes the root, ``.ckptfs`` and ``.ckptfs/tmp`` where they are missing; after
     a crash an id may exist that nobody used yet, which is harmless.
@@ -154,7 +156,8 @@ def probe_domains(
     worlds = control.worlds
     leads = node_leads(worlds)
     is_lead = leads[control.world.node] == control.rank
-    probe = Probe(storage, write=write, tokens=write and scope == "auto" and len(leads) > 1)
+    tokens = write and scope == "auto" and len(leads) > 1
+    probe = Probe(storage, write=write, tokens=tokens, also=also)
 
     def look() -> Answer | NotFoundError | None:
         if not is_lead:
@@ -334,15 +337,23 @@ class Answer:
 class Probe:
     """One node lead's operations; all the I/O of ``probe_domains``."""
 
-    def __init__(self, storage: Storage, *, write: bool, tokens: bool) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        write: bool,
+        tokens: bool,
+        also: Sequence[Callable[[], object]] = (),
+    ) -> None:
         self.tokens = tokens
+        self._also = also
         self._storage = storage
         self._write = write
         self._token = ""
 
     def look(self, shape: Shape) -> Answer:
         """Read or make the id, leave a token."""
-        found = self._own_id() if self._write else self._read_id()
+        found = self._own_id() if self._write else self._read_id_and_more()
         if self.tokens and shape is Shape.FILESYSTEM:
             self._token = f"{_TMP}/probe-{uuid.uuid4().hex}"
             self._storage.replace(self._token, b"")
@@ -398,6 +409,12 @@ class Probe:
             uri=storage.uri(_ID),
             hint="`ckptfs doctor` tests what this storage does",
         )
+
+    def _read_id_and_more(self) -> str:
+        found, *_ = self._storage.at_once([self._read_id, *self._also])
+        if isinstance(found, StorageError):
+            raise found
+        return str(found)
 
     def _read_id(self) -> str:
         self._storage.refresh(_HOME)

@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptfs.commit import paths
+from ckptfs.commit.catalog.catalog import read_view
 from ckptfs.commit.log import append as log
 from ckptfs.commit.log.append import (
     Appended,
+    FoundHint,
     Gap,
     Refused,
     append,
@@ -41,7 +43,9 @@ from ckptfs.commit.log.entries import (
 )
 from ckptfs.commit.log.fold import LogState, fold_entry
 from ckptfs.commit.operations import Program, drive
-from ckptfs.commit.paths import HINT, LOG, log_key
+from ckptfs.commit.paths import DOMAIN, HINT, LOG, log_key
+from ckptfs.commit.session import Place, sit_down
+from ckptfs.control.control import SoloControl
 from ckptfs.errors import (
     AccessError,
     AnswerLostError,
@@ -254,6 +258,34 @@ def test_the_hint_is_no_authority(hint: bytes) -> None:
     state = _long_log(storage, 230)
     storage.replace(HINT, hint)
     assert drive(catch_up(), storage).saves == state.saves
+
+
+@pytest.mark.parametrize("age", ["now", "older", "before the first"])
+def test_a_hint_that_was_read_before_is_as_good(age: str) -> None:
+    """A reader at an object store has it with the domain's id: an old one leads to an older snapshot, none to the
+    first entry.
+    """
+    storage = Counting(Uri.parse("memory://t/run"), stores=MemoryStores())
+    state = _long_log(storage, 230)
+    older = json.dumps({"snapshot": log.SNAPSHOT_EVERY - 1}).encode()
+    data = {"now": storage.read(HINT), "older": older, "before the first": None}[age]
+    storage.remove(HINT)
+    storage.reads = 0
+    assert drive(catch_up(hint=FoundHint(data)), storage).saves == state.saves
+    assert storage.reads < {"now": 70, "older": 160, "before the first": 250}[age]
+
+
+def test_a_seat_of_a_reader_has_the_hint_and_reads_no_other() -> None:
+    """Its first answers come with the domain's id."""
+    storage = memory(Shape.OBJECT)
+    state = _long_log(storage, 230)
+    storage.replace(DOMAIN, b"d")
+    seat = sit_down(SoloControl(), storage, Place(), write=False)
+    assert seat.hint == FoundHint(storage.read(HINT))
+    storage.remove(HINT)
+    view = drive(read_view(seat.hint), seat.storage)
+    assert view is not None
+    assert view[1].saves == state.saves
 
 
 def test_a_fold_from_the_first_entry_holds_one_snapshot_at_a_time() -> None:

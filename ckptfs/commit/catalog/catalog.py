@@ -33,7 +33,7 @@ from typing import Any
 
 from ckptfs.commit.delete.shared_data import file_key
 from ckptfs.commit.log.advisory_log import with_log
-from ckptfs.commit.log.append import Gap, catch_up, check_whole
+from ckptfs.commit.log.append import FoundHint, Gap, catch_up, check_whole
 from ckptfs.commit.log.entries import Generation, Kind, PartRef, Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import FileRecord, Manifest, decode_manifest, digest_of
@@ -169,9 +169,9 @@ def read_domain() -> Program[str | None]:
     return data.decode(errors="replace").strip() or None
 
 
-def read_view() -> Program[tuple[str, LogState] | None]:
-    """This place's domain id and folded log, or None where there is no run."""
-    domain, state = yield from side_by_side(read_domain(), catch_up())
+def read_view(hint: FoundHint | None = None) -> Program[tuple[str, LogState] | None]:
+    """This place's domain id and folded log, or None where there is no run. hint: as for ``catch_up``."""
+    domain, state = yield from side_by_side(read_domain(), catch_up(hint=hint))
     return None if domain is None else (domain, state)
 
 

@@ -39,13 +39,14 @@ from ckptfs.commit.log.advisory_log import with_log
 from ckptfs.commit.log.entries import Seal
 from ckptfs.commit.log.fold import LogState
 from ckptfs.commit.manifest import Manifest
-from ckptfs.commit.operations import drive
+from ckptfs.commit.operations import drive, settled, side_by_side
 from ckptfs.commit.session import Place, Seat, View, open_seat, step_with_views
 from ckptfs.commit.state import part_name, piece, split_name
 from ckptfs.control.control import Control
 from ckptfs.control.rank_errors import collective_error, failure_of
 from ckptfs.control.world import World
 from ckptfs.errors import (
+    CkptfsError,
     CollectiveError,
     IncompleteCheckpointError,
     IntegrityError,
@@ -153,13 +154,14 @@ def locate(seat: Seat, name: str) -> Found:
     saved over it. StateError: it is a run.
     """
     where = seat.storage.uri(name)
+    ahead: dict[str, Found | CkptfsError] = {}
 
     def look(ids: Collection[str] | None) -> _Seen | None:
-        view = drive(read_view(), seat.storage) if seat.placement.is_node_lead else None
+        view = drive(read_view(seat.hint), seat.storage) if seat.placement.is_node_lead else None
         if view is None:
             return None
         domain, state = view
-        is_over = _is_saved_over(seat, name, view)
+        is_over = _is_saved_over(seat, name, view, ahead)
         if ids is None or not state.saves.settled.size:
             return _Seen(view, is_whole=True, is_saved_over=is_over)
         return _Seen((domain, state.to_send(ids)), is_whole=False, is_saved_over=is_over)
@@ -187,7 +189,7 @@ def locate(seat: Seat, name: str) -> Found:
             if choice.seal is None:
                 return drive(unlogged(name, choice.views, where), seat.storage)
             sought = find(choice.seal, seat.caps.shape, where, with_metadata=True)
-            return drive(sought, seat.storage)
+            return _pop_found(ahead, choice.seal.save_id) or drive(sought, seat.storage)
         except (NotFoundError, StaleError) as error:
             return _Miss(error.message)
         except (IntegrityError, ManifestError) as error:
@@ -246,9 +248,22 @@ def _is_run(seat: Seat, name: str) -> bool:
         return False  # it is no checkpoint, whatever else it is
 
 
-def _is_saved_over(seat: Seat, name: str, view: View) -> bool:
+def _pop_found(ahead: dict[str, Found | CkptfsError], save_id: str) -> Found | None:
+    """What was found ahead, once."""
+    found = ahead.pop(save_id, None)
+    if isinstance(found, CkptfsError):
+        raise found
+    return found
+
+
+def _is_saved_over(
+    seat: Seat, name: str, view: View, ahead: dict[str, Found | CkptfsError]
+) -> bool:
     """Whether another program's ``.metadata`` is in the place of this save's. One process of each domain checks
     this: loading our save would ignore the later one.
+
+    ahead: a process alone at an object store looks for the files at the same time, since no other rank decides which
+    save it is; what it finds goes there, by save_id.
     """
     if not seat.placement.is_owner:
         return False
@@ -256,7 +271,14 @@ def _is_saved_over(seat: Seat, name: str, view: View) -> bool:
     mine = [seal for seal in list_live(views) if seal.name == step]
     if part is not None:
         mine = [piece(seal, ref) for seal in mine for ref in seal.parts if ref.name == part]
-    return any(drive(is_overwritten(seal, views, seat.caps.shape), seat.storage) for seal in mine)
+    shape = seat.caps.shape
+    if len(mine) == 1 and seat.control.size == 1 and shape is Shape.OBJECT:
+        (seal,) = mine
+        search = find(seal, shape, seat.storage.uri(name), with_metadata=True)
+        both = side_by_side(is_overwritten(seal, views, shape), settled(search))
+        is_over, ahead[seal.save_id] = drive(both, seat.storage)
+        return bool(is_over)
+    return any(drive(is_overwritten(seal, views, shape), seat.storage) for seal in mine)
 
 
 def _misses(

@@ -39,7 +39,7 @@ from ckptfs.commit.catalog.catalog import (
 from ckptfs.commit.delete.deletion_steps import lies_nowhere
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.manifest import Manifest, decode_manifest
-from ckptfs.commit.operations import List, Program, Read, Refresh, StatOf, side_by_side
+from ckptfs.commit.operations import List, Program, Read, ReadAhead, Refresh, StatOf, side_by_side
 from ckptfs.commit.paths import (
     CONTROL,
     MANIFEST,
@@ -57,6 +57,7 @@ from ckptfs.errors import (
     IncompleteCheckpointError,
     ManifestError,
     NotFoundError,
+    StorageError,
 )
 from ckptfs.storage.base import Entry, Shape, Stat
 from ckptfs.uri import Uri
@@ -432,13 +433,17 @@ def is_overwritten(
         return False
     for one in [piece(seal, ref) for ref in seal.parts] or [seal]:
         keys = AttemptKeys(shape, one.name, one.save_id)
+        data: bytes | None = None
+        homes = [f"{data}/{METADATA}" for data in keys.homes()]
+        shows = f"{keys.name}/{METADATA}"
         if known is not None and not seal.parts:
             mine, shown = known
+        elif shape is Shape.OBJECT:
+            looks = (_first(homes), _first([shows]), _small(shows))
+            mine, shown, data = yield from side_by_side(*looks)
         else:
-            homes = [f"{data}/{METADATA}" for data in keys.homes()]
-            shows = _first([f"{keys.name}/{METADATA}"])
-            mine, shown = yield from side_by_side(_first(homes), shows)
-        if mine is not None and (yield from _is_overwritten(keys, mine, shown, views)):
+            mine, shown = yield from side_by_side(_first(homes), _first([shows]))
+        if mine is not None and (yield from _is_overwritten(keys, mine, shown, views, data)):
             return True
     return False
 
@@ -467,17 +472,20 @@ def unlogged_at(
 
 
 def _is_overwritten(
-    keys: AttemptKeys, mine: Stat, shown: Stat | None, views: Views
+    keys: AttemptKeys, mine: Stat, shown: Stat | None, views: Views, data: bytes | None
 ) -> Program[bool]:
-    """mine: the stat of the ``.metadata`` next to the data. What was projected from it has the same size."""
+    """mine: the stat of the ``.metadata`` next to the data. What was projected from it has the same size. data: the
+    content of the projected one, if it was read with them.
+    """
     if shown is None or (
         shown.size_bytes == mine.size_bytes and (yield from _is_ours(keys, shown, mine))
     ):
         return False
-    try:
-        data: bytes = yield Read(f"{keys.name}/{METADATA}")
-    except NotFoundError:
-        return False
+    if data is None:
+        try:
+            data = yield Read(f"{keys.name}/{METADATA}")
+        except NotFoundError:
+            return False
     # Of a part other domains' logs may not know the id.
     if keys.save_id.encode() in data or any(is_known(keys.name, data, v) for v in views.values()):
         return False
@@ -509,6 +517,15 @@ def _first(keys: list[str]) -> Program[Stat | None]:
             continue
         return stat
     return None
+
+
+def _small(key: str) -> Program[bytes | None]:
+    """The bytes of a small file; None if it is large or cannot be read."""
+    try:
+        found: tuple[bytes, ...] = yield ReadAhead((key,))
+    except StorageError:
+        return None
+    return found[0] if found else None
 
 
 def data_paths(metadata: bytes) -> Iterator[str]:

@@ -84,6 +84,7 @@ __all__ = [
     "SNAPSHOT_EVERY",
     "Appended",
     "CheckedLog",
+    "FoundHint",
     "Gap",
     "LogBudget",
     "Means",
@@ -244,15 +245,22 @@ def make_log() -> Program[None]:
         yield MakeDir(key)
 
 
-def catch_up(state: LogState | None = None) -> Program[LogState]:
+@dataclass(frozen=True, slots=True)
+class FoundHint:
+    """The hint as it was read before; data is None where there is none. An old one leads to an older snapshot."""
+
+    data: bytes | None
+
+
+def catch_up(state: LogState | None = None, *, hint: FoundHint | None = None) -> Program[LogState]:
     """Fold everything that can be seen after ``state`` (from a snapshot, or 0, when None).
 
-    Reads only. A missing log is an empty one. ManifestError: an entry is damaged, or there are more than
+    hint: what was read of it already, for a start without a state. Reads only. A missing log is an empty one. ManifestError: an entry is damaged, or there are more than
     ``LogBudget`` permits.
     """
     ahead, bodies, budget = 1, list[Body](), LogBudget()
     if state is None:
-        state, ahead = (yield from _from_snapshot()), COLD_AHEAD
+        state, ahead = (yield from _from_snapshot(hint)), COLD_AHEAD
     while True:
         # Each time: the first one missing may be the end, and a client may have cached its absence.
         yield Refresh(LOG)
@@ -306,15 +314,19 @@ def read_hint(data: bytes) -> int:
     return _HINT.decode(data).snapshot
 
 
-def _from_snapshot() -> Program[LogState]:
+def _from_snapshot(hint: FoundHint | None) -> Program[LogState]:
     """Start at the snapshot that the hint names; the hint is no authority, the entry is.
 
     A hint or a snapshot that cannot be read is passed over: the entries from 0 on say the same, and a
     newer version may have written words there that this one does not know.
     """
     try:
-        yield Refresh(CONTROL)
-        number = read_hint((yield Read(HINT)))
+        if hint is None:
+            yield Refresh(CONTROL)
+            hint = FoundHint((yield Read(HINT)))
+        if hint.data is None:
+            return LogState()
+        number = read_hint(hint.data)
         if number < 0:
             return LogState()
         entry = yield from _read_entry(number)
