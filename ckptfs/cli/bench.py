@@ -27,8 +27,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.bench.messages import Asked
+from ckptfs.bench.results import Result
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, error_document, exit_of, group_command, say, table
+from ckptfs.cli.output import (
+    OMITTED,
+    Answer,
+    ErrorDocument,
+    Omitted,
+    error_document,
+    exit_of,
+    group_command,
+    say,
+    table,
+)
 from ckptfs.errors import CkptfsError
 from ckptfs.storage.options import OURS
 from ckptfs.uri import mask_credentials
@@ -77,9 +88,6 @@ def _shown(key: str, value: Any) -> str:
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from ckptfs.bench.messages import Asked
-    from ckptfs.bench.results import Result
 
 
 logger = logging.getLogger("ckptfs.cli")
@@ -166,7 +174,14 @@ def _words(_: click.Context, __: click.Parameter, told: Sequence[str]) -> tuple[
     return tuple(word.strip() for text in told for word in text.split(",") if word.strip())
 
 
-@group_command(bench, _DEFAULT, collective=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _BenchDocument:
+    file: str | None
+    result: Result
+    error: ErrorDocument | Omitted = OMITTED
+
+
+@group_command(bench, _DEFAULT, answers=(_BenchDocument,), collective=True)
 @click.argument("uris", nargs=-1, required=True, metavar="URI...")
 @click.option(
     "-w",
@@ -237,11 +252,11 @@ def run(uris: tuple[str, ...], out: str | None, note: str | None, **told: Any) -
                 console.print(line, soft_wrap=True)
         console.print(f"every measurement: {written or 'written nowhere'}")
 
-    document = {"file": written, "result": dataclasses.asdict(result)}
     if error is None:
-        return Answer(document, show)
+        return Answer(_BenchDocument(file=written, result=result), show)
     say(f"ckptfs bench: {error} The result is in {written or 'no file'}.")
-    return Answer(document | {"error": error_document(error)}, show, exit_of(error))
+    document = _BenchDocument(file=written, result=result, error=error_document(error))
+    return Answer(document, show, exit_of(error))
 
 
 def _longer(asked: Asked, result: Result, told: dict[str, Any], took_s: float) -> tuple[str, str]:

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from ckptfs.bench.analysis import (
     Beside,
     Compared,
+    Difference,
+    Spread,
     Verdict,
     compare_results,
     spread_text,
     verdict_text,
 )
 from ckptfs.bench.report import Report, write_report
-from ckptfs.bench.results import PHASES, Result, number_text, phase_text, read_result
+from ckptfs.bench.results import PHASES, Phase, Result, number_text, phase_text, read_result
 from ckptfs.cli.output import Answer, Exit, group_command, table
 
 if TYPE_CHECKING:
@@ -33,8 +35,8 @@ __all__ = ["add_to"]
 def add_to(group: click.Group) -> None:
     """Put both commands on ``bench``; once, however often it is asked."""
     if "report" not in group.commands:
-        group_command(group, "report")(_report)
-        group_command(group, "compare")(_compare)
+        group_command(group, "report", answers=(Report,))(_report)
+        group_command(group, "compare", answers=(_CompareDocument,))(_compare)
 
 
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
@@ -52,11 +54,41 @@ def _report(files: tuple[str, ...], out: str) -> Answer:
         console.print(made.page)
         console.print(f"{len(made.plots)} plots beside it")
 
-    return Answer(_report_document(made), show)
+    return Answer(made, show)
 
 
-def _report_document(made: Report) -> dict[str, Any]:
-    return {"page": made.page, "plots": list(made.plots), "results": list(made.results)}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredDocument:
+    file: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RowDocument:
+    workload: str
+    target: str
+    phase: Phase
+    engine: str
+    is_limit: bool
+    before: Spread
+    after: Spread
+    ratio: float
+    low: float
+    high: float
+    rounds: int
+    verdict: Verdict
+    rounds_needed: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CompareDocument:
+    before: _MeasuredDocument
+    after: _MeasuredDocument
+    differences: Sequence[Difference]
+    rows: Sequence[_RowDocument]
+    missing: Sequence[str]
+    slower: int
 
 
 @click.argument("before")
@@ -73,14 +105,14 @@ def _compare(before: str, after: str, only: tuple[str, ...], phases: tuple[str, 
     found = compare_results(old, new, only=only, phases=phases)
     if not found.rows:
         raise click.UsageError(_nothing(found))
-    document = {
-        "before": _run_document(before, old),
-        "after": _run_document(after, new),
-        "differences": [asdict(one) for one in found.differences],
-        "rows": [_row_document(row) for row in found.rows],
-        "missing": list(found.missing),
-        "slower": len(found.slower),
-    }
+    document = _CompareDocument(
+        before=_MeasuredDocument(file=before, date=old.date, command=old.command),
+        after=_MeasuredDocument(file=after, date=new.date, command=new.command),
+        differences=found.differences,
+        rows=[_row_document(row) for row in found.rows],
+        missing=found.missing,
+        slower=len(found.slower),
+    )
 
     def show(console: Console) -> None:
         _show(console, {before: old, after: new}, found)
@@ -95,14 +127,23 @@ def _nothing(found: Compared) -> str:
     return f"{told} ({found.missing[0]}{more})" if found.missing else told
 
 
-def _run_document(path: str, result: Result) -> dict[str, Any]:
-    return {"file": path, "date": result.date, "command": result.command}
-
-
-def _row_document(row: Beside) -> dict[str, Any]:
-    made = asdict(row)
-    told = made.pop("found")
-    return {**made, **told, "verdict": row.found.verdict.value}
+def _row_document(row: Beside) -> _RowDocument:
+    found = row.found
+    return _RowDocument(
+        workload=row.workload,
+        target=row.target,
+        phase=row.phase,
+        engine=row.engine,
+        is_limit=row.is_limit,
+        before=row.before,
+        after=row.after,
+        ratio=found.ratio,
+        low=found.low,
+        high=found.high,
+        rounds=found.rounds,
+        verdict=found.verdict,
+        rounds_needed=found.rounds_needed,
+    )
 
 
 def _show(console: Console, runs: dict[str, Result], found: Compared) -> None:

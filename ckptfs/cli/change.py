@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial as bound
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, error_document, exit_of, print_error
+from ckptfs.cli.output import (
+    Answer,
+    ErrorDocument,
+    Exit,
+    command,
+    error_document,
+    exit_of,
+    print_error,
+)
 from ckptfs.cli.text import place_text, size_text
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.changing import Pinned, committed_in, doomed_at, remove, set_pin
@@ -20,8 +30,42 @@ if TYPE_CHECKING:
 
 __all__ = ["pin", "rm", "unpin"]
 
+_T = TypeVar("_T")
 
-@command("rm")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RemovedDocument:
+    uri: str
+    deleted: Literal[True] = True
+    elsewhere: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PinnedDocument:
+    uri: str
+    save_id: str
+    pinned: bool
+    changed: bool
+    elsewhere: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedDocument:
+    uri: str
+    error: ErrorDocument
+
+
+@dataclass(frozen=True, slots=True)
+class _RmDocument:
+    checkpoints: Sequence[_RemovedDocument | _FailedDocument]
+
+
+@dataclass(frozen=True, slots=True)
+class _PinDocument:
+    checkpoints: Sequence[_PinnedDocument | _FailedDocument]
+
+
+@command("rm", answers=(_RmDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
 @click.option(
@@ -57,36 +101,36 @@ def rm(
         click.confirm(
             f"delete {place_text(Uri.parse(uri))} ({size_text(size)})?", abort=True, err=True
         )
-    return _each("rm", uris, lambda uri: _remove(uri, storage_options, partial=partial))
+    return _each("rm", uris, bound(_remove, options=storage_options, partial=partial), _RmDocument)
 
 
-def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[dict[str, Any], str]:
+def _remove(uri: str, options: dict[str, Any], *, partial: bool) -> tuple[_RemovedDocument, str]:
     done = remove(uri, options, partial=partial)
     told = f"deleted {place_text(done.uri)}"
     if done.elsewhere:
         told += (
             f"; what lies in domains {', '.join(done.elsewhere)} was not reached and is there still"
         )
-    return {"deleted": True, "elsewhere": list(done.elsewhere)}, told
+    return _RemovedDocument(uri=mask_credentials(uri), elsewhere=done.elsewhere), told
 
 
-@command("pin")
+@command("pin", answers=(_PinDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @storage_options()
 def pin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
     """Retention leaves a pinned checkpoint alone, until it is unpinned. Also while a job trains."""
-    return _each("pin", uris, lambda uri: _pin(uri, storage_options, pinned=True))
+    return _each("pin", uris, bound(_pin, options=storage_options, pinned=True), _PinDocument)
 
 
-@command("unpin")
+@command("unpin", answers=(_PinDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @storage_options()
 def unpin(uris: Sequence[str], storage_options: dict[str, Any]) -> Answer:
     """Retention may take it again, after the next commit of the run. Also while a job trains."""
-    return _each("unpin", uris, lambda uri: _pin(uri, storage_options, pinned=False))
+    return _each("unpin", uris, bound(_pin, options=storage_options, pinned=False), _PinDocument)
 
 
-def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[dict[str, Any], str]:
+def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[_PinnedDocument, str]:
     done: Pinned = set_pin(uri, pinned=pinned, storage_options=options)
     words = {
         (True, True): "is pinned",
@@ -97,32 +141,37 @@ def _pin(uri: str, options: dict[str, Any], *, pinned: bool) -> tuple[dict[str, 
     told = f"{place_text(done.uri)} {words[pinned, done.changed]}"
     if done.elsewhere and not pinned:
         told += f"; on other nodes too? domains {', '.join(done.elsewhere)} were not reached"
-    document = {
-        "save_id": done.save_id,
-        "pinned": done.pinned,
-        "changed": done.changed,
-        "elsewhere": list(done.elsewhere),
-    }
+    document = _PinnedDocument(
+        uri=mask_credentials(uri),
+        save_id=done.save_id,
+        pinned=done.pinned,
+        changed=done.changed,
+        elsewhere=done.elsewhere,
+    )
     return document, told
 
 
 def _each(
-    name: str, uris: Sequence[str], do: Callable[[str], tuple[dict[str, Any], str]]
+    name: str,
+    uris: Sequence[str],
+    do: Callable[[str], tuple[_T, str]],
+    document_of: Callable[[Sequence[_T | _FailedDocument]], object],
 ) -> Answer:
     """Each in turn; one that fails does not keep the others, and the first failure is the exit."""
-    documents: list[dict[str, Any]] = []
+    documents: list[_T | _FailedDocument] = []
     done: list[str | CkptfsError] = []
     for uri in uris:
         try:
-            document, told = do(uri)
+            document, text = do(uri)
         except CkptfsError as error:
             if len(uris) == 1:
                 raise
-            document, told = {"error": error_document(error)}, ""
+            failure = _FailedDocument(uri=mask_credentials(uri), error=error_document(error))
+            documents.append(failure)
             done.append(error)
         else:
-            done.append(told)
-        documents.append({"uri": mask_credentials(uri), **document})
+            documents.append(document)
+            done.append(text)
     failed = [one for one in done if isinstance(one, CkptfsError)]
 
     def show(console: Console) -> None:
@@ -132,4 +181,4 @@ def _each(
             else:
                 console.print(one, soft_wrap=True)
 
-    return Answer({"checkpoints": documents}, show, exit_of(failed[0]) if failed else Exit.OK)
+    return Answer(document_of(documents), show, exit_of(failed[0]) if failed else Exit.OK)

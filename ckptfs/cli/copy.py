@@ -9,6 +9,8 @@ The work is ``ckptfs.tools.copying``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,12 +23,40 @@ from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ckptfs.tools.copying import CopyReport
+    from ckptfs.tools.copying import Copied, CopyReport, Status
 
 __all__ = ["cp"]
 
 
-@command("cp", collective=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CopiedDocument:
+    name: str
+    kind: str
+    step: int | None
+    uri: str
+    save_id: str | None
+    status: Status
+    size_bytes: int | None
+    copied_bytes: int
+    resumed_bytes: int
+    digests_verified: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CpDocument:
+    source: str
+    target: str
+    dry_run: bool
+    copied_bytes: int
+    skipped_bytes: int
+    digests_verified: int
+    seconds: float
+    warnings: Sequence[str]
+    checkpoints: Sequence[_CopiedDocument]
+
+
+@command("cp", answers=(_CpDocument,), collective=True)
 @click.argument("source")
 @click.argument("target")
 @click.option(
@@ -86,33 +116,34 @@ def cp(
     return Answer(_document(report), lambda console: _show(console, report))
 
 
-def _document(report: CopyReport) -> dict[str, Any]:
-    return {
-        "source": report.source,
-        "target": report.target,
-        "dry_run": report.is_dry_run,
-        "copied_bytes": report.copied_bytes,
-        "skipped_bytes": report.skipped_bytes,
-        "digests_verified": report.digests,
-        "seconds": round(report.seconds, 3),
-        "warnings": list(report.warnings),
-        "checkpoints": [
-            {
-                "name": one.name,
-                "kind": one.kind,
-                "step": one.step,
-                "uri": one.uri,
-                "save_id": one.save_id,
-                "status": one.status.value,
-                "size_bytes": one.size_bytes,
-                "copied_bytes": one.copied_bytes,
-                "resumed_bytes": one.resumed_bytes,
-                "digests_verified": one.digests,
-                "seconds": round(one.seconds, 3),
-            }
-            for one in report.checkpoints
-        ],
-    }
+def _document(report: CopyReport) -> _CpDocument:
+    return _CpDocument(
+        source=report.source,
+        target=report.target,
+        dry_run=report.is_dry_run,
+        copied_bytes=report.copied_bytes,
+        skipped_bytes=report.skipped_bytes,
+        digests_verified=report.digests,
+        seconds=round(report.seconds, 3),
+        warnings=report.warnings,
+        checkpoints=[_copied_document(one) for one in report.checkpoints],
+    )
+
+
+def _copied_document(one: Copied) -> _CopiedDocument:
+    return _CopiedDocument(
+        name=one.name,
+        kind=one.kind,
+        step=one.step,
+        uri=one.uri,
+        save_id=one.save_id,
+        status=one.status,
+        size_bytes=one.size_bytes,
+        copied_bytes=one.copied_bytes,
+        resumed_bytes=one.resumed_bytes,
+        digests_verified=one.digests,
+        seconds=round(one.seconds, 3),
+    )
 
 
 def _show(console: Console, report: CopyReport) -> None:

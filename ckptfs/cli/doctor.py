@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, outlive
+from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, outlive
 from ckptfs.control.control import open_control
 from ckptfs.dcp.sizes import parse_size
 from ckptfs.errors import CkptfsError
 from ckptfs.progress import printable
-from ckptfs.tools.doctor import Expect, Report, Settings, Verdict, examine_with
+from ckptfs.tools.doctor import Expect, Finding, Report, Settings, Theme, Verdict, examine_with
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +45,31 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic in newer rele
             self.fail(str(error), param, ctx)
 
 
-@command("doctor", collective=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PropertyDocument:
+    name: str
+    theme: Theme
+    verdict: Verdict
+    seen: str
+    meaning: str
+    advice: str
+    data: Mapping[str, Any] | Omitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DoctorDocument:
+    uri: str
+    id: str
+    shape: Literal["filesystem", "object"]
+    ranks: int
+    nodes: Sequence[str]
+    verdict: Verdict
+    findings: Sequence[_PropertyDocument]
+    passed: bool
+    strict: bool
+
+
+@command("doctor", answers=(_DoctorDocument,), collective=True)
 @click.argument("uri")
 @click.option(
     "--expect",
@@ -86,8 +111,34 @@ def doctor(
             raise
         outlive(control)
     ended = Exit.OK if report.passed(strict=strict) else Exit.NO
-    document = {**report.document, "passed": ended is Exit.OK, "strict": strict}
+    document = _document(report, passed=ended is Exit.OK, strict=strict)
     return Answer(document, lambda console: _show(console, report, strict=strict), ended)
+
+
+def _document(report: Report, *, passed: bool, strict: bool) -> _DoctorDocument:
+    return _DoctorDocument(
+        uri=report.uri,
+        id=report.id,
+        shape=cast("Literal['filesystem', 'object']", report.shape),
+        ranks=report.ranks,
+        nodes=report.nodes,
+        verdict=report.verdict,
+        findings=[_property_document(one) for one in report.findings],
+        passed=passed,
+        strict=strict,
+    )
+
+
+def _property_document(one: Finding) -> _PropertyDocument:
+    return _PropertyDocument(
+        name=one.name,
+        theme=one.theme,
+        verdict=one.verdict,
+        seen=one.seen,
+        meaning=one.meaning,
+        advice=one.advice,
+        data=one.data or OMITTED,
+    )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _MOST = 5
 
 
-@command("export")
+@command("export", answers=(Exported,))
 @click.argument("uri")
 @click.argument("target")
 @click.option(
@@ -96,19 +96,7 @@ def export(  # noqa: PLR0917 - one parameter for each option of the command line
             follow_links=follow_links,
             meter=meter,
         )
-    return Answer(_document(done), lambda console: _show(done, console))
-
-
-def _document(done: Exported) -> dict[str, Any]:
-    return {
-        "uri": str(done.uri),
-        "format": done.format.value,
-        "files": list(done.files),
-        "tensors": done.tensors,
-        "objects": done.objects,
-        "tensor_bytes": done.tensor_bytes,
-        "left_out": list(done.left_out),
-    }
+    return Answer(done, lambda console: _show(done, console))
 
 
 def _show(done: Exported, console: Console) -> None:

@@ -10,19 +10,28 @@ The rules of what is dead, and of when nothing is touched, are in ``ckptfs.tools
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, error_document, exit_of, say, table
+from ckptfs.cli.output import (
+    Answer,
+    ErrorDocument,
+    Exit,
+    command,
+    error_document,
+    exit_of,
+    say,
+    table,
+)
 from ckptfs.cli.text import age_text, parse_duration, size_text
 from ckptfs.errors import CkptfsError
 from ckptfs.tools.collecting import Collected, collect, look_for_debris, runs_at
-from ckptfs.tools.debris import Fate, Found
+from ckptfs.tools.debris import Debris, Fate, Found
 from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
@@ -47,7 +56,46 @@ def _duration(_: click.Context, __: click.Parameter, told: str) -> float:
         raise click.BadParameter(str(error)) from error
 
 
-@command("gc")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundDocument:
+    kind: Debris
+    name: str
+    uri: Uri
+    files: int | None
+    size_bytes: int | None
+    age_s: float | None
+    fate: Fate
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunDocument:
+    uri: Uri
+    holding: str
+    found: Sequence[_FoundDocument]
+    removed: Sequence[Uri]
+    left: Sequence[Uri]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedRunDocument:
+    uri: Uri
+    error: ErrorDocument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GcDocument:
+    dry_run: bool
+    runs: Sequence[_RunDocument | _FailedRunDocument]
+    found: int
+    going: int
+    going_bytes: int
+    removed: int
+    removed_bytes: int
+
+
+@command("gc", answers=(_GcDocument,))
 @click.argument("uri")
 @click.option(
     "--delete", "delete", is_flag=True, help="Remove it; without this option it is only shown."
@@ -128,15 +176,15 @@ def _answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK
     found = [one for o in outcomes if o.collected is not None for one in o.collected.found]
     going = [one for one in found if one.fate is Fate.GOES]
     removed = [one for o in outcomes if o.collected is not None for one in o.collected.removed]
-    document = {
-        "dry_run": not delete,
-        "runs": [_run_document(one) for one in outcomes],
-        "found": len(found),
-        "going": len(going),
-        "going_bytes": _size_bytes(going),
-        "removed": len(removed),
-        "removed_bytes": _size_bytes(removed),
-    }
+    document = _GcDocument(
+        dry_run=not delete,
+        runs=[_run_document(one) for one in outcomes],
+        found=len(found),
+        going=len(going),
+        going_bytes=_size_bytes(going),
+        removed=len(removed),
+        removed_bytes=_size_bytes(removed),
+    )
     for one in outcomes:
         if one.error is not None:
             exit_ = exit_ or exit_of(one.error)
@@ -145,32 +193,32 @@ def _answer(outcomes: Sequence[_Outcome], *, delete: bool, exit_: Exit = Exit.OK
     return Answer(document, lambda console: _show(console, outcomes, delete=delete), exit_)
 
 
-def _run_document(outcome: _Outcome) -> Mapping[str, Any]:
-    if outcome.collected is None:
-        error = outcome.error
-        return {"uri": str(outcome.uri), "error": error and error_document(error)}
+def _run_document(outcome: _Outcome) -> _RunDocument | _FailedRunDocument:
     one = outcome.collected
-    return {
-        "uri": str(one.uri),
-        "holding": one.holding.told,
-        "found": [_found_document(found) for found in one.found],
-        "removed": [str(found.uri) for found in one.removed],
-        "left": [str(found.uri) for found in one.left],
-        "notes": list(one.notes),
-    }
+    if one is None:
+        error = error_document(cast("CkptfsError", outcome.error))  # one of the two is there
+        return _FailedRunDocument(uri=outcome.uri, error=error)
+    return _RunDocument(
+        uri=one.uri,
+        holding=one.holding.told,
+        found=[_found_document(found) for found in one.found],
+        removed=[found.uri for found in one.removed],
+        left=[found.uri for found in one.left],
+        notes=one.notes,
+    )
 
 
-def _found_document(one: Found) -> dict[str, Any]:
-    return {
-        "kind": one.debris.value,
-        "name": one.name,
-        "uri": str(one.uri),
-        "files": one.files,
-        "size_bytes": one.size_bytes,
-        "age_s": None if one.age_s is None else round(one.age_s, 1),
-        "fate": one.fate.value,
-        "why": one.why,
-    }
+def _found_document(one: Found) -> _FoundDocument:
+    return _FoundDocument(
+        kind=one.debris,
+        name=one.name,
+        uri=one.uri,
+        files=one.files,
+        size_bytes=one.size_bytes,
+        age_s=None if one.age_s is None else round(one.age_s, 1),
+        fate=one.fate,
+        why=one.why,
+    )
 
 
 _COLUMNS = ("WHAT", "WHERE", "FILES>", "SIZE>", "AGE>", "FATE", "WHY")

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckptfs.cli.inspect_diff import diff_answer
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, command
+from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, table
 from ckptfs.cli.text import place_text, size_text
 from ckptfs.progress import progress
-from ckptfs.tools.comparing import compare
+from ckptfs.tools.comparing import Basis, Change, Compared, Difference, Norms, compare
 from ckptfs.tools.contents import Leaf, ObjectLeaf, Shard, TensorLeaf
-from ckptfs.tools.inspecting import Inspected, Summary, values
+from ckptfs.tools.inspecting import (
+    DomainSummary,
+    FileSummary,
+    Inspected,
+    PartSummary,
+    Summary,
+    values,
+)
 from ckptfs.tools.inspecting import inspect as inspect_this
+from ckptfs.tools.opening import Format
 from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
@@ -23,7 +33,88 @@ if TYPE_CHECKING:
 __all__ = ["inspect"]
 
 
-@command("inspect")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorDocument:
+    key: str
+    kind: Literal["tensor"] = "tensor"
+    dtype: str
+    shape: Sequence[int]
+    size_bytes: int
+    shards: Sequence[Shard]
+    value: str | Omitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ObjectDocument:
+    key: str
+    kind: Literal["object"] = "object"
+    size_bytes: int
+    file: str
+    start: int
+    length: int
+    value: str | Omitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InspectDocument:
+    uri: Uri
+    format: Format
+    name: str
+    step: int | None
+    save_id: str | None
+    kind: str | None
+    writer: str
+    created_at: str
+    world_size: int | None
+    domains: Sequence[DomainSummary]
+    files: int | None
+    size_bytes: int | None
+    per_rank: Sequence[str]
+    metrics: Mapping[str, float]
+    shares_bytes_with: Sequence[str]
+    leaves: Sequence[_TensorDocument | _ObjectDocument]
+    leaves_in_all: int
+    file_list: Sequence[FileSummary]
+    parts: Sequence[PartSummary]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SideDocument:
+    dtype: str | None
+    shape: Sequence[int] | None
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NormsDocument:
+    before: float | str
+    after: float | str
+    difference: float | str
+    max_abs: float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DifferenceDocument:
+    key: str
+    change: Change
+    basis: Basis
+    changed_bytes: int
+    before: _SideDocument | None
+    after: _SideDocument | None
+    norms: _NormsDocument | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DiffDocument:
+    before: Uri
+    after: Uri
+    same: int
+    changed: int
+    unknown: int
+    leaves: Sequence[_DifferenceDocument]
+
+
+@command("inspect", answers=(_InspectDocument, _DiffDocument))
 @click.argument("uri")
 @click.argument("other", required=False, default=None)
 @click.option("--diff", "diff", metavar="OTHER", help="Compare with OTHER; the same as two URIs.")
@@ -89,7 +180,7 @@ def inspect(  # noqa: PLR0917 - one parameter for each option of the command lin
             read=not no_read,
             meter=meter,
         )
-    return diff_answer(Uri.parse(uri), Uri.parse(second), compared, sort, limit)
+    return _diff_answer(Uri.parse(uri), Uri.parse(second), compared, sort, limit)
 
 
 def _rows(found: Inspected, sort: str | None, limit: int | None) -> list[Leaf]:
@@ -104,82 +195,57 @@ def _rows(found: Inspected, sort: str | None, limit: int | None) -> list[Leaf]:
 # -- for programs --------------------------------------------------------------------
 
 
-def _document(found: Inspected, rows: list[Leaf], told: dict[str, str]) -> dict[str, Any]:
-    return {
-        **_summary_document(found.summary),
-        "leaves": [
-            _leaf_document(leaf) | ({"value": told[leaf.key]} if leaf.key in told else {})
-            for leaf in rows
-        ],
-        "leaves_in_all": len(found.leaves),
-        "file_list": [{"path": f.path, "size_bytes": f.size_bytes} for f in found.files],
-        "parts": [
-            {
-                "name": part.name,
-                "uri": str(part.uri),
-                "save_id": part.save_id,
-                "domains": list(part.domains),
-                "hosts": list(part.hosts),
-                "files": part.files,
-                "size_bytes": part.size_bytes,
-            }
-            for part in found.parts
-        ],
-    }
+def _document(
+    found: Inspected, rows: list[Leaf], values_by_key: Mapping[str, str]
+) -> _InspectDocument:
+    summary = found.summary
+    return _InspectDocument(
+        uri=summary.uri,
+        format=summary.format,
+        name=summary.name,
+        step=summary.step,
+        save_id=summary.save_id,
+        kind=summary.kind,
+        writer=summary.writer,
+        created_at=summary.created_at,
+        world_size=summary.world_size,
+        domains=summary.domains,
+        files=summary.files,
+        size_bytes=summary.size_bytes,
+        per_rank=summary.per_rank,
+        metrics=summary.metrics,
+        shares_bytes_with=summary.shares_bytes_with,
+        leaves=[_leaf_document(leaf, values_by_key.get(leaf.key, OMITTED)) for leaf in rows],
+        leaves_in_all=len(found.leaves),
+        file_list=found.files,
+        parts=found.parts,
+    )
 
 
-def _summary_document(summary: Summary) -> dict[str, Any]:
-    return {
-        "uri": str(summary.uri),
-        "format": summary.format.value,
-        "name": summary.name,
-        "step": summary.step,
-        "save_id": summary.save_id,
-        "kind": summary.kind,
-        "writer": summary.writer,
-        "created_at": summary.created_at,
-        "world_size": summary.world_size,
-        "domains": [
-            {"id": d.id, "ranks": list(d.ranks), "hosts": list(d.hosts)} for d in summary.domains
-        ],
-        "files": summary.files,
-        "size_bytes": summary.size_bytes,
-        "per_rank": list(summary.per_rank),
-        "metrics": dict(summary.metrics),
-        "shares_bytes_with": list(summary.shares_bytes_with),
-    }
-
-
-def _leaf_document(leaf: Leaf) -> dict[str, Any]:
+def _leaf_document(leaf: Leaf, value: str | Omitted) -> _TensorDocument | _ObjectDocument:
     if isinstance(leaf, ObjectLeaf):
-        file = {"file": leaf.file, "start": leaf.start, "length": leaf.length}
-        return {"key": leaf.key, "kind": "object", "size_bytes": leaf.size_bytes, **file}
-    return {
-        "key": leaf.key,
-        "kind": "tensor",
-        "dtype": dtype_text(leaf),
-        "shape": list(leaf.shape),
-        "size_bytes": leaf.size_bytes,
-        "shards": [_shard_document(shard) for shard in leaf.shards],
-    }
-
-
-def _shard_document(shard: Shard) -> dict[str, Any]:
-    return {
-        "offsets": list(shard.offsets),
-        "sizes": list(shard.sizes),
-        "file": shard.file,
-        "start": shard.start,
-        "length": shard.length,
-    }
+        return _ObjectDocument(
+            key=leaf.key,
+            size_bytes=leaf.size_bytes,
+            file=leaf.file,
+            start=leaf.start,
+            length=leaf.length,
+            value=value,
+        )
+    return _TensorDocument(
+        key=leaf.key,
+        dtype=dtype_text(leaf),
+        shape=leaf.shape,
+        size_bytes=leaf.size_bytes,
+        shards=leaf.shards,
+        value=value,
+    )
 
 
 # -- for people ----------------------------------------------------------------------
 
 
 def _show(found: Inspected, rows: list[Leaf], told: dict[str, str], console: Console) -> None:
-    from ckptfs.cli.output import table
-
     _show_summary(found.summary, console)
     if found.parts:
         console.print()
@@ -282,3 +348,110 @@ def dtype_text(leaf: TensorLeaf) -> str:
 
 def _count(number: int | None) -> str:
     return "-" if number is None else str(number)
+
+
+# -- two checkpoints, leaf by leaf -----------------------------------------------------
+
+
+def _diff_answer(
+    before: Uri, after: Uri, compared: Compared, sort: str | None, limit: int | None
+) -> Answer:
+    """Exit code 1 where they differ, 7 where some leaves are not known to be equal."""
+    rows = _differing(compared, sort)
+    shown = rows[:limit]
+    hidden = len(rows) - len(shown)
+    code = Exit.NO if compared.changed else Exit.UNKNOWN if compared.unknown else Exit.OK
+    document = _DiffDocument(
+        before=before,
+        after=after,
+        same=sum(leaf.change is Change.SAME for leaf in compared.leaves),
+        changed=len(compared.changed),
+        unknown=len(compared.unknown),
+        leaves=[_difference_document(one) for one in shown],
+    )
+    return Answer(document, lambda console: _show_diff(compared, shown, hidden, console), code)
+
+
+def _differing(compared: Compared, sort: str | None) -> list[Difference]:
+    """What differs; where norms were told every leaf that has them."""
+    rows = [d for d in compared.leaves if d.change is not Change.SAME or d.norms is not None]
+    if sort == "name":
+        rows.sort(key=lambda d: d.key)
+    elif sort == "size":
+        rows.sort(key=lambda d: (-_size_of(d), d.key))
+    return rows
+
+
+def _size_of(one: Difference) -> int:
+    return max(leaf.size_bytes for leaf in (one.before, one.after) if leaf is not None)
+
+
+def _difference_document(one: Difference) -> _DifferenceDocument:
+    return _DifferenceDocument(
+        key=one.key,
+        change=one.change,
+        basis=one.basis,
+        changed_bytes=one.changed_bytes,
+        before=_side_document(one.before),
+        after=_side_document(one.after),
+        norms=None if one.norms is None else _norms_document(one.norms),
+    )
+
+
+def _side_document(leaf: Leaf | None) -> _SideDocument | None:
+    if leaf is None:
+        return None
+    if isinstance(leaf, TensorLeaf):
+        return _SideDocument(dtype=dtype_text(leaf), shape=leaf.shape, size_bytes=leaf.size_bytes)
+    return _SideDocument(dtype=None, shape=None, size_bytes=leaf.size_bytes)
+
+
+def _norms_document(norms: Norms) -> _NormsDocument:
+    # JSON has no nan and no infinity.
+    before, after, difference, max_abs = (
+        value if math.isfinite(value) else str(value)
+        for value in (norms.before, norms.after, norms.difference, norms.max_abs)
+    )
+    return _NormsDocument(before=before, after=after, difference=difference, max_abs=max_abs)
+
+
+def _show_diff(compared: Compared, rows: list[Difference], hidden: int, console: Console) -> None:
+    columns = ["CHANGE", "NAME", "BEFORE", "AFTER", "BYTES>"]
+    with_norms = any(row.norms is not None for row in rows)
+    if with_norms:
+        columns += ["|BEFORE|>", "|AFTER|>", "|DIFFERENCE|>", "MAX ABS>"]
+    if rows:
+        table(console, columns, (_diff_line(row, with_norms=with_norms) for row in rows))
+    same = sum(leaf.change is Change.SAME for leaf in compared.leaves)
+    told = [f"{len(compared.changed)} changed", f"{same} the same"]
+    if compared.unknown:
+        told.append(f"{len(compared.unknown)} not compared: no digests, or another sharding")
+    if hidden:
+        told.append(f"{hidden} not shown")
+    console.print(", ".join(told))
+
+
+def _diff_line(one: Difference, *, with_norms: bool) -> tuple[str, ...]:
+    line = (
+        one.change.value,
+        one.key,
+        _side_text(one.before),
+        _side_text(one.after),
+        size_text(one.changed_bytes) if one.change is Change.BYTES else "",
+    )
+    if not with_norms:
+        return line
+    norms = one.norms
+    if norms is None:
+        return (*line, "", "", "", "")
+    values = (norms.before, norms.after, norms.difference, norms.max_abs)
+    return (*line, *(f"{value:.6g}" for value in values))
+
+
+def _side_text(leaf: Leaf | None) -> str:
+    if leaf is None:
+        return "-"
+    if not isinstance(leaf, TensorLeaf):
+        return f"object {size_text(leaf.size_bytes)}"
+    sizes = ", ".join(str(size) for size in leaf.shape)
+    return f"{dtype_text(leaf)} [{sizes}]"

@@ -7,15 +7,16 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, say, stream_command, table
+from ckptfs.cli.output import Answer, Exit, command, say, stream_command, table, to_json
 from ckptfs.cli.text import parse_duration, place_text
-from ckptfs.commit.log.entries import Stamp
+from ckptfs.commit.log.entries import Kind, Stamp
 from ckptfs.errors import CkptfsError, NotFoundError
 from ckptfs.progress import printable
 from ckptfs.tools.runlog import Condition, EventKind, Line, RunEvent, RunWatcher, read_log
@@ -29,7 +30,47 @@ __all__ = ["log", "watch"]
 _STDERR = 2
 
 
-@command("log")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LineDocument:
+    number: int
+    entry: str
+    condition: Condition
+    at: str | None
+    host: str | None
+    pid: int | None
+    rank: int | None
+    what: str
+    why: str | None
+    save_id: str | None
+    name: str | None
+    generation: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LogDocument:
+    entries: Sequence[_LineDocument]
+    broken: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EventDocument:
+    command: Literal["watch"] = "watch"
+    event: EventKind
+    number: int | None
+    at: str | None
+    host: str | None
+    pid: int | None
+    rank: int | None
+    what: str
+    uri: Uri | None
+    name: str | None
+    step: int | None
+    kind: Kind | None
+    save_id: str | None
+    generation: int | None
+
+
+@command("log", answers=(_LogDocument,))
 @click.argument("uri")
 @click.option("--since", metavar="AGE", help="Show only the last 90s, 30m, 6h, 2d...")
 @click.option("--save", metavar="ID|NAME", help="Show only one save, given by its id or name.")
@@ -68,7 +109,7 @@ def log(
         else:
             console.print("no such entries")
 
-    document = {"entries": [_document(line) for line in lines], "broken": is_broken}
+    document = _LogDocument(entries=[_document(line) for line in lines], broken=is_broken)
     return Answer(document, show, Exit.NO if is_broken else Exit.OK)
 
 
@@ -112,25 +153,25 @@ def _writer(stamp: Stamp) -> str:
     return f"{stamp.host}{pid}{rank}"
 
 
-def _document(line: Line) -> dict[str, Any]:
+def _document(line: Line) -> _LineDocument:
     stamp = line.stamp
-    return {
-        "number": line.number,
-        "entry": line.entry,
-        "condition": line.condition.value,
-        "at": stamp.at or None,
-        "host": stamp.host or None,
-        "pid": stamp.pid or None,
-        "rank": stamp.rank,
-        "what": line.what,
-        "why": line.why or None,
-        "save_id": line.save_id,
-        "name": line.name,
-        "generation": line.generation,
-    }
+    return _LineDocument(
+        number=line.number,
+        entry=line.entry,
+        condition=line.condition,
+        at=stamp.at or None,
+        host=stamp.host or None,
+        pid=stamp.pid or None,
+        rank=stamp.rank,
+        what=line.what,
+        why=line.why or None,
+        save_id=line.save_id,
+        name=line.name,
+        generation=line.generation,
+    )
 
 
-@stream_command("watch")
+@stream_command("watch", answers=(_EventDocument,))
 @click.argument("uri")
 @click.option(
     "--event",
@@ -174,7 +215,7 @@ def watch(
                 ended = Exit.NO
             if kinds and event.event.value not in kinds:
                 continue
-            document = event_document(event)
+            document = to_json(_event_document(event))
             click.echo(json.dumps(document) if as_json else _event_line(event))
             if program is not None and not _run_program(program, document):
                 ended = Exit.NO
@@ -206,22 +247,20 @@ def _run_program(program: str, document: dict[str, Any]) -> bool:
     return not done.returncode
 
 
-def event_document(event: RunEvent) -> dict[str, Any]:
-    """One event as JSON values."""
+def _event_document(event: RunEvent) -> _EventDocument:
     stamp = event.stamp
-    return {
-        "command": "watch",
-        "event": event.event.value,
-        "number": event.number,
-        "at": stamp.at or None,
-        "host": stamp.host or None,
-        "pid": stamp.pid or None,
-        "rank": stamp.rank,
-        "what": event.what,
-        "uri": None if event.uri is None else str(event.uri),
-        "name": event.name,
-        "step": event.step,
-        "kind": None if event.kind is None else event.kind.value,
-        "save_id": event.save_id,
-        "generation": event.generation,
-    }
+    return _EventDocument(
+        event=event.event,
+        number=event.number,
+        at=stamp.at or None,
+        host=stamp.host or None,
+        pid=stamp.pid or None,
+        rank=stamp.rank,
+        what=event.what,
+        uri=event.uri,
+        name=event.name,
+        step=event.step,
+        kind=event.kind,
+        save_id=event.save_id,
+        generation=event.generation,
+    )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import (
+    OMITTED,
     Answer,
+    ErrorDocument,
     Exit,
+    Omitted,
     command,
     error_document,
     exit_of,
@@ -19,10 +23,12 @@ from ckptfs.cli.output import (
     table,
 )
 from ckptfs.cli.text import age_text, parse_duration, place_text, size_text
+from ckptfs.commit.catalog.catalog import Origin
 from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import CkptfsError
-from ckptfs.tools.lines import Checkpoint, Holding, Run, Sort, age_s
-from ckptfs.tools.listing import OneOf, Runs, Wanted, look_at, newest
+from ckptfs.tools.lines import Checkpoint, Hold, Holding, Run, Sort, State, age_s
+from ckptfs.tools.listing import File, OneOf, RunFound, Runs, Wanted, look_at, newest
+from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,7 +39,101 @@ Place = Run | OneOf | Runs
 _KINDS = click.Choice([kind.value for kind in Kind])
 
 
-@command("ls")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckpointDocument:
+    name: str
+    uri: Uri
+    state: State
+    step: int | None
+    kind: Kind | None
+    save_id: str | None
+    created_at: str | None
+    age_s: float | None
+    size_bytes: int | None
+    files: int | None
+    ranks: int | None
+    parts: Sequence[str]
+    pinned: bool
+    failure: bool
+    origin: Origin | None
+    generation: int | None
+    domains: Sequence[str]
+    note: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnerDocument:
+    hold: Hold
+    generation: int
+    host: str
+    pid: int
+    job: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FailedPlaceDocument:
+    type: Literal["error"] = "error"
+    uri: str | None
+    error: ErrorDocument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunPlaceDocument:
+    type: Literal["run"] = "run"
+    uri: Uri
+    owner: _OwnerDocument
+    checkpoints: Sequence[_CheckpointDocument]
+    withheld: int
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OnePlaceDocument:
+    type: Literal["checkpoint"] = "checkpoint"
+    uri: Uri
+    owner: _OwnerDocument
+    checkpoints: Sequence[_CheckpointDocument]
+    files: Sequence[File] | Omitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFoundDocument:
+    uri: Uri
+    owner: _OwnerDocument | None
+    checkpoints: int
+    latest: str | None
+    step: int | None
+    created_at: str | None
+    age_s: float | None
+    trouble: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunsPlaceDocument:
+    type: Literal["runs"] = "runs"
+    uri: Uri
+    runs: Sequence[_RunFoundDocument]
+
+
+_PlaceDocument = _FailedPlaceDocument | _RunPlaceDocument | _OnePlaceDocument | _RunsPlaceDocument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LsDocument:
+    places: Sequence[_PlaceDocument]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LatestDocument:
+    uri: Uri | None
+    checkpoint: _CheckpointDocument | None
+    age_s: float | None
+    max_age_s: float | None
+    why: str | None
+    notes: Sequence[str]
+
+
+@command("ls", answers=(_LsDocument,))
 @click.argument("uris", metavar="URI...", nargs=-1, required=True)
 @click.option(
     "-a", "--all", "everything", is_flag=True, help="Show history too: deleted, aborted..."
@@ -76,11 +176,11 @@ def ls(
             else:
                 _show(console, place)
 
-    document = {"places": [_document(place, files=ask.files) for _, place in found]}
+    document = _LsDocument(places=[_document(place, files=ask.files) for _, place in found])
     return Answer(document, show, exit_of(failed[0]) if failed else Exit.OK)
 
 
-@command("latest")
+@command("latest", answers=(_LatestDocument,))
 @click.argument("uri")
 @click.option("--kind", type=_KINDS, default=Kind.CHECKPOINT.value, show_default=True)
 @click.option(
@@ -114,96 +214,87 @@ def latest(uri: str, storage_options: dict[str, Any], kind: str, max_age: str | 
             if note:
                 say(f"ckptfs latest: {note}")
 
-    document = {
-        "uri": None if found is None else str(found.uri),
-        "checkpoint": None if found is None else line_document(found),
-        "age_s": age,
-        "max_age_s": limit_s,
-        "why": why or None,
-        "notes": list(looked.notes),
-    }
+    document = _LatestDocument(
+        uri=None if found is None else found.uri,
+        checkpoint=None if found is None else _checkpoint_document(found),
+        age_s=age,
+        max_age_s=limit_s,
+        why=why or None,
+        notes=looked.notes,
+    )
     return Answer(document, show, Exit.NO if why else Exit.OK)
 
 
 # -- documents --------------------------------------------------------------------------------
 
 
-def line_document(line: Checkpoint) -> dict[str, Any]:
-    """One checkpoint as JSON values."""
-    return {
-        "name": line.name,
-        "uri": str(line.uri),
-        "state": line.state.value,
-        "step": line.step,
-        "kind": None if line.kind is None else line.kind.value,
-        "save_id": line.save_id,
-        "created_at": line.created_at,
-        "age_s": age_s(line.created_at),
-        "size_bytes": line.size_bytes,
-        "files": line.files,
-        "ranks": line.ranks,
-        "parts": list(line.parts),
-        "pinned": line.pinned,
-        "failure": line.failure,
-        "origin": None if line.origin is None else line.origin.value,
-        "generation": line.generation,
-        "domains": list(line.domains),
-        "note": line.note or None,
-    }
+def _checkpoint_document(line: Checkpoint) -> _CheckpointDocument:
+    return _CheckpointDocument(
+        name=line.name,
+        uri=line.uri,
+        state=line.state,
+        step=line.step,
+        kind=line.kind,
+        save_id=line.save_id,
+        created_at=line.created_at,
+        age_s=age_s(line.created_at),
+        size_bytes=line.size_bytes,
+        files=line.files,
+        ranks=line.ranks,
+        parts=line.parts,
+        pinned=line.pinned,
+        failure=line.failure,
+        origin=line.origin,
+        generation=line.generation,
+        domains=line.domains,
+        note=line.note or None,
+    )
 
 
-def _owner(holding: Holding) -> dict[str, Any]:
-    return {
-        "hold": holding.hold.value,
-        "generation": holding.generation,
-        "host": holding.host,
-        "pid": holding.pid,
-        "job": holding.job,
-    }
+def _owner(holding: Holding) -> _OwnerDocument:
+    return _OwnerDocument(
+        hold=holding.hold,
+        generation=holding.generation,
+        host=holding.host,
+        pid=holding.pid,
+        job=holding.job,
+    )
 
 
-def _document(place: Place | CkptfsError, *, files: bool) -> dict[str, Any]:
+def _document(place: Place | CkptfsError, *, files: bool) -> _PlaceDocument:
     match place:
         case CkptfsError():
-            return {"type": "error", "uri": place.uri, "error": error_document(place)}
+            return _FailedPlaceDocument(uri=place.uri, error=error_document(place))
         case Run():
-            return {
-                "type": "run",
-                "uri": str(place.uri),
-                "owner": _owner(place.holding),
-                "checkpoints": [line_document(line) for line in place.checkpoints],
-                "withheld": place.withheld,
-                "notes": list(place.notes),
-            }
+            return _RunPlaceDocument(
+                uri=place.uri,
+                owner=_owner(place.holding),
+                checkpoints=[_checkpoint_document(line) for line in place.checkpoints],
+                withheld=place.withheld,
+                notes=place.notes,
+            )
         case OneOf():
-            told = [
-                {"path": f.path, "size_bytes": f.size_bytes, "domain": f.domain}
-                for f in place.files or ()
-            ]
-            return {
-                "type": "checkpoint",
-                "uri": str(place.uri),
-                "owner": _owner(place.holding),
-                "checkpoints": [line_document(line) for line in place.lines],
-            } | ({"files": told} if files else {})
+            return _OnePlaceDocument(
+                uri=place.uri,
+                owner=_owner(place.holding),
+                checkpoints=[_checkpoint_document(line) for line in place.lines],
+                files=(place.files or ()) if files else OMITTED,
+            )
         case Runs():
-            return {
-                "type": "runs",
-                "uri": str(place.uri),
-                "runs": [
-                    {
-                        "uri": str(run.uri),
-                        "owner": None if run.holding is None else _owner(run.holding),
-                        "checkpoints": run.checkpoints,
-                        "latest": run.latest,
-                        "step": run.step,
-                        "created_at": run.created_at,
-                        "age_s": age_s(run.created_at),
-                        "trouble": run.trouble or None,
-                    }
-                    for run in place.runs
-                ],
-            }
+            return _RunsPlaceDocument(uri=place.uri, runs=[_run_document(r) for r in place.runs])
+
+
+def _run_document(run: RunFound) -> _RunFoundDocument:
+    return _RunFoundDocument(
+        uri=run.uri,
+        owner=None if run.holding is None else _owner(run.holding),
+        checkpoints=run.checkpoints,
+        latest=run.latest,
+        step=run.step,
+        created_at=run.created_at,
+        age_s=age_s(run.created_at),
+        trouble=run.trouble or None,
+    )
 
 
 # -- for a person -----------------------------------------------------------------------------

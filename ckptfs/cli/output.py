@@ -5,7 +5,7 @@
     @storage_options()
     def ls(uri: str, storage_options: dict[str, Any]) -> Answer: ...
 
-    Answer(document, show, exit)     document: plain JSON values; show: draws it for a person
+    Answer(document, show, exit)     document: what --json prints; show: draws it for a person
 
     0  done, or yes                     4  not permitted, or no valid credentials
     1  no: damaged, too old, differs    5  the storage failed, or cannot do that
@@ -25,7 +25,9 @@ Names and texts that a checkpoint brings can be anything: ``say``, ``table`` and
 on escape what would change a terminal or look like further lines (``printable``).
 
 With ``--json`` standard output gets one JSON document and nothing else; progress and warnings go to standard
-error. An error is a document too.
+error. An error is a document too. A document is a dataclass: a result of ``ckptfs.tools`` as it is, or a class
+in the module of the command where the fields of the JSON are others. ``to_json`` makes JSON values of both, and
+the JSON Schemas in docs/reference/json are made of the same classes: ``answers`` of ``command`` names them.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -57,12 +59,14 @@ from ckptfs.errors import (
     IntegrityError,
     ManifestError,
     NotFoundError,
+    Outcome,
     RunBusyError,
     StateError,
     StorageError,
     UriError,
 )
 from ckptfs.progress import printable
+from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,8 +74,13 @@ if TYPE_CHECKING:
     from ckptfs.control.control import Control
 
 __all__ = [
+    "ANSWERS",
+    "OMITTED",
     "Answer",
+    "ErrorDocument",
     "Exit",
+    "FailedDocument",
+    "Omitted",
     "command",
     "error_document",
     "exit_of",
@@ -83,7 +92,19 @@ __all__ = [
     "say",
     "stream_command",
     "table",
+    "to_json",
 ]
+
+
+class Omitted(Enum):
+    """A field that is left out of the JSON has the one value of this."""
+
+    OMITTED = "omitted"
+
+
+OMITTED = Omitted.OMITTED
+# What each command that was imported answers with --json: the classes of its documents.
+ANSWERS: dict[str, tuple[type, ...]] = {}
 
 
 class Exit(IntEnum):
@@ -171,17 +192,56 @@ _PIPE_WIDTH = 1 << 20  # into a pipe nothing is wrapped or cut: the next program
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """document: what ``--json`` prints. show: prints the same for a person. exit: the verdict."""
+    """document: what ``--json`` prints, one of the command's ``answers``. show: prints the same for a person. exit:
+    the verdict.
+    """
 
-    document: Mapping[str, Any]
+    document: object
     show: Callable[[Console], None]
     exit: Exit = Exit.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorDocument:
+    """An error, alone or as a part of a document."""
+
+    type: str
+    message: str
+    uri: str | None
+    hint: str | None
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedDocument:
+    """What a command that failed prints in place of its answer."""
+
+    error: ErrorDocument
+
+
+def to_json(value: object) -> Any:
+    """Make JSON values of a result: dataclasses become objects with the same names, a URI its text with credentials
+    masked. A field that is ``OMITTED`` is left out.
+    """
+    # A URI is a dataclass too, and an enumeration of texts is a text: these two come first.
+    if isinstance(value, Uri):
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {name: to_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner) for inner in value]
+    if is_dataclass(value):
+        named = ((one.name, getattr(value, one.name)) for one in fields(value))
+        return {name: to_json(inner) for name, inner in named if inner is not OMITTED}
+    return value
 
 
 def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
     """The answer on standard output."""
     if as_json:
-        click.echo(json.dumps({"command": name, **answer.document}, indent=2))
+        click.echo(json.dumps({"command": name, **to_json(answer.document)}, indent=2))
         return
     answer.show(_console())
 
@@ -189,8 +249,8 @@ def print_answer(name: str, answer: Answer, *, as_json: bool) -> None:
 def print_error(name: str, error: CkptfsError, *, as_json: bool, indent: int | None = 2) -> None:
     """An error on standard error, and with --json also as the document on standard output."""
     if as_json:
-        document = {"command": name, "error": error_document(error)}
-        click.echo(json.dumps(document, indent=indent))
+        document = to_json(FailedDocument(error=error_document(error)))
+        click.echo(json.dumps({"command": name, **document}, indent=indent))
     where = f" [{error.uri}]" if error.uri else ""
     say(f"ckptfs {name}: {error.message}{where}")
     if error.hint:
@@ -209,15 +269,15 @@ def hint_text(hint: str) -> str:
     return hint
 
 
-def error_document(error: CkptfsError) -> dict[str, Any]:
-    """The error as JSON values."""
-    return {
-        "type": type(error).__name__,
-        "message": error.message,
-        "uri": error.uri,
-        "hint": None if error.hint is None else hint_text(error.hint),
-        "outcome": error.outcome,
-    }
+def error_document(error: CkptfsError) -> ErrorDocument:
+    """The error with its hint in the words of the command line."""
+    return ErrorDocument(
+        type=type(error).__name__,
+        message=error.message,
+        uri=error.uri,
+        hint=None if error.hint is None else hint_text(error.hint),
+        outcome=error.outcome,
+    )
 
 
 def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -258,14 +318,20 @@ def _console() -> Console:
 
 
 def command(
-    name: str, *, collective: bool = False, **settings: Any
+    name: str, *, answers: tuple[type, ...], collective: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Answer]], click.Command]:
-    """A command of its own. collective: all ranks of a launcher run it together."""
+    """A command of its own. answers: the classes of its documents. collective: all ranks of a launcher run it
+    together.
+    """
+    ANSWERS[name] = answers
     return _made(click.command, name, name, settings, collective=collective)
 
 
-def stream_command(name: str) -> Callable[[Callable[..., Exit]], click.Command]:
+def stream_command(
+    name: str, *, answers: tuple[type, ...]
+) -> Callable[[Callable[..., Exit]], click.Command]:
     """A command that prints while it runs: its body takes ``as_json``, and prints one object on each line."""
+    ANSWERS[name] = answers
 
     def decorate(body: Callable[..., Exit]) -> click.Command:
         @functools.wraps(body)
@@ -281,9 +347,15 @@ def stream_command(name: str) -> Callable[[Callable[..., Exit]], click.Command]:
 
 
 def group_command(
-    group: click.Group, name: str, *, collective: bool = False, **settings: Any
+    group: click.Group,
+    name: str,
+    *,
+    answers: tuple[type, ...],
+    collective: bool = False,
+    **settings: Any,
 ) -> Callable[[Callable[..., Answer]], click.Command]:
     """A command below another: ``bench report``."""
+    ANSWERS[f"{group.name} {name}"] = answers
     return _made(group.command, name, f"{group.name} {name}", settings, collective=collective)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,9 +12,10 @@ from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import Answer, Exit, command
 from ckptfs.cli.text import counted, place_text, size_text
 from ckptfs.progress import progress
-from ckptfs.tools.findings import Checked, Finding, Verdict, Verified
+from ckptfs.tools.findings import Finding, Verdict, Verified
 from ckptfs.tools.verifying import JOBS
 from ckptfs.tools.verifying import verify as verify_these
+from ckptfs.uri import Uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +26,34 @@ _EXITS = {Verdict.CLEAN: Exit.OK, Verdict.DAMAGED: Exit.NO, Verdict.UNKNOWN: Exi
 _MOST = 5  # tensors named in a line; the rest is counted
 
 
-@command("verify")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckedDocument:
+    uri: Uri
+    name: str
+    origin: str
+    save_id: str | None
+    step: int | None
+    files: int
+    size_bytes: int
+    compared_bytes: int
+    resumed_bytes: int
+    findings: Sequence[Finding]
+    unchecked: Sequence[str]
+    notes: Sequence[str]
+    uncompared_bytes: int | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _VerifyDocument:
+    verdict: Verdict
+    deep: bool
+    checkpoints: Sequence[_CheckedDocument]
+    findings: Sequence[Finding]
+    notes: Sequence[str]
+
+
+@command("verify", answers=(_VerifyDocument,))
 @click.argument("uris", nargs=-1, required=True, metavar="URI...")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
 @click.option(
@@ -73,29 +102,20 @@ def _title(uris: tuple[str, ...]) -> str:
 # -- for programs --------------------------------------------------------------------
 
 
-def _document(found: Verified) -> dict[str, Any]:
-    return {
-        "verdict": found.verdict.value,
-        "deep": found.deep,
-        "checkpoints": [_checkpoint(one) for one in found.checkpoints],
-        "findings": [_finding(one) for one in found.findings],
-        "notes": list(found.notes),
-    }
-
-
-def _checkpoint(one: Checked) -> dict[str, Any]:
-    told = asdict(one)
-    return {
-        **told,
-        "uri": str(one.uri),
-        "verdict": one.verdict.value,
-        "findings": [_finding(finding) for finding in one.findings],
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    told = asdict(finding)
-    return {**told, "uri": str(finding.uri), "damage": finding.damage.value}
+def _document(found: Verified) -> _VerifyDocument:
+    checkpoints = [
+        _CheckedDocument(
+            **{field.name: getattr(one, field.name) for field in fields(one)}, verdict=one.verdict
+        )
+        for one in found.checkpoints
+    ]
+    return _VerifyDocument(
+        verdict=found.verdict,
+        deep=found.deep,
+        checkpoints=checkpoints,
+        findings=found.findings,
+        notes=found.notes,
+    )
 
 
 # -- for people ----------------------------------------------------------------------

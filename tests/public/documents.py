@@ -21,7 +21,7 @@ import torch
 import ckptfs
 from ckptfs.cli.main import main
 
-__all__ = ["fields"]
+__all__ = ["documents", "fields"]
 
 # Below these, keys are data, or depend on the machine.
 _DATA = {
@@ -37,7 +37,7 @@ def fields() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as directory:
         found = {
             f"{command} {path}"
-            for command, document in _documents(directory)
+            for command, document in documents(directory)
             for path in _paths(command, "", document)
         }
     yield from sorted(found)
@@ -82,7 +82,8 @@ def _stream(*arguments: object) -> Iterator[Any]:
     yield from map(json.loads, out.getvalue().splitlines())
 
 
-def _documents(directory: str) -> Iterator[tuple[str, Any]]:
+def documents(directory: str) -> Iterator[tuple[str, Any]]:
+    """Each command with a document that it printed, of runs below an empty directory."""
     run, other = f"{directory}/runs/llm", f"{directory}/copy"
     _fill(run)
     step = f"{run}/step_20"
