@@ -50,19 +50,19 @@ class _PinnedDocument:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FailedDocument:
+class _FailedCheckpointDocument:
     uri: str
     error: ErrorDocument
 
 
 @dataclass(frozen=True, slots=True)
 class _RmDocument:
-    checkpoints: Sequence[_RemovedDocument | _FailedDocument]
+    checkpoints: Sequence[_RemovedDocument | _FailedCheckpointDocument]
 
 
 @dataclass(frozen=True, slots=True)
 class _PinDocument:
-    checkpoints: Sequence[_PinnedDocument | _FailedDocument]
+    checkpoints: Sequence[_PinnedDocument | _FailedCheckpointDocument]
 
 
 @command("rm", answers=(_RmDocument,))
@@ -155,10 +155,10 @@ def _each(
     name: str,
     uris: Sequence[str],
     do: Callable[[str], tuple[_T, str]],
-    document_of: Callable[[Sequence[_T | _FailedDocument]], object],
+    document_of: Callable[[Sequence[_T | _FailedCheckpointDocument]], object],
 ) -> Answer:
     """Each in turn; one that fails does not keep the others, and the first failure is the exit."""
-    documents: list[_T | _FailedDocument] = []
+    documents: list[_T | _FailedCheckpointDocument] = []
     done: list[str | CkptfsError] = []
     for uri in uris:
         try:
@@ -166,7 +166,9 @@ def _each(
         except CkptfsError as error:
             if len(uris) == 1:
                 raise
-            failure = _FailedDocument(uri=mask_credentials(uri), error=error_document(error))
+            failure = _FailedCheckpointDocument(
+                uri=mask_credentials(uri), error=error_document(error)
+            )
             documents.append(failure)
             done.append(error)
         else:
