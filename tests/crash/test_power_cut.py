@@ -90,6 +90,10 @@ BEST = {
     "sync>sync_dir /deep/run/.ckptfs/attempts/<save>/<save> #1": ("birth", 2),
     "sync>sync_dir /deep/run/step_2 #1": ("overwrite", 1),
     "sync>sync_dir /deep/run/step_1 #1": ("overwrite", 2),
+    "sync>sync_dir /deep/run/step_2 #2": ("fenced", 3),
+    "sync>sync_dir /deep/run #1": ("twice", 0),
+    "sync>sync_dir /deep/run #2": ("withdrawn", 0),
+    "sync>sync_dir /deep/run/.ckptfs/attempts/<save>/<save> #3": ("twice", 2),
 }
 
 
