@@ -21,7 +21,11 @@ from collections.abc import Callable, Generator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ckptfs.commit.log.saves import Saves
+from ckptfs.commit.log.entries import Seal, Stamp
+from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.log.saves import Saves, SaveState
+from ckptfs.commit.paths import AttemptKeys
+from ckptfs.storage.base import Capabilities
 from tests.model.disk import Failed
 
 __all__ = ["Machine", "canonical"]
@@ -54,8 +58,34 @@ def _converter(kind: type, example: Any) -> Callable[[Any], Any]:
             return convert
     if is_dataclass(example) and not isinstance(example, type):
         names = tuple(field.name for field in fields(example))
-        return lambda value: (kind, *[canonical(getattr(value, name)) for name in names])
+
+        def by_fields(value: Any) -> Any:
+            return (kind, *[canonical(getattr(value, name)) for name in names])
+
+        return _numbered(kind, by_fields) if kind in _NEVER_CHANGED else by_fields
     raise TypeError(f"the search cannot compare a {kind.__name__}: {example!r}")
+
+
+def _numbered(kind: type, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same by a number for each stand-in: the folds of a log are in many frames, and stay the same objects from
+    one node to the next, so most of them are neither walked nor hashed again.
+    """
+    found: dict[
+        int, tuple[Any, Any]
+    ] = {}  # with the value, or its id would be given to another one
+    numbers: dict[Any, int] = {}
+
+    def stand_in(value: Any) -> Any:
+        known = found.get(id(value))
+        if known is not None:
+            return known[1]
+        if len(found) == _MOST_FOUND:
+            found.clear()
+        number = numbers.setdefault(convert(value), len(numbers))
+        found[id(value)] = value, (kind, number)
+        return kind, number
+
+    return stand_in
 
 
 def _itself(value: Any) -> Any:
@@ -92,6 +122,9 @@ def _generator(generator: types.GeneratorType[Any, Any, Any]) -> Any:
     )
     return (frame.f_code, frame.f_lasti, local, stack)
 
+
+_NEVER_CHANGED = frozenset({AttemptKeys, Capabilities, LogState, SaveState, Seal, Stamp})
+_MOST_FOUND = 20_000
 
 # In order: an enum may be a str or an int as well.
 _ROWS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
