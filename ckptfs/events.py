@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from ckptfs.text import size_text
+
 __all__ = [
     "CopyCommitted",
     "CopyFailed",
@@ -33,7 +35,6 @@ __all__ = [
     "Written",
 ]
 
-_KIB = 1 << 10
 _MIB = 1 << 20
 
 
@@ -178,18 +179,6 @@ class LoadResult:
             if keys:
                 told += f", {len(keys)} {what} keys"
         return told
-
-
-def size_text(size_bytes: int | None) -> str:
-    """``1.4 GiB``; bytes below one KiB are exact; ``-`` where nobody told."""
-    if size_bytes is None:
-        return "-"
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < _KIB or unit == "TiB":
-            break
-        value /= _KIB
-    return f"{size_bytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def _told(result: SaveResult | LoadResult) -> str:

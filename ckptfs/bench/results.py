@@ -35,6 +35,7 @@ import msgspec
 from ckptfs.errors import ManifestError
 from ckptfs.schema import Count, Schema, parse
 from ckptfs.storage.os_errors import translated
+from ckptfs.text import number_text, seconds_text, size_text
 from ckptfs.uri import Uri
 
 __all__ = [
@@ -388,37 +389,14 @@ PHASES: dict[Phase, tuple[str, str]] = {
 }
 
 
-_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-
-
 def phase_text(phase: str) -> str:
     """The name of ``phase``; an unknown one, of a newer version, as it is written."""
     return PHASES[phase][0] if phase in PHASES else phase
 
 
-def number_text(value: float) -> str:
-    """Return three digits of ``value``: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
-    if value == 0:
-        return "0"
-    for limit, digits in ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3)):
-        if abs(value) >= limit - 0.5 * 10.0**-digits:
-            return f"{value:.{digits}f}"
-    return f"{value:#.3g}"
-
-
-def seconds_text(value: float) -> str:
-    """Return ``1.23 s``, ``12.3 ms`` for ``value`` seconds."""
-    return f"{number_text(value)} s" if value >= 1 else f"{number_text(1e3 * value)} ms"
-
-
 def bytes_text(value: float | None) -> str:
     """Return ``1.23 GB``, of 10^9, for ``value`` bytes; ``-`` where it could not be measured, None."""
-    if value is None:
-        return "-"
-    for unit, name in _UNITS:
-        if abs(value) >= unit:
-            return f"{number_text(value / unit)} {name}"
-    return f"{value:.0f} B"
+    return size_text(value)
 
 
 def conditions_text(result: Result, workload: str) -> str:

@@ -2,8 +2,7 @@
 
     main      the group ``ckptfs``; a command's module is imported when that command runs
     output    what every command has: --json, answers, errors as exit codes
-    options   ``-o key=value``: storage options
-    text      bytes, ages and counts as a person reads them
+    options   ``-o key=value``: storage options; durations
 
 Nothing here is imported by the library.
 """

@@ -18,10 +18,11 @@ from ckptfs.cli.output import (
     command,
     error_document,
     exit_of,
+    place_text,
     print_error,
 )
-from ckptfs.cli.text import place_text, size_text
 from ckptfs.errors import CkptfsError
+from ckptfs.text import size_text
 from ckptfs.tools.changing import Pinned, committed_in, doomed_at, remove, set_pin
 from ckptfs.uri import Uri, mask_credentials
 

@@ -17,8 +17,8 @@ import click
 
 from ckptfs.cli.options import storage_options
 from ckptfs.cli.output import Answer, command, outlive, say, table
-from ckptfs.cli.text import size_text
 from ckptfs.errors import CkptfsError, ControlPlaneLostError, DeadlineError
+from ckptfs.text import size_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, command
-from ckptfs.cli.text import counted, place_text, size_text
+from ckptfs.cli.output import Answer, command, place_text
 from ckptfs.progress import progress
+from ckptfs.text import counted, size_text
 from ckptfs.tools.exporting import Exported, ExportFormat, Selection
 from ckptfs.tools.exporting import export as export_this
 from ckptfs.uri import Uri

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from ckptfs.cli.options import storage_options
+from ckptfs.cli.options import parse_duration, storage_options
 from ckptfs.cli.output import (
     Answer,
     ErrorDocument,
@@ -28,8 +28,8 @@ from ckptfs.cli.output import (
     say,
     table,
 )
-from ckptfs.cli.text import age_text, parse_duration, size_text
 from ckptfs.errors import CkptfsError
+from ckptfs.text import age_text, size_text
 from ckptfs.tools.collecting import Collected, collect, look_for_debris, runs_at
 from ckptfs.tools.debris import Debris, Fate, Found
 from ckptfs.uri import Uri

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, table
-from ckptfs.cli.text import place_text, size_text
+from ckptfs.cli.output import OMITTED, Answer, Exit, Omitted, command, place_text, table
 from ckptfs.progress import progress
+from ckptfs.text import size_text
 from ckptfs.tools.comparing import Basis, Change, Compared, Difference, Norms, compare
 from ckptfs.tools.contents import Leaf, ObjectLeaf, Shard, TensorLeaf
 from ckptfs.tools.inspecting import (

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command, say, stream_command, table, to_json
-from ckptfs.cli.text import parse_duration, place_text
+from ckptfs.cli.options import parse_duration, storage_options
+from ckptfs.cli.output import Answer, Exit, command, place_text, say, stream_command, table, to_json
 from ckptfs.commit.log.entries import Kind, Stamp
 from ckptfs.errors import CkptfsError, NotFoundError
 from ckptfs.progress import printable

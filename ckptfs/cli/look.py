@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckptfs.cli.options import storage_options
+from ckptfs.cli.options import parse_duration, storage_options
 from ckptfs.cli.output import (
     OMITTED,
     Answer,
@@ -18,14 +18,15 @@ from ckptfs.cli.output import (
     command,
     error_document,
     exit_of,
+    place_text,
     print_error,
     say,
     table,
 )
-from ckptfs.cli.text import age_text, parse_duration, place_text, size_text
 from ckptfs.commit.catalog.catalog import Origin
 from ckptfs.commit.log.entries import Kind
 from ckptfs.errors import CkptfsError
+from ckptfs.text import age_text, size_text
 from ckptfs.tools.lines import Checkpoint, Hold, Holding, Run, Sort, State, age_s
 from ckptfs.tools.listing import File, OneOf, RunFound, Runs, Wanted, look_at, newest
 from ckptfs.uri import Uri

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["parse_storage_options", "secrets_in", "storage_options"]
+__all__ = ["parse_duration", "parse_storage_options", "secrets_in", "storage_options"]
 
 _SECRET = re.compile(
     r"secret|token|passw|credential|sas|signature|connection_?string|access_?key|account_?key"
@@ -26,6 +26,8 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _LEAST_CHARS = 8  # what is shorter ("anon", "cloud") is no secret, and stands in many lines
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_DURATION = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[smhdw]?)")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -109,3 +111,11 @@ def storage_options(
         callback=parse,
         help=f"Storage options of {of}, as fsspec takes them; @FILE reads JSON.",
     )
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``30m``, ``1.5h``, ``2d``, ``90``. ValueError: it is none."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write 90s, 30m, 1.5h, 2d or 1w")
+    return float(match["number"]) * _UNITS[match["unit"] or "s"]

@@ -87,6 +87,7 @@ __all__ = [
     "group_command",
     "hint_text",
     "outlive",
+    "place_text",
     "print_answer",
     "print_error",
     "say",
@@ -278,6 +279,11 @@ def error_document(error: CkptfsError) -> ErrorDocument:
         hint=None if error.hint is None else hint_text(error.hint),
         outcome=error.outcome,
     )
+
+
+def place_text(uri: Uri) -> str:
+    """As a person types it: the path of a mounted directory, the URI of anything else."""
+    return uri.local_path if uri.is_local else str(uri)
 
 
 def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptfs.cli.options import storage_options
-from ckptfs.cli.output import Answer, Exit, command
-from ckptfs.cli.text import counted, place_text, size_text
+from ckptfs.cli.output import Answer, Exit, command, place_text
 from ckptfs.progress import progress
+from ckptfs.text import counted, size_text
 from ckptfs.tools.findings import Finding, Verdict, Verified
 from ckptfs.tools.verifying import JOBS
 from ckptfs.tools.verifying import verify as verify_these

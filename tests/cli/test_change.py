@@ -301,7 +301,7 @@ def test_on_a_terminal_it_asks(run: Place, answer: bytes, code: int) -> None:
     os.close(master)
     assert process.returncode == code, err
     assert "delete" in err
-    assert "KiB" in err
+    assert "kB" in err
     assert ("step_10" in names(run)) == (code == 1)
 
 

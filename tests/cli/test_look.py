@@ -30,7 +30,7 @@ DEADLINE_S = 0.6  # promised: 0.3 s; beside others the same instructions take a 
 
 def sizeless(text: str) -> str:
     """Without sizes: ``.metadata`` holds the URI, which is longer on one machine than on another."""
-    text = re.sub(r"\b\d+(\.\d)? (B|KiB|MiB)(?=\s|$)", "<size>", text)
+    text = re.sub(r"\b\d+(\.\d+)? (B|kB|MB)(?=\s|$)", "<size>", text)
     return re.sub(r'"size_bytes": \d+', '"size_bytes": <size>', text)
 
 

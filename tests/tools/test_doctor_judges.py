@@ -11,6 +11,7 @@ import pytest
 from ckptfs.errors import AccessError, CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.clients.bucket_rules import Lock, Rule, Versioning, of_gcs, of_s3
 from ckptfs.testing.world import thread_worlds
+from ckptfs.text import size_text
 from ckptfs.tools import doctor
 from ckptfs.tools.doctor import (
     CHECKS,
@@ -36,7 +37,7 @@ from ckptfs.tools.doctor.mount import (
     judge_space,
     mounts_of,
 )
-from ckptfs.tools.doctor.report import on_ranks, seconds, size
+from ckptfs.tools.doctor.report import on_ranks, seconds
 from ckptfs.tools.doctor.session import (
     PREFIX,
     DoctorCheck,
@@ -63,10 +64,15 @@ UNTOLD = Refusal(Why.UNSUPPORTED, "NotImplemented")
     [
         ([Room(500 * GB, None)] * 2, None, OK, "500 GB free"),
         ([Room(500 * GB, None)] * 2, 500 * GB, OK, "500 GB free"),
-        ([Room(500 * GB, None), Room(5 * GB, None)], 6 * GB, FAIL, "rank 1 on host-b: 5 GB free"),
+        (
+            [Room(500 * GB, None), Room(5 * GB, None)],
+            6 * GB,
+            FAIL,
+            "rank 1 on host-b: 5.00 GB free",
+        ),
         ([Room(GB // 2, None)] * 2, None, WARN, "500 MB free"),
         ([Room(None, None)] * 2, None, UNKNOWN, "does not tell"),
-        ([Room(None, None)] * 2, 2 * GB, UNKNOWN, "whether 2 GB fit"),
+        ([Room(None, None)] * 2, 2 * GB, UNKNOWN, "whether 2.00 GB fit"),
         (
             [Room(5 * GB, None), Room(0, None, Refusal(Why.NO_SPACE, "no space left"))],
             None,
@@ -350,7 +356,7 @@ def test_speed_is_judged_only_where_it_is_hopeless() -> None:
     write, read = judge_bandwidth([Transfer(100 * mib, 1.0, 50.0, "memory")] * 2, 21 * GB)
     assert (write.verdict, read.verdict) == (OK, WARN)
     assert write.seen.startswith("210 MB/s")
-    assert "21 GB at this rate: 100.1 s" in write.seen
+    assert "21.0 GB at this rate: 100.1 s" in write.seen
     assert "from memory perhaps" in read.seen
     assert judge_bandwidth([Transfer(mib, 0.5, 0.5)] * 2, None)[0].verdict is OK
 
@@ -395,7 +401,7 @@ def test_who_how_long_how_much() -> None:
         "4 min",
         "2.5 h",
     ]
-    assert [size(b) for b in (5e5, 64 << 20, 1.5e12)] == ["500 kB", "67.1 MB", "1.5 TB"]
+    assert [size_text(b) for b in (5e5, 64 << 20, 1.5e12)] == ["500 kB", "67.1 MB", "1.50 TB"]
 
 
 def test_the_worst_finding_is_the_verdict() -> None:

@@ -12,7 +12,8 @@ from functools import partial
 from ckptfs.control.world import World
 from ckptfs.errors import CkptfsError, NotFoundError, StorageError
 from ckptfs.storage.base import Storage
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks, size
+from ckptfs.text import size_text
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, on_ranks
 from ckptfs.tools.doctor.session import Findings, Need, Refusal, Session, Why, check
 
 __all__ = [
@@ -116,7 +117,7 @@ def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int 
         seen_text = (
             "the place does not tell"
             if needs_bytes is None
-            else (f"the place does not tell whether {size(needs_bytes)} fit")
+            else (f"the place does not tell whether {size_text(needs_bytes)} fit")
         )
         return Finding(
             name, theme, Verdict.UNKNOWN, seen_text, "", "look at the bucket's quota, if it has one"
@@ -124,9 +125,9 @@ def judge_space(worlds: Sequence[World], seen: Sequence[Room], needs_bytes: int 
     least = min(told, key=lambda rank: told[rank])
     free, where = told[least], on_ranks(worlds, [least] if len(set(told.values())) > 1 else told)
     data = {"free_bytes": free, "needs_bytes": needs_bytes}
-    text = f"{where}{size(free)} free"
+    text = f"{where}{size_text(free)} free"
     if needs_bytes is not None and free < needs_bytes:
-        wanted = f"{text}, {size(needs_bytes)} needed"
+        wanted = f"{text}, {size_text(needs_bytes)} needed"
         advice = "free space, ask for quota, or keep fewer checkpoints (keep_latest=)"
         return Finding(
             name, theme, Verdict.FAIL, wanted, "the job would run out of space", advice, data

@@ -25,7 +25,6 @@ __all__ = [
     "many",
     "on_ranks",
     "seconds",
-    "size",
 ]
 
 _SHOWN = 4
@@ -195,13 +194,3 @@ def seconds(value: float) -> str:
     if value < 2 * _MINUTE_S:
         return f"{value:.1f} s"
     return f"{value / _MINUTE_S:.0f} min" if value < 2 * _HOUR_S else f"{value / _HOUR_S:.1f} h"
-
-
-def size(size_bytes: float) -> str:
-    """``512 MB``, ``1.5 TB``; decimal, as disks and networks are sold."""
-    value = size_bytes / 1000
-    for unit in ("kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":  # noqa: PLR2004 - decimal units
-            break
-        value /= 1000
-    return f"{value:.3g} {unit}"

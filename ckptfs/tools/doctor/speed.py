@@ -16,7 +16,8 @@ from statistics import median
 from ckptfs.control.world import World
 from ckptfs.errors import StorageError
 from ckptfs.storage.base import Storage
-from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, seconds, size
+from ckptfs.text import size_text
+from ckptfs.tools.doctor.report import Finding, Theme, Verdict, many, seconds
 from ckptfs.tools.doctor.session import (
     Findings,
     Need,
@@ -193,7 +194,7 @@ def _read_back(storage: Storage, rank: int, mine: Transfer | Refusal) -> Transfe
 def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findings:
     """A short transfer says nothing; what the job needs becomes a time."""
     total = sum(s.size_bytes for s in seen)
-    each = f"{many(len(seen), 'rank')} x {size(seen[0].size_bytes)}"
+    each = f"{many(len(seen), 'rank')} x {size_text(seen[0].size_bytes)}"
     write_s = max(s.write_s for s in seen)
     read_s = max(s.read_s for s in seen)
     cached = next((s.cached for s in seen if s.cached), "")
@@ -203,7 +204,7 @@ def judge_bandwidth(seen: Sequence[Transfer], needs_bytes: int | None) -> Findin
     )
     if needs_bytes is None:
         return written, read
-    takes = f"{size(needs_bytes)} at this rate: {seconds(needs_bytes * write_s / total)}"
+    takes = f"{size_text(needs_bytes)} at this rate: {seconds(needs_bytes * write_s / total)}"
     return (
         Finding(written.name, written.theme, written.verdict, f"{written.seen}; {takes}",
                 written.meaning, written.advice, written.data),

@@ -1,0 +1,57 @@
+"""Sizes, ages, times and counts as a person reads them, the same wherever one is printed. Pure.
+
+Units are decimal, as disks and networks are sold and ``du --si`` prints them.
+"""
+
+from __future__ import annotations
+
+__all__ = ["age_text", "counted", "number_text", "seconds_text", "size_text"]
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_LEAST = 0.9995  # of a unit: three digits of what is below it would be 1000 of the smaller one
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+
+def counted(number: int, thing: str) -> str:
+    """``1 file``, ``2 files``."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def size_text(size_bytes: float | None) -> str:
+    """``1.43 GB``, of 10^9; bytes below one kB are exact; ``-`` where the size is not known."""
+    if size_bytes is None:
+        return "-"
+    for unit, name in _UNITS:
+        if abs(size_bytes) >= _LEAST * unit:
+            return f"{number_text(size_bytes / unit)} {name}"
+    return f"{size_bytes:.0f} B"
+
+
+def age_text(seconds: float | None) -> str:
+    """``42s``, ``7m``, ``3h``, ``12d``; ``-`` where the age is not known."""
+    if seconds is None:
+        return "-"
+    seconds = max(0.0, seconds)
+    for unit, length_s, most_s in (
+        ("s", 1, _MINUTE_S),
+        ("m", _MINUTE_S, _HOUR_S),
+        ("h", _HOUR_S, 2 * _DAY_S),
+    ):
+        if seconds < most_s:
+            return f"{int(seconds // length_s)}{unit}"
+    return f"{int(seconds // _DAY_S)}d"
+
+
+def number_text(value: float) -> str:
+    """Return three digits of ``value``: ``1.23``, ``12.3``, ``123``, ``0.0120``."""
+    if value == 0:
+        return "0"
+    for limit, digits in ((100.0, 0), (10.0, 1), (1.0, 2), (0.1, 3)):
+        if abs(value) >= limit - 0.5 * 10.0**-digits:
+            return f"{value:.{digits}f}"
+    return f"{value:#.3g}"
+
+
+def seconds_text(value: float) -> str:
+    """Return ``1.23 s``, ``12.3 ms`` for ``value`` seconds."""
+    return f"{number_text(value)} s" if value >= 1 else f"{number_text(1e3 * value)} ms"
