@@ -21,14 +21,10 @@ from collections.abc import Callable, Generator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from ckptfs.commit.log.entries import Seal, Stamp
-from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.log.saves import Saves, SaveState
-from ckptfs.commit.paths import AttemptKeys
-from ckptfs.storage.base import Capabilities
+from ckptfs.commit.log.saves import Saves
 from tests.model.disk import Failed
 
-__all__ = ["Machine", "canonical"]
+__all__ = ["Machine", "canonical", "forget"]
 
 _CONSTANTS = (str, bytes, int, float, bool, type(None), type, types.CodeType)
 _ITERATORS: tuple[type, ...] = (
@@ -58,34 +54,71 @@ def _converter(kind: type, example: Any) -> Callable[[Any], Any]:
             return convert
     if is_dataclass(example) and not isinstance(example, type):
         names = tuple(field.name for field in fields(example))
-
-        def by_fields(value: Any) -> Any:
-            return (kind, *[canonical(getattr(value, name)) for name in names])
-
-        return _numbered(kind, by_fields) if kind in _NEVER_CHANGED else by_fields
+        whole = _dataclass_of(kind, names)
+        return _once(whole) if kind.__dataclass_params__.frozen else whole  # type: ignore[attr-defined]
     raise TypeError(f"the search cannot compare a {kind.__name__}: {example!r}")
 
 
-def _numbered(kind: type, convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same by a number for each stand-in: the folds of a log are in many frames, and stay the same objects from
-    one node to the next, so most of them are neither walked nor hashed again.
-    """
-    found: dict[
-        int, tuple[Any, Any]
-    ] = {}  # with the value, or its id would be given to another one
-    numbers: dict[Any, int] = {}
+def _dataclass_of(kind: type, names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return lambda value: (kind, *[canonical(getattr(value, name)) for name in names])
 
-    def stand_in(value: Any) -> Any:
-        known = found.get(id(value))
+
+class _Number(int):
+    """Of a stand-in that was met: equal to no value of a program."""
+
+    __slots__ = ()
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _once(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same stand-ins by numbers; the one of a value that cannot change is made once.
+
+    What programs hold most of is what they read of a log, and each of their states holds the same values.
+    """
+
+    def number(value: Any) -> Any:
+        known = _KNOWN.get(id(value))
         if known is not None:
             return known[1]
-        if len(found) == _MOST_FOUND:
-            found.clear()
-        number = numbers.setdefault(convert(value), len(numbers))
-        found[id(value)] = value, (kind, number)
-        return kind, number
+        made = convert(value)
+        found = _NUMBERS.get(made)
+        if found is None:
+            found = _NUMBERS[made] = _Number(len(_NUMBERS))
+        if len(_KNOWN) == _MOST_KNOWN:
+            _KNOWN.clear()
+        if _lasts(value):
+            _KNOWN[id(value)] = (value, found)  # it is held, so its id stays its own
+        return found
 
-    return stand_in
+    return number
+
+
+def _lasts(value: Any) -> bool:
+    """Whether nothing in a value can change."""
+    kind = type(value)
+    if kind in _PLAIN or id(value) in _KNOWN or isinstance(value, (enum.Enum, *_CONSTANTS, Saves)):
+        return True
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_lasts, value))
+    if is_dataclass(kind) and kind.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return all(_lasts(getattr(value, field.name)) for field in fields(kind))
+    return False
+
+
+def forget() -> None:
+    """Let go of the values that earlier machines met; no machine may be in use."""
+    _KNOWN.clear()
+    _NUMBERS.clear()
+
+
+_MOST_KNOWN = 50_000
+# Values that cannot change, by their ids, with their stand-ins; and the numbers of stand-ins.
+_KNOWN: dict[int, tuple[Any, Any]] = {}
+_NUMBERS: dict[Any, _Number] = {}
 
 
 def _itself(value: Any) -> Any:
@@ -123,9 +156,6 @@ def _generator(generator: types.GeneratorType[Any, Any, Any]) -> Any:
     return (frame.f_code, frame.f_lasti, local, stack)
 
 
-_NEVER_CHANGED = frozenset({AttemptKeys, Capabilities, LogState, SaveState, Seal, Stamp})
-_MOST_FOUND = 20_000
-
 # In order: an enum may be a str or an int as well.
 _ROWS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (enum.Enum, _itself),
@@ -137,7 +167,7 @@ _ROWS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
         lambda value: ("dict", *[(canonical(k), canonical(v)) for k, v in value.items()]),
     ),
     # Which of them a decision walks is part of what a program can tell.
-    (Saves, lambda value: ("saves", canonical(dict(value)), *value.living)),
+    (Saves, _once(lambda value: ("saves", canonical(dict(value)), *value.living))),
     ((set, frozenset), lambda value: ("set", frozenset(map(canonical, value)))),
     (BaseException, lambda value: (type(value), *map(canonical, value.args))),
     (types.FunctionType, _function),

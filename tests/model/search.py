@@ -37,7 +37,7 @@ from ckptfs.errors import AlreadyExistsError, AnswerLostError, CkptfsError, NotF
 from ckptfs.storage.base import Shape
 from tests.model.disk import Disk, Failed, Outcome, Puts, apply
 from tests.model.judge import Judge
-from tests.model.machine import Machine
+from tests.model.machine import Machine, forget
 from tests.model.programs import Enter, Hear, Leave, Tell, What
 
 __all__ = ["Found", "Result", "Scenario", "brief", "explore"]
@@ -311,6 +311,7 @@ def explore(
 ) -> Result:
     """Search a scenario; every kind of broken promise is reported once, by a shortest trace."""
     Disk.forget()
+    forget()
     started = time.monotonic()
     scenario.files = {d: Disk.of(dict(disk.files)) for d, disk in scenario.files.items()}
     world = _World(scenario)

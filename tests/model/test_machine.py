@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ckptfs.commit.operations import (
 from ckptfs.errors import AlreadyExistsError, NotFoundError
 from ckptfs.storage.base import Entry, Shape
 from tests.model.disk import Disk, Failed, HalfRemove, apply
-from tests.model.machine import Machine
+from tests.model.machine import Machine, canonical
 
 FS, OBJECT = Shape.FILESYSTEM, Shape.OBJECT
 
@@ -82,6 +83,35 @@ def test_closures_are_part_of_the_local_state() -> None:
     assert a != b
     assert machine.value(machine.step(a, None)) == "a"
     assert machine.value(machine.step(b, None)) == "b"
+
+
+@dataclass(frozen=True)
+class _Box:
+    items: list[str]
+
+
+def _gatherer() -> Generator[Any, Any, str]:
+    box = _Box([])
+    while len(box.items) < 2:
+        box.items.append((yield Read("same")))
+    return "end"
+
+
+def test_what_changes_inside_a_frozen_value_is_seen() -> None:
+    """The stand-in of a value is made once only where nothing in it can change."""
+    machine = Machine("m", _gatherer)
+    second = machine.step(machine.start, "x")
+    assert second != machine.start
+    assert machine.op(machine.step(second, "x")) is None
+
+
+def test_equal_values_have_one_stand_in() -> None:
+    """Two replies that are equal lead to one node, though they are not the same object."""
+    one, other = (Failed(NotFoundError, "".join(("k", str(n)))) for n in (1, 1))
+    assert one is not other
+    assert canonical(one) == canonical(other)
+    assert canonical(one) != canonical(Failed(NotFoundError, "k2"))
+    assert canonical(one) != 0
 
 
 def test_rename_of_a_directory_takes_only_an_empty_target() -> None:
