@@ -92,7 +92,9 @@ def async_save(
     """As ``save``, but returns when the tensors may be changed; see ``PendingSave``. Collective.
 
     With ``host_memory_bytes`` at or above the local state the call takes as long as one copy of it, and talks
-    to no other rank; below it, it blocks until all but the last window is written. A single tensor that has
+    to no other rank. Into memory that was not touched yet, the first time, a copy takes longer: then the writer
+    takes large states from the caller's tensors too, and the call is back when all is copied or written. Below
+    it, it blocks until all but the last window is written. A single tensor that has
     to be copied anyway, because it is on a device or not contiguous, may exceed the bound while it is
     written.
 

@@ -103,7 +103,8 @@ _SHARE = 2  # by default, one half of what is available, shared by the ranks of 
 class _Slab:
     """One piece of memory, for as long as a list or a lease holds it.
 
-    is_unused: reserved, and no lease had it so far. stop: the thread that touches its pages leaves it alone.
+    is_unused: reserved, and no lease had it so far. is_touched: it has all its pages. stop: the thread that
+    touches its pages leaves it alone.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -111,6 +112,7 @@ class _Slab:
         self.size_bytes = size_bytes
         self.is_pinned = False
         self.is_unused = False
+        self.is_touched = False
         self.stop = False
 
     def pin(self, device: int | None = None) -> None:
@@ -127,23 +129,30 @@ class _Slab:
             piece = self.memory[touched : touched + _TOUCH_BYTES]
             piece[:: mmap.PAGESIZE].zero_()
             touched += len(piece)
+        self.is_touched = touched == self.size_bytes
         return touched
 
 
 @dataclass(slots=True)
 class Lease:
-    """A borrowed piece. memory: flat, uint8; it may be longer than was asked for."""
+    """A borrowed piece. memory: flat, uint8; it may be longer than was asked for.
+
+    is_touched: all of it has pages; set it where it was filled. touch_later: a thread touches the rest of it
+    after the release.
+    """
 
     memory: torch.Tensor
     size_bytes: int
     is_pinned: bool
-    _give_back: Callable[[], None]
+    is_touched: bool
+    _give_back: Callable[[Lease], None]
+    touch_later: bool = False
 
     def release(self) -> None:
         """Give it back; nobody may read or write it any more. Harmless twice."""
         give_back, self._give_back = self._give_back, _nothing
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        give_back()
+        give_back(self)
 
 
 class _TouchingThreads:
@@ -201,7 +210,7 @@ def _check(bound_bytes: int | None) -> None:
         raise StateError(f"host_memory_bytes is {bound_bytes}; it cannot be negative")
 
 
-def _nothing() -> None:
+def _nothing(_: Lease) -> None:
     """Released already."""
 
 
@@ -277,7 +286,13 @@ class HostBuffers:
             slab.is_unused = False
             self._leased.append(slab)
             self._peak = max(self._peak, self._held())
-        return Lease(slab.memory, slab.size_bytes, slab.is_pinned, lambda: self._give_back(slab))
+        return Lease(
+            slab.memory,
+            slab.size_bytes,
+            slab.is_pinned,
+            slab.is_touched,
+            partial(self._give_back, slab),
+        )
 
     def reserve(self, size_bytes: int, *, pinned: bool = False) -> Future[int]:
         """Have memory for a lease of ``size_bytes``, or of the bound, before it comes. Never waits.
@@ -389,13 +404,19 @@ class HostBuffers:
     def _held(self) -> int:
         return sum(slab.size_bytes for slab in self._slabs())
 
-    def _give_back(self, slab: _Slab) -> None:
+    def _give_back(self, slab: _Slab, lease: Lease) -> None:
+        slab.is_touched = lease.is_touched
         with self._lock():
-            if slab in self._leased:
-                self._leased.remove(slab)
-                if not self._closed and self._held() + slab.size_bytes <= self.bound_bytes:
-                    self._idle.append(slab)
-            self._changed.notify_all()
+            if slab not in self._leased:
+                return
+            self._leased.remove(slab)
+            slab.stop = False
+            self._touched.append(slab)
+        if lease.touch_later and not slab.is_touched and not self._closed:
+            with contextlib.suppress(RuntimeError):  # no thread: the next save touches it
+                _TOUCHING.start(slab, partial(self._touch, slab, None, Future()))
+                return
+        self._put_back(slab)
 
     def _lock(self) -> threading.Condition:
         # The child of a fork has neither the memory (it is not inherited) nor the threads that hold it, and

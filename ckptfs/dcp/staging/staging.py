@@ -7,6 +7,10 @@
     thread    plans with the other ranks, writes items from the caller's own tensors ...
     caller    ... blocked, until what is left to write fits the bound; copies that, and returns
 
+    into memory that has no pages yet ("late"): that takes ten times as long as the copy
+    thread    plans with the other ranks, writes items from the caller's own tensors, from the first on ...
+    caller    ... copies, from the last on, what is neither written nor read, and returns when nothing is left
+
 No rank is talked to here, so ranks may be in different modes. What fails here is kept in the Staged
 and raised by ``plan``, inside the ranks' common step: then it fails on all of them.
 """
@@ -15,8 +19,9 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,17 +53,39 @@ __all__ = [
     "stage",
 ]
 
+_PIECE_BYTES = 4 << 20
+# Memory that nobody has touched yet: how much of it is worth the trouble, and how long the copy has to come about
+# before the writer takes what it needs from the caller's own tensors.
+_FRESH_BYTES = 64 << 20
+_PATIENCE_S = 0.25
 ALIGN_BYTES = 64  # a cache line, and a multiple of every dtype's size
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy to make. whole: it is all of that tensor; None: flat bytes that several are views of."""
+    """One copy to make. keys: of the tensors in it. whole: it is all of that tensor; None: flat bytes that
+    several are views of.
+    """
 
     source: torch.Tensor
     offset: int
     size_bytes: int
+    keys: tuple[Hashable, ...]
     whole: Hashable = None
+
+    def pieces(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Sources and targets in ``memory``, of a few MiB each; all at once where it is not contiguous."""
+        source, size = self.source, self.size_bytes
+        if not (_is_plain(source) and source.is_contiguous()):
+            spot = _Spot(self.offset, source.dtype, source.shape)
+            yield source, _tensor_at(memory, spot)
+            return
+        flat = torch.empty(0, dtype=torch.uint8, device=source.device)
+        begin = int(source.storage_offset()) * source.element_size()
+        flat.set_(source.untyped_storage(), begin, (size,), (1,))
+        for at in range(0, size, _PIECE_BYTES):
+            end = min(size, at + _PIECE_BYTES)
+            yield flat[at:end], memory[self.offset + at : self.offset + end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +128,7 @@ def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
     for key, given in tensors.items():
         tensor = given.detach()
         size = tensor.numel() * tensor.element_size()
-        if size and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        if size and tensor.is_contiguous() and _is_plain(tensor):
             begin = int(tensor.storage_offset()) * tensor.element_size()
             storage = (tensor.device, tensor.untyped_storage().data_ptr())
             spans[storage].append(_Span(key, tensor, begin, begin + size))
@@ -116,6 +143,11 @@ def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
     for twins in odd.values():
         at = _place_odd(twins, at, copies, spots)
     return Packing(tuple(copies), spots, at)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its values as they are."""
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def packed_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -157,12 +189,12 @@ def _place_run(run: list[_Span], at: int, copies: list[_Copy], spots: dict[Hasha
     at += (begin - at) % ALIGN_BYTES
     first = run[0].tensor
     if len(run) == 1:
-        copies.append(_Copy(first, at, end - begin, run[0].key))
+        copies.append(_Copy(first, at, end - begin, (run[0].key,), run[0].key))
         spots[run[0].key] = _Spot(at, first.dtype, first.shape)
         return at + end - begin
     flat = torch.empty(0, dtype=torch.uint8, device=first.device)
     flat.set_(first.untyped_storage(), begin, (end - begin,), (1,))
-    copies.append(_Copy(flat, at, end - begin))
+    copies.append(_Copy(flat, at, end - begin, tuple(span.key for span in run)))
     for span in run:
         spots[span.key] = _Spot(at + span.begin - begin, span.tensor.dtype, span.tensor.shape)
     return at + end - begin
@@ -178,7 +210,7 @@ def _place_odd(
     size = tensor.numel() * tensor.element_size()
     at += -at % ALIGN_BYTES
     if size:
-        copies.append(_Copy(tensor, at, size, first))
+        copies.append(_Copy(tensor, at, size, tuple(key for key, _ in twins), first))
     for key, twin in twins:
         spots[key] = _Spot(at, twin.dtype, twin.shape)
     return at + size
@@ -333,7 +365,10 @@ def _copied(
     lease = buffers.lease(packing.size_bytes if fits else room, pinned=packing.on_device)
     staged = Staged(taken, pending, lease, room, compare_ranks=compare_ranks)
     try:
-        if fits:
+        is_fresh = not lease.is_touched and packing.size_bytes >= _FRESH_BYTES
+        if fits and is_fresh and not packing.on_device:  # page-locked memory is touched already
+            staged.copy_late(packing)
+        elif fits:
             staged.copy_all(packing)
     except BaseException:
         lease.release()
@@ -376,6 +411,10 @@ class Staged:
         self._used_bytes = 0
         self._taken_on = False
         self._copying = False
+        self._late: Packing | None = None
+        self._late_until = 0.0  # by the monotonic clock: until then the writer waits for copies
+        self._filling = False
+        self._comparing = False
         self._reading: set[MetadataIndex] = set()
         self._over: BaseException | None = None  # why nothing more may be read
 
@@ -384,7 +423,21 @@ class Staged:
     def copy_all(self, packing: Packing) -> None:
         """Copy every tensor now."""
         self._copy(packing)
+        assert self._lease is not None  # noqa: S101 - it was made with one
+        # A page more or less is no reason to look again.
+        self._lease.is_touched |= self._lease.size_bytes <= packing.size_bytes + _PIECE_BYTES
         self._forget_live()
+
+    def copy_late(self, packing: Packing) -> None:
+        """Have ``wait`` copy every tensor that is not written before."""
+        assert self._lease is not None  # noqa: S101 - it was made with one
+        self._lease.touch_later = True
+        self._late = packing
+        self._late_until = time.monotonic() + _PATIENCE_S
+        empty = packing.spots.keys() - {key for copy in packing.copies for key in copy.keys}
+        spots = {key: packing.spots[key] for key in empty}
+        self._ready = {key: _tensor_at(self._lease.memory, spot) for key, spot in spots.items()}
+        self._live = {k: v for k, v in (self._live or {}).items() if k not in empty}
 
     def wait(self) -> None:
         """Return when the tensors may be changed: what is left was copied, or the save is over.
@@ -392,7 +445,9 @@ class Staged:
         Whatever is raised here, Ctrl-C included, fails the save on all ranks.
         """
         try:
-            while (rest := self._next_window()) is not None:
+            if self._late is not None:
+                self._copy_remaining(self._late)
+            while self._late is None and (rest := self._next_window()) is not None:
                 self._copy(pack(rest))
                 with self._news:
                     live = self._live or {}
@@ -406,6 +461,70 @@ class Staged:
             raise
         finally:
             self._forget_live()
+
+    def _copy_remaining(self, packing: Packing) -> None:
+        """Copy what is neither written nor being read; return when nothing of the caller's is needed."""
+        lease = self._lease
+        if lease is None:
+            return  # the save is over already
+        memory, copied, rest = lease.memory, 0, [*packing.copies]
+        while rest:
+            read, todo = [], rest
+            while todo:  # from the last on: the writer begins at the front
+                copy = todo.pop()
+                if self._is_read(copy):
+                    read.append(copy)
+                elif self._fill(copy, memory):
+                    copied += copy.size_bytes
+                    ready = {key: _tensor_at(memory, packing.spots[key]) for key in copy.keys}
+                    self._put_ready(ready)
+            rest = read[::-1]
+            self._wait_until(partial(self._may_go_on, rest))
+        self._wait_until(lambda: not (self._live or self._reading or self._comparing))
+        self.size_bytes += copied
+        if copied == sum(copy.size_bytes for copy in packing.copies):
+            lease.is_touched = lease.size_bytes <= packing.size_bytes + _PIECE_BYTES
+
+    def _may_go_on(self, read: Sequence[_Copy]) -> bool:
+        return not read or not all(self._is_read(copy) for copy in read)
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        with self._news:
+            # By the second, as in ``_next_window``.
+            while not self._news.wait_for(lambda: self._over or is_so(), timeout=_WAKE_S):
+                pass
+
+    def _is_read(self, copy: _Copy) -> bool:
+        """Whether all that is needed of it is being read."""
+        with self._news:
+            needed = [key for key in copy.keys if key in (self._live or {})]
+            return self._over is None and bool(needed) and self._reading.issuperset(needed)
+
+    def _is_needed(self, copy: _Copy) -> bool:
+        return self._over is None and any(key in (self._live or {}) for key in copy.keys)
+
+    def _fill(self, copy: _Copy, memory: torch.Tensor) -> bool:
+        """Make the copy, as long as somebody needs it; whether it was made."""
+        for source, target in copy.pieces(memory):
+            with self._news:
+                if not self._is_needed(copy):
+                    return False
+                self._filling = True
+            try:
+                target.copy_(source)
+            finally:
+                with self._news:
+                    self._filling = False
+                    self._news.notify_all()
+        return True
+
+    def _put_ready(self, ready: Mapping[Any, torch.Tensor]) -> None:
+        with self._news:
+            needed = {k: v for k, v in ready.items() if k in (self._live or {})}
+            if self._over is None:
+                self._ready.update(needed)
+            self._live = {k: v for k, v in (self._live or {}).items() if k not in needed}
+            self._news.notify_all()
 
     def _next_window(self) -> _Tensors | None:
         """Wait until what nobody reads yet fits, and hold off readers: it. None: nothing is left.
@@ -472,11 +591,22 @@ class Staged:
         plan = self._taken.plan
         if self.planner.compare_ranks:
             late = [item for item in plan.items if item.type is WriteItemType.TENSOR]
-            prints = self._taken.prints | fingerprints(late, lambda item: self._tensor(item.index))
+            prints = self._taken.prints | self._compared(late)
             facts = plan.planner_data
             mappings = facts.mappings if isinstance(facts, LocalFacts) else {}
             plan = replace(plan, planner_data=LocalFacts(mappings, prints))
         return rename_plan(plan, per_rank, rank)
+
+    def _compared(self, items: Sequence[WriteItem]) -> dict[str, int]:
+        """Fingerprints, of copies or of the caller's own tensors, for which the caller stays."""
+        with self._news:
+            self._comparing = True
+        try:
+            return fingerprints(items, lambda item: self._tensor(item.index))
+        finally:
+            with self._news:
+                self._comparing = False
+                self._news.notify_all()
 
     def take_on(self, items: Sequence[WriteItem]) -> None:
         """As ``Share.take_on``: the rest is nobody's any more."""
@@ -495,6 +625,10 @@ class Staged:
             return Loan(self._taken.leaves[index], done=partial(self._wrote, index, size))
         with self._news:
             self._news.wait_for(lambda: self._over or not self._copying)
+            if self._late is not None:
+                self._news.wait_for(
+                    lambda: self._over or index in self._ready, self._patience_s(index)
+                )
             if self._over is not None:
                 raise StateError("the save was abandoned") from self._over
             ready = self._ready.get(index)
@@ -507,6 +641,15 @@ class Staged:
             return Loan(ready, done=done)
         back = partial(self._let_go, index, written=False)
         return Loan(self._tensor(index), stays=False, done=done, back=back)
+
+    def _patience_s(self, index: MetadataIndex) -> float | None:
+        """How long the writer waits for a copy; None: until it is there. What is not contiguous would be copied
+        once more to be written, into memory that no bound counts.
+        """
+        tensor = (self._live or {}).get(index)
+        if tensor is not None and not (_is_plain(tensor) and tensor.is_contiguous()):
+            return None
+        return max(0.0, self._late_until - time.monotonic())
 
     def _tensor(self, index: MetadataIndex) -> torch.Tensor:
         with self._news:
@@ -538,6 +681,7 @@ class Staged:
         """The save is over on this rank, nobody reads anything any more. Harmless twice."""
         self.give_up(_Over())
         with self._news:
+            self._news.wait_for(lambda: not self._filling)  # a piece at most
             self._ready = {}
             lease, self._lease = self._lease, None
         if lease is not None:
