@@ -216,6 +216,22 @@ def test_a_healthy_run_is_verified_without_torch(local: Place) -> None:
     assert ran.stdout.split() == ["clean", "False"]
 
 
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_the_command_verifies_the_form_without_torch(local: Place, flags: tuple[str, ...]) -> None:
+    """Of a run of ours, which has tensors, and of one of its checkpoints: most of the time would be the import."""
+    a_run(local)
+    code = (
+        "import sys; from ckptfs.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as ended: sys.exit(ended.code or 8 * ('torch' in sys.modules))"
+    )
+    for uri in (local.uri, f"{local.uri}/step_10"):
+        call = [sys.executable, "-c", code, "verify", uri, *flags]
+        ran = subprocess.run(call, capture_output=True, text=True, check=False, timeout=400)
+        assert ran.returncode == 0, ran
+        assert "clean" in ran.stdout
+
+
 # -- one bit, anywhere ----------------------------------------------------------------
 
 
