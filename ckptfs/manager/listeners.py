@@ -42,6 +42,7 @@ from ckptfs.events import (
     SaveFailed,
     SaveSkipped,
 )
+from ckptfs.text import size_text
 
 __all__ = ["Bell", "EveryRank", "Listener", "LogListener", "MetricsListener", "TimedListener"]
 
@@ -272,8 +273,8 @@ class LogListener:
                     "the bytes of %s (%s) were not removed yet: %s", uri, save_id, error
                 )
             case CopyCommitted(uri, copy_uri, size_bytes, wall_s):
-                mib = size_bytes / _MIB
-                self._log.info("copied %s to %s: %.1f MiB in %.2f s", uri, copy_uri, mib, wall_s)
+                size = size_text(size_bytes)
+                self._log.info("copied %s to %s: %s in %.2f s", uri, copy_uri, size, wall_s)
             case CopyFailed(uri, copy_uri, error):
                 self._log.warning("the copy of %s to %s is tried again: %s", uri, copy_uri, error)
             case _:
@@ -281,13 +282,14 @@ class LogListener:
 
 
 def commit_line(event: SaveCommitted) -> str:
-    """The line of a commit: step, bytes, seconds, MiB/s in total and of the slowest and fastest rank."""
+    """The line of a commit: step, bytes, seconds, bytes per second in total and of the slowest and fastest rank."""
     result = event.result
-    slowest, fastest = rank_rates(result.per_rank)
+    mib_per_s = (result.total.mib_per_s, *rank_rates(result.per_rank))
+    total, slowest, fastest = (size_text(rate * _MIB) for rate in mib_per_s)
     return (
         f"{event.kind} of step {result.step} committed: {result.uri} "
-        f"({result.total.size_bytes / _MIB:.1f} MiB in {result.wall_s:.2f} s, "
-        f"{result.total.mib_per_s:.1f} MiB/s, per rank {slowest:.1f} to {fastest:.1f} MiB/s, "
+        f"({size_text(result.total.size_bytes)} in {result.wall_s:.2f} s, "
+        f"{total}/s, per rank {slowest}/s to {fastest}/s, "
         f"training stopped for {event.stall_s:.3f} s)"
     )
 

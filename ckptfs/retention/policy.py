@@ -27,6 +27,7 @@ from ckptfs.commit.decisions import Deletable, needed
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.state import Views, catalog
 from ckptfs.errors import StateError
+from ckptfs.text import size_text
 
 __all__ = [
     "Best",
@@ -36,8 +37,6 @@ __all__ = [
     "plan_retention",
     "short_of",
 ]
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,10 +168,10 @@ def _best(group: list[Seal], best: Best) -> list[Seal]:
 
 def needs_text(size_bytes: int, keep: Keep) -> str:
     """What the kept saves of one size take in one place, for the log after the first save."""
-    one = f"one checkpoint takes {_gib(size_bytes)}"
+    one = f"one checkpoint takes {size_text(size_bytes)}"
     if keep.latest is None:
         return f"{one}; keep_latest is not set, so nothing is deleted"
-    need = _gib(_slots(keep) * size_bytes)
+    need = size_text(_slots(keep) * size_bytes)
     text = f"{one}; keep_latest={keep.latest} needs {need}, with the one that is being written"
     if keep.best is not None:
         text += f" and {keep.best.count} kept as the best"
@@ -190,10 +189,6 @@ def short_of(size_bytes: int, keep: Keep, free_bytes: int, held: int = 1) -> int
 def _slots(keep: Keep) -> int:
     best = 0 if keep.best is None else keep.best.count
     return 1 if keep.latest is None else keep.latest + 1 + best
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / _GIB:.3g} GiB" if size_bytes >= _GIB else f"{size_bytes >> 20} MiB"
 
 
 def _refuse_less_than_one(what: str, number: object) -> None:

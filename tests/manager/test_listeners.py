@@ -327,8 +327,8 @@ def test_one_line_per_commit_with_everything_in_it(caplog: pytest.LogCaptureFixt
         LogListener(logging.getLogger("mine"))(committed())
     (line,) = caplog.messages
     assert line == (
-        "checkpoint of step 100 committed: /run/step_100 (40.0 MiB in 2.50 s, 20.0 MiB/s, "
-        "per rank 5.0 to 30.0 MiB/s, training stopped for 0.250 s)"
+        "checkpoint of step 100 committed: /run/step_100 (41.9 MB in 2.50 s, 21.0 MB/s, "
+        "per rank 5.24 MB/s to 31.5 MB/s, training stopped for 0.250 s)"
     )
 
 

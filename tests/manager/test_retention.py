@@ -316,10 +316,10 @@ def test_exceptions_without_a_rule_are_refused() -> None:
 
 def test_the_needs_are_told_in_bytes() -> None:
     """One more than is kept fits beside them while it is written; without a limit that is said."""
-    assert "needs 4 GiB" in needs_text(GIB, Keep(3))
-    assert "needs 6 GiB" in needs_text(GIB, Keep(3, best=Best("loss", 2)))
+    assert "needs 4.29 GB" in needs_text(GIB, Keep(3))
+    assert "needs 6.44 GB" in needs_text(GIB, Keep(3, best=Best("loss", 2)))
     assert "nothing is deleted" in needs_text(5 << 20, Keep())
-    assert "5 MiB" in needs_text(5 << 20, Keep())
+    assert "5.24 MB" in needs_text(5 << 20, Keep())
     assert short_of(GIB, Keep(3), 3 * GIB) == 0
     assert short_of(GIB, Keep(3), 2 * GIB) == GIB
     assert short_of(GIB, Keep(3), 2 * GIB, held=2) == 0

@@ -752,9 +752,9 @@ def test_the_first_save_says_what_the_run_will_need(
     with caplog.at_level(logging.INFO):
         told = world(tmp_path, body, rig.TWO_FULL_DOMAINS)
     assert told[1] == [None, None], "rank 1 owns nothing"
-    assert "takes 2 MiB" in told[0][0]
-    assert "needs 8 MiB" in told[0][0]
-    assert "takes 1 MiB" in told[2][0]
+    assert "takes 2.10 MB" in told[0][0]
+    assert "needs 8.39 MB" in told[0][0]
+    assert "takes 1.05 MB" in told[2][0]
     assert "more than are free" in told[2][1]
     levels = {r.levelno for r in caplog.records if "more than are free" in r.message}
     assert levels == {logging.WARNING}
