@@ -82,12 +82,13 @@ def test_a_run_on_it(kind: str, request: pytest.FixtureRequest) -> None:
         assert storage.probe("probe").exclusive_create is EXCLUSIVE[kind]
 
 
+@pytest.mark.parametrize("writers", [4, pytest.param(16, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("kind", [kind for kind, excludes in EXCLUSIVE.items() if excludes])
-def test_16_writers_race_on_it(kind: str, request: pytest.FixtureRequest) -> None:
-    """Where conditions are honoured, one of 16 processes commits, the others conflict and leave nothing."""
+def test_writers_race_on_it(kind: str, writers: int, request: pytest.FixtureRequest) -> None:
+    """Where conditions are honoured, one of 4 or 16 processes commits, the others conflict and leave nothing."""
     server: Server = request.getfixturevalue(kind)
     uri = server.fresh("race")
-    judge(server, uri, race(Job(uri, server.storage_options(), writers=16, rounds=1)))
+    judge(server, uri, race(Job(uri, server.storage_options(), writers, rounds=1)))
 
 
 @pytest.mark.parametrize(
