@@ -115,7 +115,7 @@ def test_a_mistake_without_a_fitting_test_is_unseen() -> None:
 
 def test_a_mistake_that_only_hangs_is_not_seen() -> None:
     """A limit that ran out says nothing about what is wrong; tests that are not there even less."""
-    find, replacement = "_refuse_unprintable(key)", "while True:\n    pass"
+    find, replacement = "_refuse_unprintable(key)", "import threading\nthreading.Event().wait()"
     stuck = Mistake("api/stuck", "", "check_key", find, replacement, ("tests/test_uri.py",))
     assert run_mistake(stuck, limit_s=5.0).outcome is Outcome.TIMED_OUT
     nothing = replace(_named(CHEAP), tests=("tests/test_uri.py::test_nothing",))
