@@ -93,7 +93,7 @@ def test_a_save_costs_what_the_page_says(counted: Counted) -> None:
         _quiet(run)
         more = counted.since() - _documented(1, 1)
         asked = counted.paths(began)
-    assert more == Counter(GET=8, HEAD=2, PUT=2, DELETE=4)
+    assert more == Counter(GET=6, HEAD=2, PUT=2, DELETE=2)
     assert not [path for method, path in asked if method == "GET" and "list-type" in path]
 
 
