@@ -316,7 +316,7 @@ def test_no_more_than_so_many_ranks_of_a_node_write_at_once(tmp_path: Path, limi
         while len(released) < 8:
             # As many as may write have a file open before the first of them may close it.
             many = min(limit, 4 - len(released) % 4)
-            ranks._until("writers", 30.0, lambda: len(waiting()) >= many)  # noqa: B023 - at once
+            ranks._until("writers", 120.0, lambda: len(waiting()) >= many)  # noqa: B023 - at once
             rank, nth = waiting()[0]
             released.add((rank, nth))
             ranks.release("go", rank=rank)
