@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -19,6 +20,7 @@ from ckptfs.commit.delete.trash import trash_of
 from ckptfs.commit.log.append import Means, Refused, catch_up
 from ckptfs.commit.log.entries import Body, Decided, Delete, Kind, Outcome, Pin
 from ckptfs.commit.log.fold import LogState
+from ckptfs.commit.manifest import decode_manifest, encode_manifest
 from ckptfs.commit.operations import drive, take_turns
 from ckptfs.commit.save.owner_steps import clear, finish
 from ckptfs.errors import AlreadyExistsError, FencedError, NotFoundError, StorageError
@@ -85,6 +87,21 @@ def test_what_another_program_put_under_its_names_stays(storage: MemoryStorage) 
     assert drive(erase_retired("old", means(storage), G1, known), storage)[0] is Erasure.GONE
     assert storage.read("s1/.metadata") == b"metadata of stock torch"
     assert [entry.name for entry in storage.list("s1")] == [".metadata", "notes.txt"]
+
+
+@OBJECTS
+def test_a_copy_of_the_manifest_that_somebody_shortened_hides_no_file(
+    storage: MemoryStorage,
+) -> None:
+    """The copy under the plain name counts while it is the one that was sealed; else the one next to the data."""
+    let_go(storage)
+    sealed = decode_manifest(storage.read("s1/old/ckptfs.json"), "s1")
+    short = tuple(file for file in sealed.files if file.path.endswith(".metadata"))
+    assert 0 < len(short) < len(sealed.files)
+    storage.replace("s1/ckptfs.json", encode_manifest(replace(sealed, files=short)))
+    known = fold(storage)
+    assert drive(erase_retired("old", means(storage), G1, known), storage)[0] is Erasure.GONE
+    assert [entry.name for entry in storage.list("s1")] == ["notes.txt"]
 
 
 @OBJECTS

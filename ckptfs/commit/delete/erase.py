@@ -24,7 +24,7 @@ from ckptfs.commit.delete.shared_data import not_needed
 from ckptfs.commit.delete.trash import belongs_to, move_to_trash, names_it, take_projected
 from ckptfs.commit.log.entries import Kind, Seal
 from ckptfs.commit.log.fold import LogState
-from ckptfs.commit.manifest import FileRecord, decode_manifest
+from ckptfs.commit.manifest import FileRecord, decode_manifest, digest_of
 from ckptfs.commit.operations import (
     AtOnce,
     Program,
@@ -183,8 +183,9 @@ def _erase_objects(
     if alone:
         found = found or (yield from look_at_names(keys.name))
         names = found.of_save(keys)
-        # The copy under the plain name has the same bytes: one read less.
-        manifest = found.manifest if f"{keys.name}/{MANIFEST}" in names else None
+        # The copy under the plain name spares a read, but one that somebody shortened would hide files.
+        if found.manifest is not None and digest_of(found.manifest) == seal.digest:
+            manifest = found.manifest
     listed = _listed_in(manifest, keys) or (yield from listed_files(keys))
     shared = yield from not_needed(seal, listed, state, keys.shape)
     if shared is None:
