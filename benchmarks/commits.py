@@ -9,24 +9,22 @@ ckptfs.save in a run that is held, as in a training loop. Rank 0 writes what was
 from __future__ import annotations
 
 import functools
-import json
 import os
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
+from benchmarks.jobs import run_rank
 from ckptfs.bench.clock import Clock
-from ckptfs.bench.rank import TorchGroup, joined_group
+from ckptfs.bench.rank import TorchGroup
 
 PHASES = ("plan_s", "stage_s", "write_s", "sync_s", "commit_s")
 State = dict[str, Any]
@@ -80,16 +78,5 @@ def _operations(group: TorchGroup, home: Path, tiny: State) -> dict[str, int]:
     return dict(sorted(sum(told, Counter()).items()))
 
 
-def main() -> None:
-    """Measure, and let rank 0 write it down."""
-    home, result, saves = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    group = joined_group()
-    found = measure(group, home, saves)
-    if group.rank == 0:
-        result.write_text(json.dumps(found))
-    group.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(measure)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -22,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -30,10 +28,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ckptfs
 from benchmarks import telling
-from benchmarks.jobs import torchrun
+from benchmarks.jobs import run_rank, torchrun
 from ckptfs.bench.clock import Clock
 from ckptfs.bench.machine import filesystem
-from ckptfs.bench.rank import TorchGroup, joined_group
+from ckptfs.bench.rank import TorchGroup
 from ckptfs.bench.results import Engine, Phase, Result, Sample, Target, Workload
 
 NUMEL = 256  # float32 of each rank: 1 KiB
@@ -150,16 +148,5 @@ def _job(ranks: int, rounds: int, directory: Path) -> list[Sample]:
     ]
 
 
-def main() -> None:
-    """Measure as one rank, and let rank 0 write it down."""
-    home, result, rounds = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    group = joined_group()
-    found = measure(group, home, rounds)
-    if group.rank == 0:
-        result.write_text(json.dumps(found))
-    group.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    run_rank(measure)

@@ -385,9 +385,8 @@ PLAIN_NAMES = 2  # a step's .metadata and ckptfs.json
 def is_long(op: Op) -> bool:
     """Whether others may have the turn while this is done."""
     if isinstance(op, RemoveMany):
-        return (
-            len(op.keys) > PLAIN_NAMES
-        )  # between the look at those and their removal nobody else projects
+        # Between the look at the plain names and their removal no other thread may project there.
+        return len(op.keys) > PLAIN_NAMES
     return isinstance(op, RemoveTree | Pause)
 
 

@@ -434,7 +434,7 @@ def is_overwritten(
     for one in [piece(seal, ref) for ref in seal.parts] or [seal]:
         keys = AttemptKeys(shape, one.name, one.save_id)
         data: bytes | None = None
-        homes = [f"{data}/{METADATA}" for data in keys.homes()]
+        homes = [f"{home}/{METADATA}" for home in keys.homes()]
         shows = f"{keys.name}/{METADATA}"
         if known is not None and not seal.parts:
             mine, shown = known

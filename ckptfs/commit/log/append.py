@@ -255,8 +255,8 @@ class FoundHint:
 def catch_up(state: LogState | None = None, *, hint: FoundHint | None = None) -> Program[LogState]:
     """Fold everything that can be seen after ``state`` (from a snapshot, or 0, when None).
 
-    hint: what was read of it already, for a start without a state. Reads only. A missing log is an empty one. ManifestError: an entry is damaged, or there are more than
-    ``LogBudget`` permits.
+    hint: read already by the caller, for a start without a state. Reads only. A missing log is an empty one.
+    ManifestError: an entry is damaged, or there are more than ``LogBudget`` permits.
     """
     ahead, bodies, budget = 1, list[Body](), LogBudget()
     if state is None:
