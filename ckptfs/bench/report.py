@@ -1,24 +1,25 @@
 """``bench report``: plots as PNG and SVG, and one HTML page with all of them inside.
 
     DIR/index.html                       by itself: no script, nothing fetched, no other file needed
-    DIR/NAME-throughput-WORKLOAD.png     and .svg, for slides and pages of others
+    DIR/NAME-throughput-WORKLOAD.png     and .svg, for slides and other pages
 
-The page says of itself that it may load nothing (Content-Security-Policy), so that it can be mailed,
-archived and opened anywhere. It follows the reader's dark or light colours, prints, and is read aloud:
-every plot has its numbers as an alternative text, and the tables have them all.
+``report.html.j2`` is the page; this module says what is in it. The page forbids the browser to load anything
+(Content-Security-Policy), so it can be mailed, archived and opened anywhere. It follows the reader's dark or light
+colours, it prints, and a screen reader can read it: the tables have all numbers, and every plot has its own as an
+alternative text.
 
-Files of an earlier report with the same names are replaced, each as a whole; nothing else is touched.
+Files of an earlier report with the same names are replaced, each atomically; nothing else is touched.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptfs.bench.analysis import (
     CONFIDENCE,
@@ -46,11 +47,13 @@ from ckptfs.bench.results import (
     read_result,
     write_file,
 )
+from ckptfs.errors import MissingDriverError
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 __all__ = [
-    "HOW_TO_READ",
     "NOTHING",
-    "STYLE",
     "Cell",
     "Chapter",
     "Report",
@@ -58,64 +61,10 @@ __all__ = [
     "page",
     "ratio_cell",
     "spread_cell",
-    "table",
     "write_report",
 ]
 
-STYLE = """
-:root { --ink: #1b1f23; --soft: #59636e; --faint: #d5dae0; --back: #ffffff; --panel: #f5f7f9;
-  --link: #0059b3; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e9ed; --soft: #a2abb5; --faint: #3a424b;
-  --back: #14171a; --panel: #1d2226; --link: #7cb8ff; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--back); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
-main { max-width: 72rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
-article + article { margin-top: 5rem; }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 1.5rem 0 .25rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--faint); }
-h3 { font-size: 1rem; margin: 1.5rem 0 .4rem; overflow-wrap: anywhere; }
-p, ul, ol { max-width: 46rem; }
-a { color: var(--link); }
-.kind { margin: 0; color: var(--soft); font-size: .85rem; letter-spacing: .04em; }
-.lead { margin: 0 0 1rem; color: var(--soft); }
-pre { background: var(--panel); padding: .75rem 1rem; border-radius: 6px; white-space: pre-wrap;
-  overflow-wrap: anywhere; font-size: .875rem; }
-figure { margin: 1.25rem 0 1.75rem; overflow-x: auto; }
-figure svg { width: 100%; min-width: 40rem; height: auto; display: block; }
-figcaption { color: var(--soft); font-size: .8rem; margin-top: .25rem; }
-.wide { overflow-x: auto; margin: .5rem 0 1rem; }
-.wide:focus-visible, figure:focus-visible, a:focus-visible { outline: 2px solid var(--link); outline-offset: 2px; }
-table { border-collapse: collapse; font-size: .8125rem; line-height: 1.3; min-width: 60%; }
-th, td { text-align: left; vertical-align: top; padding: .35rem .9rem .35rem 0; }
-th { color: var(--soft); font-weight: 600; border-bottom: 1px solid var(--ink); vertical-align: bottom; }
-td { border-bottom: 1px solid var(--faint); }
-tbody th { font-weight: 600; color: var(--ink); border-bottom: 1px solid var(--faint);
-  vertical-align: top; }
-small { display: block; white-space: nowrap; font-weight: 400; color: var(--soft); font-size: .6875rem; }
-small.remark { white-space: normal; font-style: italic; }
-.number { text-align: right; min-width: 5.5rem; font-variant-numeric: tabular-nums; }
-.aside { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); gap: 0 2.5rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0;
-  font-size: .875rem; }
-dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
-@media print { body { font-size: 11px; } .wide { overflow: visible; } figure, tr { break-inside: avoid; } }
-"""
-
-HOW_TO_READ = f"""
-<p>Numbers are medians over the rounds, with the least and the largest in brackets. In a round
-everybody has one turn, so that a slow minute of the machine counts for all of them. Inside the clock
-is the call on the slowest rank; making the data and comparing what was loaded is outside. A GB is
-10<sup>9</sup> bytes of tensors; CPU seconds are those of all ranks with their threads; a dash stands for
-what was not, or could not be, measured.</p>
-<p>A ratio belongs to one round: seconds by seconds, so that below one the engine of the row took less
-time. Its brackets hold the true median ratio with {CONFIDENCE:.0%} confidence at least, by order
-statistics of the rounds. <em>Faster</em> and <em>slower</em>: at least {MARGIN - 1:.0%} away from one, and the
-brackets exclude one. <em>Same</em>: the brackets are within {MARGIN - 1:.0%} of one. Otherwise the spread
-does not allow a verdict, and the number below says how many rounds about might; fewer than {LEAST_PAIRS} rounds never give one. A limit moves as many bytes without making a
-checkpoint of them, in one simple way; where an engine is faster than that, the table says that it is no limit there.</p>
-"""
+_TEMPLATE = "report.html.j2"
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -135,14 +84,30 @@ class Cell:
     below: str = ""
     remark: str = ""
 
-    def html(self) -> str:
-        """Return its inside."""
-        below = f"<small>{escape(self.below)}</small>" if self.below else ""
-        remark = f'<small class="remark">{escape(self.remark)}</small>' if self.remark else ""
-        return escape(self.text) + below + remark
-
 
 NOTHING = Cell("-")
+
+
+@dataclass(frozen=True, slots=True)
+class _TableView:
+    """A table of the page. numbers: the columns that are aligned right. is_grouped: rows with the same first cell
+    share it.
+    """
+
+    caption: str
+    heads: Sequence[str]
+    rows: Iterable[Sequence[Cell | str]]
+    numbers: frozenset[int] = frozenset()
+    is_grouped: bool = False
+
+    @property
+    def groups(self) -> list[list[list[Cell]]]:
+        """The rows, those that share their first cell together."""
+        made = [
+            [cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in self.rows
+        ]
+        alike = groupby(made, key=lambda row: row[0] if self.is_grouped else id(row))
+        return [list(rows) for _, rows in alike]
 
 
 def spread_cell(values: Spread | None) -> Cell:
@@ -170,51 +135,7 @@ def limit_cell(found: Comparison | None) -> Cell:
     return cell if found is None else replace(cell, remark=limit_text(found))
 
 
-def table(
-    caption: str,
-    heads: Sequence[str],
-    rows: Iterable[Sequence[Cell | str]],
-    *,
-    numbers: Container[int] = (),
-    grouped: bool = False,
-) -> str:
-    """Return a table. Wide ones scroll by themselves; a reader without a mouse reaches them with the keyboard.
-
-    Args:
-        caption: Above it.
-        heads: Of the columns.
-        rows: Cells, or their texts.
-        numbers: The columns that are set right.
-        grouped: Rows with the same first cell share it.
-    """
-
-    def kind(column: int) -> str:
-        return " class=number" if column in numbers else ""
-
-    head = "".join(f'<th scope="col"{kind(n)}>{escape(text)}</th>' for n, text in enumerate(heads))
-    lines = []
-    made = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
-    for _, some in groupby(made, key=lambda row: row[0] if grouped else id(row)):
-        group = list(some)
-        for number, row in enumerate(group):
-            cells = "".join(
-                f"<td{kind(n)}>{cell.html()}</td>" for n, cell in enumerate(row) if n or not grouped
-            )
-            first = (
-                f'<th scope="rowgroup" rowspan="{len(group)}">{row[0].html()}</th>'
-                if grouped and not number
-                else ""
-            )
-            lines.append(f"<tr>{first}{cells}</tr>")
-    label, body = escape(caption, quote=True), "\n".join(lines)
-    return (
-        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>'
-        f'<caption class="aside">{label}</caption><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+# -- the page --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,60 +153,108 @@ class Chapter:
     plots: tuple[Plot, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Figure:
+    """A plot inside the page. svg: markup, which the page takes as it is."""
+
+    svg: str
+    caption: str
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkloadSection:
+    """What the page says about one workload. numbers: a table for each target."""
+
+    name: str
+    description: str
+    conditions: str
+    figures: list[_Figure]
+    numbers: list[tuple[str, _TableView]]
+    slowdowns: _TableView | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ChapterView:
+    """What the page says about one result, as its template reads it."""
+
+    name: str
+    what: str
+    date: str
+    title: str
+    measured: str
+    command: str
+    summary: _TableView | None
+    summary_conditions: list[str]
+    targets: _TableView
+    engines: _TableView
+    notes: Sequence[str] = ()
+    workloads: list[_WorkloadSection] = field(default_factory=list)
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
 def page(chapters: Sequence[Chapter]) -> str:
-    """The whole file, with these ``chapters``."""
-    title = "ckptfs bench: " + "; ".join(dict.fromkeys(one.result.what for one in chapters))
-    body = "\n".join(_chapter(number, one) for number, one in enumerate(chapters, 1))
-    contents = _contents(chapters) if len(chapters) > 1 else ""
-    return f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<title>{escape(title)}</title>
-<style>{STYLE}</style>
-</head>
-<body>
-<main>
-<header><p class="kind">ckptfs bench report</p>{contents}</header>
-{body}
-<section aria-labelledby="reading"><h2 id="reading">How to read this</h2>{HOW_TO_READ}</section>
-</main>
-</body>
-</html>
-"""
+    """The whole file, with these ``chapters``.
+
+    Raises:
+        MissingDriverError: jinja2 is not installed.
+    """
+    limits = {"confidence": CONFIDENCE, "margin": MARGIN, "least_pairs": LEAST_PAIRS}
+    views = [_chapter(number, one) for number, one in enumerate(chapters, 1)]
+    return _template().render(chapters=views, limits=limits) + "\n"
 
 
-def _contents(chapters: Sequence[Chapter]) -> str:
-    items = (
-        f'<li><a href="#result-{number}">{escape(one.name)}</a>: {escape(one.result.what)}, '
-        f"{escape(one.result.date[:10])}</li>"
-        for number, one in enumerate(chapters, 1)
+def _template() -> Template:
+    try:
+        import jinja2
+    except ImportError as error:
+        raise MissingDriverError(
+            "the report needs jinja2, which is not installed",
+            hint="pip install 'ckptfs[bench]'",
+        ) from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # names in a result may be anything
+        undefined=jinja2.StrictUndefined,
     )
-    return f'<nav aria-label="Results"><ol>{"".join(items)}</ol></nav>'
+    environment.filters["shown"] = _value
+    return environment.get_template(_TEMPLATE)
 
 
-def _chapter(number: int, one: Chapter) -> str:
+def _chapter(number: int, one: Chapter) -> _ChapterView:
     result, rows = one.result, rows_of(one.result)
-    parts = [
-        f'<h1 id="result-{number}">{escape(_sentence(result.what))}</h1>',
-        f'<p class="lead">{escape(one.name)}, measured {escape(_date(result.date))}</p>',
-        f"<pre><code>{escape(result.command)}</code></pre>",
-        _in_short(result, rows),
-        _cached(result),
-        _notes(result),
-    ]
-    for place, workload in enumerate(dict.fromkeys(row.workload for row in rows)):
-        parts.append(_workload(f"{number}-{place}", workload, one, rows))
-    parts.append(_measured_on(result))
-    return f'<article aria-labelledby="result-{number}">\n' + "\n".join(parts) + "\n</article>"
+    summary = _summary(rows)
+    names = dict.fromkeys(row.workload for row in rows)
+    return _ChapterView(
+        name=one.name,
+        what=result.what,
+        date=result.date,
+        title=_sentence(result.what),
+        measured=_date(result.date),
+        command=result.command,
+        summary=summary,
+        summary_conditions=_summary_conditions(result, summary),
+        targets=_TableView(
+            "Targets",
+            ("target", "storage", "cached"),
+            [(target.uri, target.kind, target.cached or "not said") for target in result.targets],
+        ),
+        engines=_engines(result),
+        notes=result.notes,
+        workloads=[
+            _workload(f"{number}-{place}", workload, one, rows)
+            for place, workload in enumerate(names)
+        ],
+        machine=result.machine,
+        versions=result.versions,
+        settings=result.settings,
+    )
 
 
-def _in_short(result: Result, rows: Sequence[Row]) -> str:
+def _summary(rows: Sequence[Row]) -> _TableView | None:
     """ckptfs, the fastest of the others, and the limit: what most readers came for."""
-    lines: list[tuple[Cell, *tuple[Cell | str, ...]]] = []
+    lines: list[tuple[Cell | str, ...]] = []
     moved = [row for row in rows if row.phase in MOVING]
     for place in dict.fromkeys((row.workload, row.target, row.phase) for row in moved):
         here = [row for row in moved if (row.workload, row.target, row.phase) == place]
@@ -299,25 +268,26 @@ def _in_short(result: Result, rows: Sequence[Row]) -> str:
                 Cell(place[0], place[1]),
                 phase_text(place[2]),
                 spread_cell(ours.gb_per_s),
-                _told(best.engine, ratio_cell(best.to_ours)) if best else NOTHING,
-                _told(ours.limit, limit_cell(ours.to_limit)) if ours.limit else NOTHING,
+                _prefixed(best.engine, ratio_cell(best.to_ours)) if best else NOTHING,
+                _prefixed(ours.limit, limit_cell(ours.to_limit)) if ours.limit else NOTHING,
             )
         )
-    if not lines:
-        return ""
     heads = ["workload", "phase", "ckptfs GB/s"]
     heads += ["fastest other: its seconds by ckptfs's", "limit: ckptfs's seconds by its"]
-    held = dict.fromkeys(
-        f"{line[0].text}: {conditions_text(result, line[0].text)}" for line in lines
-    )
-    return (
-        "<h2>In short</h2>"
-        + table("In short", heads, lines, numbers={2}, grouped=True)
-        + "".join(f"<p>Ratios of {escape(text)}.</p>" for text in held if not text.endswith(": "))
-    )
+    return _TableView("In short", heads, lines, frozenset({2}), is_grouped=True) if lines else None
 
 
-def _told(name: str, cell: Cell) -> Cell:
+def _summary_conditions(result: Result, summary: _TableView | None) -> list[str]:
+    names = dict.fromkeys(row[0].text for row in _flat(summary))
+    found = {name: conditions_text(result, name) for name in names}
+    return [f"{name}: {text}" for name, text in found.items() if text]
+
+
+def _flat(table: _TableView | None) -> list[list[Cell]]:
+    return [row for rows in table.groups for row in rows] if table is not None else []
+
+
+def _prefixed(name: str, cell: Cell) -> Cell:
     return replace(cell, text=f"{name}: {cell.text}")
 
 
@@ -329,57 +299,43 @@ def _date(text: str) -> str:
     return text.replace("T", " ").replace("+00:00", " UTC")
 
 
-def _cached(result: Result) -> str:
-    rows = [(one.uri, one.kind, one.cached or "not said") for one in result.targets]
-    return "<h2>Where, and what was cached</h2>" + table(
-        "Targets", ("target", "storage", "cached"), rows
-    )
-
-
-def _notes(result: Result) -> str:
-    if not result.notes:
-        return ""
-    items = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
-    return f"<h2>Notes</h2><ul>{items}</ul>"
-
-
 # -- one workload
 
 
-def _workload(prefix: str, workload: str, one: Chapter, rows: Sequence[Row]) -> str:
-    told = next((w for w in one.result.workloads if w.name == workload), None)
-    parts = [f"<h2>Workload: {escape(workload)}</h2>"]
-    if told is not None:
-        what = f"{told.tensors} tensors, {bytes_text(told.size_bytes)} on all ranks together"
-        parts.append(f"<p>{escape('; '.join(filter(None, (told.told, what))))}.</p>")
-    if conditions := conditions_text(one.result, workload):
-        parts.append(f"<p>Ratios hold for {escape(conditions)}.</p>")
-    mine = [plot for plot in one.plots if plot.workload == workload]
-    parts += [_figure(f"p{prefix}-{n}", plot) for n, plot in enumerate(mine)]
-    of_this = [row for row in rows if row.workload == workload]
-    for target in dict.fromkeys(row.target for row in of_this):
-        shown = [row for row in of_this if row.target == target]
-        parts.append(f"<h3>{escape(target)}</h3>" + _numbers(f"{workload}, {target}", shown))
+def _workload(prefix: str, workload: str, one: Chapter, rows: Sequence[Row]) -> _WorkloadSection:
+    spec = next((w for w in one.result.workloads if w.name == workload), None)
+    description = ""
+    if spec is not None:
+        what = f"{spec.tensors} tensors, {bytes_text(spec.size_bytes)} on all ranks together"
+        description = "; ".join(filter(None, (spec.told, what)))
+    plots = [plot for plot in one.plots if plot.workload == workload]
+    here = [row for row in rows if row.workload == workload]
     slowed = [s for s in slowdowns_of(one.result) if s.workload == workload]
-    if slowed:
-        parts.append("<h3>Training beside saves</h3>" + _slowdowns(workload, slowed))
-    return "\n".join(parts)
+    return _WorkloadSection(
+        name=workload,
+        description=description,
+        conditions=conditions_text(one.result, workload),
+        figures=[_figure(f"p{prefix}-{n}", plot) for n, plot in enumerate(plots)],
+        numbers=[
+            (target, _numbers(f"{workload}, {target}", [r for r in here if r.target == target]))
+            for target in dict.fromkeys(row.target for row in here)
+        ],
+        slowdowns=_slowdowns(workload, slowed) if slowed else None,
+    )
 
 
-def _figure(prefix: str, plot: Plot) -> str:
-    caption = escape(f"{plot.title} ({plot.name}.png, {plot.name}.svg)")
-    drawn = _inline(plot, prefix)
-    return f'<figure tabindex="0">{drawn}<figcaption>{caption}</figcaption></figure>'
+def _figure(prefix: str, plot: Plot) -> _Figure:
+    return _Figure(_inline(plot, prefix), f"{plot.title} ({plot.name}.png, {plot.name}.svg)")
 
 
 def _inline(plot: Plot, prefix: str) -> str:
-    """The SVG inside of the page: its own ids, the reader's colours, its words for a screen reader."""
+    """The SVG as markup of the page: its own ids, the reader's colours, its words for a screen reader."""
     svg = plot.svg[plot.svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<[^>]*>", lambda tag: _tag(tag[0], prefix), svg)  # names between tags stay
     svg = re.sub(r'\s(?:width|height)="[\d.]+pt"', "", svg, count=2)
-    told = escape(plot.told, quote=True)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{told}"', 1).strip()
+    label = escape(plot.told, quote=True)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1).strip()
 
 
 def _tag(tag: str, prefix: str) -> str:
@@ -390,7 +346,7 @@ def _tag(tag: str, prefix: str) -> str:
     return tag.replace(INK, "currentColor").replace(FAINT, "var(--faint)")
 
 
-def _numbers(caption: str, rows: Sequence[Row]) -> str:
+def _numbers(caption: str, rows: Sequence[Row]) -> _TableView:
     limits = dict.fromkeys(row.limit for row in rows if row.limit)
     bound = f"seconds by {next(iter(limits))}'s" if len(limits) == 1 else "seconds by the limit's"
     heads = ["phase", "engine", "rounds", "seconds", "GB/s", bound, "seconds by ckptfs's"]
@@ -415,12 +371,12 @@ def _numbers(caption: str, rows: Sequence[Row]) -> str:
             ]
         )
     keep = [n for n in range(len(heads)) if any(line[n] not in {NOTHING, "-"} for line in lines)]
-    return table(
+    return _TableView(
         caption,
         [heads[n] for n in keep],
         [[line[n] for n in keep] for line in lines],
-        numbers=range(2, len(keep)),
-        grouped=True,
+        frozenset(range(2, len(keep))),
+        is_grouped=True,
     )
 
 
@@ -431,7 +387,7 @@ def _named(cell: Cell, limit: str) -> Cell:
     )
 
 
-def _slowdowns(workload: str, found: Sequence[Slowdown]) -> str:
+def _slowdowns(workload: str, found: Sequence[Slowdown]) -> _TableView:
     heads = ("engine", "target", "loop alone, s", "loop saving, s", "saving by alone")
     lines = [
         (
@@ -443,42 +399,21 @@ def _slowdowns(workload: str, found: Sequence[Slowdown]) -> str:
         )
         for one in found
     ]
-    return table(f"Training beside saves, {workload}", heads, lines, numbers={2, 3, 4})
+    return _TableView(f"Training beside saves, {workload}", heads, lines, frozenset({2, 3, 4}))
 
 
 # -- what it was measured on
 
 
-def _measured_on(result: Result) -> str:
-    engines = [
-        (one.name + (" (limit)" * one.is_limit), one.version, one.durable, one.verified)
-        for one in result.engines
-    ]
-    parts = [
-        "<h2>Engines</h2>",
-        table("Engines", ("engine", "version", "durable on return", "verified on load"), engines),
-        "<h2>Measured on</h2>",
-        '<div class="columns">',
-        *(
-            f"<div><h3>{name}</h3>{_values(values)}</div>"
-            for name, values in (
-                ("Machine", result.machine),
-                ("Versions", result.versions),
-                ("Settings", result.settings),
-            )
-            if values
-        ),
-        "</div>",
-    ]
-    return "\n".join(parts)
-
-
-def _values(values: Mapping[str, Any]) -> str:
-    items = (
-        f"<dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(_value(value))}</dd>"
-        for key, value in values.items()
+def _engines(result: Result) -> _TableView:
+    return _TableView(
+        "Engines",
+        ("engine", "version", "durable on return", "verified on load"),
+        [
+            (one.name + (" (limit)" * one.is_limit), one.version, one.durable, one.verified)
+            for one in result.engines
+        ],
     )
-    return f"<dl>{''.join(items)}</dl>"
 
 
 def _value(value: Any) -> str:
@@ -521,7 +456,7 @@ def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
     Raises:
         NotFoundError: A file is not there; nothing was written.
         ManifestError: A file is no result; nothing was written.
-        MissingDriverError: matplotlib is not installed; nothing was written.
+        MissingDriverError: matplotlib or jinja2 is not installed; nothing was written.
         AccessError: The directory may not be written.
         NoSpaceError: The disk is full.
     """
@@ -531,6 +466,7 @@ def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
     for name, result in zip(names, results, strict=True):
         plots = tuple(replace(one, name=f"{name}-{one.name}") for one in plots_of(result))
         chapters.append(Chapter(name, result, plots))
+    text = page(chapters)
     directory = Path(out)
     written = []
     for chapter in chapters:
@@ -540,7 +476,7 @@ def write_report(files: Sequence[str | Path], out: str | Path) -> Report:
                 write_file(path, data)
                 written.append(str(path))
     index = directory / "index.html"
-    write_file(index, page(chapters).encode())
+    write_file(index, text.encode())
     return Report(str(index), tuple(written), tuple(str(file) for file in files))
 
 

@@ -298,13 +298,14 @@ def test_nothing_is_written_where_a_file_is_no_result(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_without_matplotlib_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_without_a_library_the_extra_is_named(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A typed error that says what to install, before anything is written."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, library, None)
     write_result(tmp_path / "a.json", _small())
-    with pytest.raises(MissingDriverError, match="need matplotlib") as caught:
+    with pytest.raises(MissingDriverError, match=f"needs? {library}") as caught:
         write_report([tmp_path / "a.json"], tmp_path / "out")
     assert caught.value.hint == "pip install 'ckptfs[bench]'"
     assert not (tmp_path / "out").exists()
