@@ -1,9 +1,9 @@
-"""The adapter to torch.distributed.checkpoint: plans, data files and metadata. Nothing here knows of retention.
+"""The adapter to torch.distributed.checkpoint: plans, data files and metadata. No retention here.
 
 save    api -> saving  -> planning -> write -> commit
 load    api -> loading -> metadata -> read
 
-planning/       what each rank saves, and what the coordinator decides of all plans
+planning/       what each rank saves, and what the coordinator decides from all plans
 metadata/       ``.metadata``, written and read without trust
 write/  read/   data files and their digests
 staging/        the copy of the state that ``async_save`` writes from
@@ -15,6 +15,7 @@ api.py  async_api.py    ``save``, ``load``, ``async_save``; pending.py is what a
 saving.py  loading.py   one save and one load on an open seat, for the calls above and the manager
 worker.py               the thread that saves in the background
 object_file.py          one object in one file
-copying.py              a committed checkpoint once more, at another place
-python_gc.py            Python's garbage collector, held off while many objects are made
+planner.py              the save planner under its documented name
+sizes.py                sizes as people write them
+python_gc.py            Python's garbage collector, paused while many objects are made
 """

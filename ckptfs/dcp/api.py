@@ -1,11 +1,11 @@
 """``ckptfs.save`` and ``ckptfs.load``: a sharded state by URI, whole on every rank or not at all.
 
-    save   plan (checks, who writes what)  begin  space  write  seal  project     -> SaveResult
+    save   plan (checks, who writes what)  space  begin  write  seal  project     -> SaveResult
     load   look  find  plan (checks)  read and verify                             -> LoadResult
 
-Both are collective: every rank of the group calls them with its own state dict, in the same order,
-and every rank gets the same outcome. No collective runs on the user's group; a thread of its own may
-call them while the main thread trains.
+Both are collective: every rank of the group calls them with its own state dict, in the same order, and every
+rank gets the same outcome. No collective runs on the user's group, so a thread of its own may call them while
+the main thread trains.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ def save(
 ) -> SaveResult | SealedPart:
     """Save a state dict to ``uri``; committed and durable when it returns. Collective.
 
-    Before the commit any failure, on any rank, is the same error on every rank, and the old state stays.
-    After a crash there is exactly the old or the new checkpoint.
+    If any rank fails before the commit, every rank raises the same error, and the old checkpoint stays. After
+    a crash there is exactly the old or the new checkpoint.
 
     ``uri`` may be ``ticket.part("actor")``: this group's part of a checkpoint that several groups write. Then
-    it is sealed and durable when this returns a SealedPart, and committed by ``ticket.commit``; name, step
-    and run are the ticket's.
+    the part is sealed and durable when this returns a SealedPart, and ``ticket.commit`` commits it; name, step
+    and run are those of the ticket.
 
     Args:
         state_dict: Nested dicts and lists of tensors, DTensors, ShardedTensors, plain objects, and objects
@@ -120,23 +120,22 @@ def save(
         step: Completed optimizer steps; None takes the number that ends the name.
         if_exists: "error" refuses a name that is committed; "replace" keeps the old checkpoint until the new
             one is committed.
-        run: A held run, which fences the save. None: the save is exclusive by name only, and "replace" claims
-            the run for the call where something has the name: it waits up to ``timeout_s`` for other calls
-            that do so too. A name that is not in the log claims nothing.
+        run: A held run, which fences the save. None: the save is exclusive by name only. Then "replace" claims
+            the run for the call if the name is in the log, and waits up to ``timeout_s`` for other calls that
+            have claimed it. It claims nothing if the name is new.
         per_rank: fnmatch patterns of flattened keys that differ by rank and are kept for each. Without a
             pattern a difference is an error.
-        require_space: Refuse before a byte is written where the state cannot fit; otherwise that is a
+        require_space: Refuse before a byte is written if the state cannot fit; otherwise that is a
             warning.
         threads: Data files that each rank writes at once; None: one, but up to four on a filesystem in
-            memory, which takes one thread's bytes at a time in each.
-        engine: How files are written: "auto" decides by the storage, "direct" bypasses the page cache where
-            that is possible at all, "buffered" never does. ``direct_bytes`` of the counters says what was
-            done.
-        unchanged: "write" writes everything; "reference" writes nothing of what the last committed checkpoint
-            of the run holds already, and needs ``run``.
+            memory, where only one thread at a time can write into a file.
+        engine: How files are written: "auto" decides by the storage, "direct" bypasses the page cache wherever
+            that is possible, "buffered" never does. ``direct_bytes`` of the counters says what was done.
+        unchanged: "write" writes everything; "reference" does not write again what the last committed
+            checkpoint of the run already holds, and needs ``run``.
         process_group: The ranks that take part; None: the default group. No collective runs on it.
-        timeout_s: The longest silence of a rank, and the longest time of other calls that hold the run, that
-            is waited out, in seconds; None: 600, or CKPTFS_TIMEOUT_S.
+        timeout_s: How long to wait for a silent rank, and for other calls that hold the run, in seconds;
+            None: 600, or CKPTFS_TIMEOUT_S.
         storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
             some.
         scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
@@ -152,14 +151,14 @@ def save(
             checkpoint that ckptfs did not write.
         CommitInDoubtError: Whether it is committed is not known; the next save or ``prepare_run`` settles it.
         FencedError: ``run`` has a newer owner. Nothing was committed.
-        RunBusyError: ``if_exists="replace"`` without ``run``, and the run has a living owner that is no such
-            call.
+        RunBusyError: ``if_exists="replace"`` without ``run``, and the run has a living owner that is not such
+            a call.
         StateError: Values differ by rank and match no pattern of ``per_rank``; several ranks have no process
             group; or the arguments contradict each other.
         NoSpaceError: The storage is full; with ``require_space`` before a byte is written.
         UriError: The URI cannot be read, or ranks were given different ones.
-        CollectiveError: Some ranks failed; every rank raises this same error, and ``failures`` has them.
-            Where all failed with one type, it is of that type too.
+        CollectiveError: Some ranks failed; every rank raises this same error, and ``failures`` has their
+            errors. If all of these have one type, it is of that type too.
         DeadlineError: A rank was silent for longer than ``timeout_s``.
         ControlPlaneLostError: The store that the ranks talk through is gone.
 
@@ -220,13 +219,14 @@ def load(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> LoadResult:
-    """Load a checkpoint into ``state_dict``, in place, with any number of ranks. Collective, read-only.
+    """Load a checkpoint into ``state_dict``, in place, with any number of ranks. Collective.
 
-    Tensors are filled where they are, in any sharding that they have now; objects with ``load_state_dict()``
-    at the top level get theirs, and so does one such object alone, from "state". Missing and unexpected keys,
-    shapes and dtypes that differ are refused before a byte is read. An optimizer that would be left empty by
-    its own ``state_dict()``, before its first step, is a StateError in any case. Checkpoints written by stock
-    torch load too, unverified. After an error tensors are undefined.
+    Nothing is written. Tensors are filled in place, in any sharding that they have now. Objects with
+    ``load_state_dict()`` at the top level get their states; one such object alone gets the state under
+    "state". Missing and unexpected keys, shapes and dtypes that differ are refused before a byte is read. It
+    is always a StateError if an optimizer would stay empty because its own ``state_dict()`` is empty before
+    its first step. Checkpoints written by stock torch load too, unverified. After an error tensors are
+    undefined.
 
     Args:
         state_dict: What is to be filled: a dict, or one object with ``load_state_dict()``.
@@ -235,16 +235,15 @@ def load(
         allow: One or several of "missing" (such keys keep their values, and the result names them), "extra"
             (keys that ``state_dict`` lacks are left out, and named), "dtype" (converted); "stock" is what
             torch's ``dcp.load`` allows: "extra" and "dtype".
-        objects: "load" takes objects that are data alone; "refuse" refuses an object that is no plain value
-            (numbers, text, bytes, their containers), by its key.
+        objects: "load" loads objects that contain only data; "refuse" refuses an object that is not a plain
+            value (numbers, text, bytes, their containers) with an error that names its key.
         verify: "read" compares every block that is read with its digest; "off" does not.
-        run: A held run, of this checkpoint or of another: the ranks talk through its control plane, so that a
-            rank which dies before this call is named in seconds and not after ``timeout_s``, and nothing has
-            to be opened. ``process_group`` and ``timeout_s`` are then the run's. It need not be the newest
-            owner. None: the call opens its own.
+        run: A held run, of this checkpoint or of another. The ranks talk through its control plane: if a rank
+            died before this call, the error names it within seconds instead of after ``timeout_s``, and
+            nothing has to be opened. ``process_group`` and ``timeout_s`` are then those of the run. It need not
+            be the newest owner. None: the call opens its own control plane.
         process_group: The ranks that take part; None: the default group. No collective runs on it.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
+        timeout_s: How long to wait for a silent rank, in seconds; None: 600, or CKPTFS_TIMEOUT_S.
         storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
             some.
         scope: Which ranks see the same storage: "auto" finds out by a probe, with "shared" all of them do,
@@ -253,7 +252,7 @@ def load(
             ``scope``.
 
     Returns:
-        What was read, on this rank and on all, and the keys that were left out.
+        What was read, on this rank and on all ranks, and the keys that were left out.
 
     Raises:
         NotFoundError: There is no such checkpoint.
@@ -262,10 +261,11 @@ def load(
         StateError: Keys, shapes or dtypes do not fit, an object is refused, or several ranks have no process
             group. Nothing was read.
         UriError: The URI cannot be read, or ranks were given different ones.
-        CollectiveError: What single ranks meet while they read; ``failures`` names rank, URI and file. Where
-            all failed with one type, it is of that type too.
+        CollectiveError: Some ranks failed while they read; ``failures`` names rank, URI and file. If all of
+            these errors have one type, it is of that type too.
         IntegrityError: Bytes differ from what was written; as a CollectiveError.
-        ManifestError: The description is damaged or too new; as a CollectiveError where single ranks meet it.
+        ManifestError: The description is damaged or too new; as a CollectiveError if only some ranks find
+            that.
         DeadlineError: A rank was silent for longer than ``timeout_s``.
         ControlPlaneLostError: The store that the ranks talk through is gone.
 
@@ -302,7 +302,7 @@ def _control(process_group: Any, timeout_s: float | None) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def _control_of(run: Run | None, process_group: Any, timeout_s: float | None) -> Iterator[Control]:
-    """The held run's control, or a new one for this call."""
+    """Yield the held run's control, or a new one for this call."""
     if run is None:
         with _control(process_group, timeout_s) as control:
             yield control
@@ -313,7 +313,7 @@ def _control_of(run: Run | None, process_group: Any, timeout_s: float | None) ->
 
 
 def need_group(world: World) -> None:
-    """StateError where several ranks would save tensors without a process group."""
+    """Raise StateError if several ranks would save tensors without a process group."""
     if world.size > 1 and not world.has_group:
         raise StateError(
             f"WORLD_SIZE is {world.size}, but torch.distributed is not initialized",
@@ -326,7 +326,7 @@ def need_group(world: World) -> None:
 def _seat_for(
     uri: Any, run: Run | None, process_group: Any, timeout_s: float | None, place: Place
 ) -> Iterator[tuple[Seat, Uri]]:
-    """The held run's seat, or a new one for this call."""
+    """Yield the held run's seat, or a new one for this call, and the target."""
     if run is not None:
         need_group(run.seat.control.world)
         target = agree_uri(run.seat.control, uri)
@@ -343,8 +343,10 @@ def _seat_for(
 def claimed(
     seat: Seat, run: Run | None, if_exists: IfExists, unchanged: Unchanged, wait_s: float
 ) -> Iterator[Run | None]:
-    """The held run; one claimed for this call where an older save is to be referred to; else None: a save
-    that replaces claims the run itself, where something has the name.
+    """Yield the run that fences a save, or None.
+
+    That is the held run, or a run claimed for this call if an older save is to be referenced. A save that
+    replaces claims the run by itself if something has the name.
     """
     if run is not None or if_exists is IfExists.ERROR or unchanged is Unchanged.WRITE:
         yield run

@@ -1,11 +1,11 @@
-"""``ckptfs.async_save``: back when the tensors may be changed; written and committed by a thread.
+"""``ckptfs.async_save``: returns when the tensors may be changed; a thread writes and commits.
 
     caller    stage: copy into host buffers        -> PendingSave
     thread    on its own control: plan with the other ranks, begin, write, seal, project
 
-``begin_aside`` is the part that a manager shares: the thread, the buffers and the save are given.
-A save alone uses those of the process: one thread, so that commits come in order, and one pool of
-buffers, whose pages are there already when the next save comes.
+``begin_aside`` is the part that a manager uses too; it is given the thread, the buffers and the save. A save
+without a run uses those of the process: one thread, so that saves commit in order, and one pool of buffers,
+so that the pages of its memory are there already when the next save comes.
 """
 
 from __future__ import annotations
@@ -89,31 +89,33 @@ def async_save(
     scope: Scope = "auto",
     domain: str | None = None,
 ) -> PendingSave:
-    """As ``save``, but returns when the tensors may be changed; see ``PendingSave``. Collective.
+    """Like ``save``, but return when the tensors may be changed; see ``PendingSave``. Collective.
 
-    With ``host_memory_bytes`` at or above the local state the call takes as long as one copy of it, and talks
-    to no other rank. Into memory that was not touched yet, the first time, a copy takes longer: then the writer
-    takes large states from the caller's tensors too, and the call is back when all is copied or written. Below
-    it, it blocks until all but the last window is written. A single tensor that has
-    to be copied anyway, because it is on a device or not contiguous, may exceed the bound while it is
+    If ``host_memory_bytes`` is at least the local state, the call takes as long as one copy of it and talks
+    to no other rank. The first copy into memory that was not touched before takes longer. For large states
+    the thread then also writes from the caller's tensors, and the call returns when everything is copied or
     written.
 
-    Saves of one process are written one after another in the order of the calls, which has to be the same on
-    all ranks. Nothing is sent over the process group, which may be destroyed before the save ends. At the end
-    of the interpreter saves under way get CKPTFS_EXIT_S seconds, 60 by default.
+    If ``host_memory_bytes`` is less than the local state, the call blocks until all but the last window is
+    written. A single tensor that has to be copied anyway, because it is on a device or not contiguous, may
+    exceed the bound while it is written.
 
-    What fails, while staging too, fails on all ranks with the same error: it is in the futures, and logged.
-    Ctrl-C while it blocks is raised here and fails the save everywhere. After a crash there is exactly the
-    old or the new checkpoint.
+    Saves of one process are written one after another in the order of the calls, which has to be the same on
+    all ranks. Nothing is sent over the process group, which may be destroyed before the save ends. When the
+    interpreter ends, saves in progress get CKPTFS_EXIT_S seconds, 60 by default.
+
+    A failure, while staging too, fails the save on all ranks with the same error, which is in the futures and
+    in the log. Ctrl-C while the call blocks is raised here and fails the save everywhere. After a crash there
+    is exactly the old or the new checkpoint.
 
     Args:
         state_dict: As for ``save``.
-        uri: Run and name, as for ``save``, but no part of a ticket.
+        uri: Run and name, as for ``save``, but not a part of a ticket.
         step: Completed optimizer steps; None takes the number that ends the name.
         if_exists: "error" or "replace", as for ``save``.
         run: A held run, which fences the save; None: exclusive by name only, as for ``save``.
         per_rank: fnmatch patterns of flattened keys that differ by rank and are kept for each.
-        require_space: Refuse before a byte is written where the state cannot fit; otherwise that is a
+        require_space: Refuse before a byte is written if the state cannot fit; otherwise that is a
             warning.
         threads: Data files that each rank writes at once; None: as for ``save``.
         engine: "auto", "direct" or "buffered", as for ``save``.
@@ -122,19 +124,18 @@ def async_save(
         host_memory_bytes: The most bytes of host memory that copies of this process take; None: half of what
             the host has available, divided by its ranks.
         process_group: The ranks that take part; None: the default group.
-        timeout_s: The longest silence of a rank that is waited out, in seconds; None: 600, or
-            CKPTFS_TIMEOUT_S.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+        timeout_s: How long to wait for a silent rank, in seconds; None: 600, or CKPTFS_TIMEOUT_S.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, if it has
             some.
         scope: "auto", "shared" or "node", as for ``save``.
         domain: A name in place of ``scope``, as for ``save``; None: by ``scope``.
 
     Returns:
-        The save under way; its futures have the result or the error, which are those of ``save``.
+        The save in progress; its futures have the result or the error, which are those of ``save``.
 
     Raises:
-        StateError: ``uri`` is a ticket's part, which is saved synchronously; an argument is none of its
-            choices; or several ranks have no process group. Every other error is in the futures.
+        StateError: ``uri`` is a ticket's part, which is saved synchronously; an argument has none of its
+            values; or several ranks have no process group. Every other error is in the futures.
 
     Example:
         pending = ckptfs.async_save({"model": model}, "s3://bucket/run/step_100")
@@ -200,8 +201,15 @@ def async_save(
 
 @dataclass(slots=True)
 class Aside:
-    """What saves in the background need and keep: a thread, buffers; of a run also a seat, and what
-    is known of the save before.
+    """What saves in the background need and keep.
+
+    Attributes:
+        worker: The thread.
+        buffers: The memory to stage into.
+        seat: Of a run, a seat with a control of its own; else None.
+        memory: What is known of the last save, for ``unchanged="reference"``.
+        plans: What is known of the last plans.
+        pid: The process that made this.
     """
 
     worker: SaveWorker
@@ -213,14 +221,16 @@ class Aside:
     _openings: Counter[tuple[int, ...]] = field(default_factory=Counter)
 
     def opening(self, ranks: tuple[int, ...]) -> str:
-        """A name for the control of one save of these ranks: the same on all of them, and another one
-        for their next save. Groups of ranks that share this process count for themselves.
+        """Return a name for the control of one save of these ranks.
+
+        It is the same on all of them, and another one for their next save. Groups of ranks that share this
+        process are counted separately.
         """
         self._openings[ranks] += 1
         return f"async/{self._openings[ranks]}"
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is under way (``SaveWorker.close``) and give the memory back."""
+        """Finish what is in progress (``SaveWorker.close``) and free the memory."""
         done = self.worker.close(timeout_s)
         self.buffers.close()
         if self.seat is not None and done:
@@ -228,7 +238,7 @@ class Aside:
         return done
 
     def leave(self) -> None:
-        """After an exception: what is under way gets ``exit_s`` seconds, and is abandoned then."""
+        """Close after an exception: saves in progress get ``exit_s`` seconds, then are abandoned."""
         if not self.close(exit_s()):
             logger.error("a save is abandoned: an exception ended the run")
 
@@ -242,16 +252,24 @@ def begin_aside(
     compare_ranks: bool,
     tell: Tell = tell_nobody,
 ) -> PendingSave:
-    """Stage a state and have ``save`` called with it in the background; back when it is staged.
+    """Stage a state, and call ``save`` with it in the background; return once it is staged.
 
-    save: ``save_at`` with a seat of the thread's own (a clone), or more around it; collective, so all
-    ranks start the same saves in the same order. compare_ranks: whether other ranks take part. tell:
-    gets ``Staged``, on this thread. Returns ``pending``, whose futures get every error but Ctrl-C.
+    Args:
+        state_dict: The state.
+        pending: The save.
+        save: ``save_at`` with a seat that only this thread uses (a clone), or a function that does more. It is
+            collective, so all ranks start the same saves in the same order.
+        aside: Thread and buffers.
+        compare_ranks: Whether other ranks take part.
+        tell: Receives ``Staged``, on this thread.
+
+    Returns:
+        ``pending``; its futures get every error except Ctrl-C.
     """
     interrupted: BaseException | None = None
     try:
         staged = stage(state_dict, aside.buffers, pending, compare_ranks=compare_ranks)
-    except BaseException as error:  # noqa: BLE001 - raised below; the other ranks must be told first
+    except BaseException as error:  # noqa: BLE001 - raised below; the other ranks must get it first
         interrupted = error
         staged = failed(error, pending)
 
@@ -263,7 +281,7 @@ def begin_aside(
             pending.fail(error)
             raise
         finally:
-            # Only now: until here a writer may have read what was staged.
+            # Not before: until here a writer may have been reading what was staged.
             staged.close()
         pending.succeed(result)
         return result
@@ -274,8 +292,8 @@ def begin_aside(
         staged.close()
         pending.fail(error)
         raise
-    # A save that never begins, because the interpreter ends, has no job that could tell; nor has one
-    # whose thread hangs, and the caller may be waiting for room that it was to make.
+    # If a save never begins, because the interpreter ends, no job reports that. If its thread hangs, its
+    # job does not either, and the caller may be waiting for memory that the thread should release.
     future.add_done_callback(lambda ended: _settle(pending, staged, ended))
     pending.committed.add_done_callback(lambda ended: _let_go(staged, ended))
     if interrupted is not None:
@@ -304,7 +322,7 @@ def _let_go(staged: Staged, ended: Future[SaveResult]) -> None:
 def submit_pending(
     worker: SaveWorker, pending: PendingSave, save: Callable[[], SaveResult]
 ) -> None:
-    """Run a save that needs no staging on ``worker``; ``pending`` hears of its end, whatever it is."""
+    """Run a save that needs no staging on ``worker``; ``pending`` gets its result or its error."""
 
     def job() -> SaveResult:
         try:
@@ -316,7 +334,7 @@ def submit_pending(
         return result
 
     def settle(ended: Future[SaveResult]) -> None:
-        # One that never begins, because the interpreter ends, has no job that could tell.
+        # If the save never begins, because the interpreter ends, no job reports that.
         error = ended.exception()
         if error is not None and not pending.done():
             pending.fail(error)
@@ -332,8 +350,9 @@ def submit_pending(
 
 
 class _Process:
-    """The thread and the buffers of saves without a run. They belong to the process: memory that is
-    kept from call to call, and one order for all of them.
+    """The thread and the buffers of saves without a run.
+
+    They belong to the process: it keeps memory from call to call and has one order for all such saves.
     """
 
     def __init__(self) -> None:
@@ -341,7 +360,7 @@ class _Process:
         self._aside: Aside | None = None
 
     def aside(self, world: World) -> Aside:
-        """Made by the first call, and again in a child of a fork."""
+        """Return the Aside, made by the first call, and again in a forked child."""
         with self._lock:
             if self._aside is None or self._aside.pid != os.getpid():
                 self._aside = Aside(SaveWorker(), HostBuffers(local_ranks=world.local_size))
@@ -352,12 +371,15 @@ _PROCESS = _Process()
 
 
 def _aside_of(run: Run) -> Aside:
-    """The run's own, which ends with it. The first call clones the control: on all ranks alike."""
+    """Return the run's own Aside, which ends with the run.
+
+    The first call clones the control, so all ranks have to call this in the same order.
+    """
     if run.aside is None:
         seat = replace(run.seat, control=run.seat.control.clone())
         buffers = HostBuffers(local_ranks=seat.control.world.local_size)
         run.aside = made = Aside(SaveWorker(), buffers, seat, plans=plans_of(run))
-        # Of a run that is collected nothing is under way, or its job would refer to the run.
+        # If the run is garbage collected, no save is in progress, because its job would refer to the run.
         run.closing.callback(made.close, 0.0)
     aside: Aside = run.aside
     return aside
@@ -404,7 +426,10 @@ def _alone(
 
 
 def _target(uri: Any) -> Uri | None:
-    """The local reading of it, for messages; what is wrong with it is told by all ranks together."""
+    """Return the URI as this rank reads it, for messages; None if it is not valid.
+
+    All ranks raise the error for an invalid URI together, later.
+    """
     try:
         return Uri.parse(uri)
     except UriError:

@@ -1,9 +1,9 @@
-"""A load of a checkpoint that was found: what ``load`` and the manager's ``restore`` have in common.
+"""Load a checkpoint that was found: what ``load`` and the manager's ``restore`` have in common.
 
     inventory_of (step)  ->  plan_load (step)  ->  read (local)  ->  restore_stateful     -> LoadResult
 
-Every rank makes its own plan from the metadata. What travels are the keys that it asks for, so that all
-ranks know of a key that nobody wants. Collective on the seat's control; reads only.
+Every rank makes its own plan from the metadata. Ranks only exchange the keys that they request, so that all
+of them find a key that no rank requests. Loads are collective on the seat's control, and only read.
 """
 
 from __future__ import annotations
@@ -70,17 +70,21 @@ __all__ = [
 
 
 def read_metadata(storage: Storage, found: Found) -> Metadata:
-    """The checkpoint's ``.metadata``, as sealed where it was sealed, with the manifest's own paths.
-    Executes nothing.
+    """Return the checkpoint's ``.metadata``, with the manifest's own paths. Executes nothing.
 
-    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing where a
-    manifest speaks for it. ManifestError: it is no DCP metadata.
+    If there is a manifest with its digest, the bytes are compared with that.
+
+    IntegrityError: it was changed after the commit. IncompleteCheckpointError: it is missing although there
+    is a manifest. ManifestError: it is not DCP metadata.
     """
     return decode_metadata(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
 
 
 def inventory_of(storage: Storage, found: Found) -> Inventory:
-    """The same for a load: what is not asked for is not made. Errors are ``read_metadata``'s."""
+    """Return the same as an inventory for a load, which makes only the objects that are used.
+
+    Errors are those of ``read_metadata``.
+    """
     return read_inventory(_sealed(storage, found), storage.uri(found.metadata), _shared(found))
 
 
@@ -101,7 +105,7 @@ def _sealed(storage: Storage, found: Found) -> bytes:
         ) from error
     if manifest is not None:
         path = f"{manifest.save_id}/{METADATA}"
-        # Several where domains have copies of their own; a copied directory may have come from any.
+        # There are several if domains have their own copies; a copied directory may come from any of them.
         sealed = {f.digest for f in manifest.files if f.path == path}
         if sealed and digest_of(raw) not in sealed:
             raise IntegrityError(
@@ -118,17 +122,17 @@ def _shared(found: Found) -> frozenset[str]:
 
 
 def source_of(storage: Storage, found: Found, verify: Verify, rank: int, ranks: int = 1) -> Source:
-    """Where this rank reads data files and their digests."""
+    """Return where this rank reads data files and their digests."""
     files = () if found.manifest is None else found.manifest.files
     sidecars = {f.path: f.digests for f in files if f.digests is not None}
     return Source(storage, found.home, sidecars, verify, rank, _shared(found), ranks=ranks)
 
 
 def who_holds(uri: str, found: Found) -> str | None:
-    """Which ranks and nodes hold a file that this one does not see; None on shared storage."""
+    """Return which ranks and nodes hold a file that this one does not see; None on shared storage."""
     if found.manifest is None or len(found.manifest.domains) < 2:  # noqa: PLR2004
         return None
-    # The digests of a data file lie beside it, and which of the two is missed first is chance.
+    # A data file and its digests are in the same directory; either of them may be missed first.
     record = next(
         (f for f in found.manifest.files if uri.endswith((f.path, f.digests or f.path))), None
     )
@@ -147,7 +151,10 @@ _OPTIMIZER_STATE = re.compile(r"(.+?\.)?state\.[^.]")
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoad:
-    """A load that all ranks agreed on; nothing was read but metadata. reads: what this rank reads."""
+    """A load that all ranks agreed on; only metadata was read so far.
+
+    ``reads`` is what this rank reads.
+    """
 
     reads: tuple[Read, ...]
     planner: LoadPlanner
@@ -168,14 +175,30 @@ def plan_load(
     objects: Literal["load", "refuse"] = "load",
     handed_over: Collection[str] = (),
 ) -> PlannedLoad:
-    """Collective. Who reads what, with every check that needs no data. No tensor is changed
-    (but those on the meta device get memory).
+    """Plan what each rank reads, with every check that needs no data. Collective.
 
-    state_dict: already ``unwrap_stateful``, or what makes one of it: called within the step, because a
-    user's ``state_dict()`` may fail on one rank, or talk to all others. saved_world: ranks that saved it (the manifest's
-    world_size). On every rank the same CollectiveError of StateErrors, or StateError for keys that
-    nobody asks for. strict, allow, objects: as for ``ckptfs.load``. handed_over: top-level keys of objects
-    that get what was loaded; known when ``state_dict`` was called.
+    No tensor is changed, except that tensors on the meta device get memory.
+
+    Args:
+        state_dict: A state dict that went through ``unwrap_stateful``, or a function that returns one. The
+            function is called within the step, because a user's ``state_dict()`` may fail on one rank or talk
+            to the others.
+        metadata: The checkpoint's metadata.
+        control: How the ranks talk.
+        strict: As for ``ckptfs.load``.
+        allow: As for ``ckptfs.load``.
+        saved_world: How many ranks saved it (the manifest's world_size). None: not known.
+        weights_only: As for ``LoadPlanner``.
+        objects: As for ``ckptfs.load``.
+        handed_over: Top-level keys of the objects that receive what was loaded; complete once ``state_dict``
+            was called.
+
+    Returns:
+        The planned load.
+
+    Raises:
+        CollectiveError: Some ranks failed with a StateError; the same on every rank.
+        StateError: The checkpoint has keys that no rank requests; the same on every rank.
     """
     started = time.perf_counter()
     inventory = Whole(metadata) if isinstance(metadata, Metadata) else metadata
@@ -184,7 +207,7 @@ def plan_load(
 
     def local() -> RequestedKeys:
         flat = state_dict() if callable(state_dict) else state_dict
-        # Here, because the words that it is given may be wrong on one rank alone.
+        # Inside the step, because its arguments may be wrong on one rank alone.
         planner = LoadPlanner(
             strict=strict, allow=allow, weights_only=weights_only, objects=objects
         )
@@ -218,8 +241,9 @@ def plan_load(
 
 
 def _hint_for(unexpected: Sequence[str], saved: Collection[str]) -> str:
-    """What to do about keys that nobody asks for. An optimizer has no state before its first step: what
-    it says of itself then asks for none.
+    """Return what to do about keys that no rank requests.
+
+    An optimizer has no state before its first step: its state_dict() then requests none.
     """
     names = {at[1] or "" for key in unexpected if (at := _OPTIMIZER_STATE.match(key))}
     empty = sorted(
@@ -233,10 +257,10 @@ def _hint_for(unexpected: Sequence[str], saved: Collection[str]) -> str:
 
 
 def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counters:
-    """Local. Read this rank's part into its tensors, verified as ``source.verify`` says.
+    """Read this rank's part into its tensors, verified as ``source.verify`` says. Local.
 
-    IntegrityError, IncompleteCheckpointError: named by file, key and rank; the tensors are then
-    undefined.
+    IntegrityError and IncompleteCheckpointError name file and rank, and for wrong bytes the key. After an
+    error the tensors are undefined.
     """
     planner = planned.planner
     counters = fetch_reads(
@@ -246,7 +270,7 @@ def read(planned: PlannedLoad, source: Source, meter: Meter = SILENT) -> Counter
 
 
 def refuse_meta(state_dict: Mapping[str, Any]) -> None:
-    """StateError for a module that has no memory: it would take what was loaded, and keep nothing."""
+    """Raise StateError for a module without memory: it would accept the values and lose them."""
     for key in stateful_keys(state_dict):
         module = module_of(state_dict[key])
         if module is None:
@@ -267,11 +291,11 @@ def refuse_meta(state_dict: Mapping[str, Any]) -> None:
 def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
     """Put what was loaded into ``unwrap_stateful``'s copy back where it came from. Local.
 
-    Objects last, in sorted order of their keys, because they may talk to other ranks meanwhile.
+    Objects are last, in sorted order of their keys, because they may communicate with other ranks.
     """
     objects = stateful_keys(state_dict)
     theirs = frozenset(objects)
-    for key in list(state_dict):  # and no tuples of items: 20,000 of them wake the collector
+    for key in list(state_dict):  # not items(): 20,000 tuples would start the garbage collector
         if key not in theirs:
             state_dict[key] = loaded[key]
     for key in objects:
@@ -280,8 +304,12 @@ def restore_stateful(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> N
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """What a rank loads into. state_dict: nested dicts and lists of tensors, filled in place, and of
-    objects, replaced. hand_over: gives what was loaded to its owners, when all ranks have read.
+    """What a rank loads into.
+
+    Attributes:
+        state_dict: Nested dicts and lists of tensors, which are filled in place, and of objects, which are
+            replaced.
+        hand_over: Gives what was loaded to its owners, once all ranks have read.
     """
 
     state_dict: dict[str, Any]
@@ -300,9 +328,9 @@ def load_at(
     verify: Literal["read", "off"] = "read",
     started: float | None = None,
 ) -> LoadResult:
-    """Collective. Load the checkpoint that ``locate`` found into ``state_dict``, in place.
+    """Load the checkpoint that ``locate`` found into ``state_dict``, in place. Collective.
 
-    started: ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
+    ``started`` is ``time.perf_counter()`` at the user's call. Errors are as for ``ckptfs.load``.
     """
     started = time.perf_counter() if started is None else started
     held: list[Inventory] = []
@@ -334,7 +362,7 @@ def load_at(
 
 
 def _fields(run: Uri, rank: int, found: Found) -> dict[str, Any]:
-    """What records of a load say of it."""
+    """Return what log records of a load say about it."""
     known = found.seal or found.manifest
     return {
         "run": str(run),
@@ -357,9 +385,9 @@ def load_into(
     verify: Literal["read", "off"] = "read",
     started: float,
 ) -> LoadResult:
-    """Collective. Load the checkpoint whose ``metadata`` was read into ``loadable``.
+    """Load the checkpoint that ``metadata`` was read from into ``loadable``. Collective.
 
-    Nobody's ``hand_over`` runs before every rank has read all of its part. Errors are as for
+    No rank's ``hand_over`` runs before every rank has read all of its part. Errors are as for
     ``ckptfs.load``.
     """
     with log_fields(**_fields(seat.storage.root, seat.control.rank, found)):
@@ -379,7 +407,7 @@ def load_into(
 
 @dataclass(frozen=True, slots=True)
 class _BeenRead:
-    """What is left of a plan when every rank has read its part."""
+    """What remains of a plan once every rank has read its part."""
 
     per_rank: tuple[Counters, ...]
     missing_keys: tuple[str, ...]
@@ -431,7 +459,7 @@ def _hand_over(  # noqa: PLR0917 - what was read, for whom, and of what
     started: float,
 ) -> LoadResult:
     control, manifest, per_rank = seat.control, found.manifest, been_read.per_rank
-    # A step of its own: what one object refuses must not leave the other ranks training.
+    # A step of its own: if one object refuses what was loaded, no rank may continue to train.
     control.step("hand over", loadable.hand_over)
     return LoadResult(
         uri=str(target),

@@ -1,10 +1,10 @@
-"""One object, one file: what ``torch.save`` makes, streamed to any storage, whole or not at all.
+"""One object in one file: what ``torch.save`` makes, streamed to any storage, whole or not at all.
 
     write_object(obj, target)     pickled straight into the upload: no copy of the file in memory
     freeze(obj) -> Frozen         pickled into memory now, written later by any thread
-    read_object(target)           from a mounted filesystem as it lies there, else fetched in ranges
+    read_object(target)           from a mounted filesystem in place, else fetched in ranges
 
-Local: no rank takes part. The file is what ``torch.load`` reads, and nothing beside it.
+Local: no other rank takes part. ``torch.load`` reads the file, and no other file belongs to it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ __all__ = [
 
 logger = logging.getLogger("ckptfs.dcp")
 
-_OLD_S = 24 * 3600.0  # since its last write: then nobody is writing it, whoever began it
+_OLD_S = 24 * 3600.0  # age of the last write after which a partial file is certainly abandoned
 
-_TRIES = 8  # a directory that another process renames under us is found at the next look
+_TRIES = 8  # a directory that another process renames during a call is found at the next try
 _Options = Mapping[str, Any] | None
 
 
 class Frozen:
-    """An object as it was when ``freeze`` returned. size_bytes: of its file."""
+    """An object as it was when ``freeze`` returned; ``size_bytes`` is the size of its file."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self._buffer = buffer
         self.size_bytes = buffer.tell()
 
     def write(self, target: Uri, options: _Options = None) -> None:
-        """As ``write_object``. Any thread, also again after it failed."""
+        """Write it as ``write_object`` does. Any thread; may be repeated after a failure."""
         _write(target, options, self._pour, self.size_bytes)
 
     def data(self) -> bytes:
-        """What the file holds."""
+        """Return the contents of the file."""
         return self._buffer.getvalue()
 
     def _pour(self, writer: DataWriter) -> None:
@@ -63,17 +63,17 @@ class Frozen:
 
 
 def freeze(obj: object) -> Frozen:
-    """Pickle now: whatever changes afterwards, tensors or anything else, is not in it."""
+    """Pickle now: later changes, of tensors or anything else, are not included."""
     buffer = io.BytesIO()
     torch.save(obj, buffer)
     return Frozen(buffer)
 
 
 def write_object(obj: object, target: Uri, options: _Options = None) -> None:
-    """Write one object; durable on return. Makes the parents of the file as needed.
+    """Write one object; durable on return. Creates the parents of the file as needed.
 
-    Errors are the storage's: what was there before is untouched then. After a crash the old object
-    or the new one is there.
+    Errors are the storage's; after one the old file is untouched. After a crash either the old object or the
+    new one is there.
     """
     _write(target, options, lambda writer: _save_into(obj, writer), None)
 
@@ -85,10 +85,21 @@ def read_object(
     map_location: Any = "cpu",
     weights_only: bool | None = None,
 ) -> Any:
-    """Read what ``torch.save`` wrote. weights_only: as for ``torch.load``; None is its default.
+    """Read what ``torch.save`` wrote.
 
-    NotFoundError. IntegrityError: no such file, or not all of it. What weights_only refuses is
-    pickle.UnpicklingError, as torch raises it.
+    Args:
+        target: The file.
+        options: Storage options.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``; None is its default.
+
+    Returns:
+        The object.
+
+    Raises:
+        NotFoundError: There is no such file.
+        IntegrityError: It is another kind of file, or not all of it is there.
+        pickle.UnpicklingError: ``weights_only`` refuses it; as torch raises it.
     """
     storage = open_storage(target.parent, options)
     try:
@@ -111,7 +122,7 @@ def read_object(
 
 
 def _look_at(place: Any) -> None:
-    """ValueError: what would hang or crash the process if torch unpickled it."""
+    """Raise ValueError if unpickling the file with torch would hang or crash the process."""
     advise_on_torch(torch.__version__)
     if isinstance(place, str):
         with open(place, "rb") as file:
@@ -121,7 +132,7 @@ def _look_at(place: Any) -> None:
 
 
 def copy_file(target: Uri, path: str, options: _Options = None) -> None:
-    """Fetch one file to a local path, which is not there before it is whole."""
+    """Fetch one file to a local path; nothing has that name before the file is complete."""
     storage = open_storage(target.parent, options)
     try:
         with storage.open_read(target.name) as reader, open(f"{path}.part", "wb") as file:
@@ -136,23 +147,25 @@ def copy_file(target: Uri, path: str, options: _Options = None) -> None:
 
 
 def remove_object(target: Uri, options: _Options = None) -> None:
-    """Remove one file; absent is success."""
+    """Remove one file; it is no error if it does not exist."""
     storage = open_storage(target.parent, options)
     try:
         storage.remove(target.name)
         storage.sync("")
     except NotFoundError:
-        return  # the directory went with it
+        return  # the directory is gone too
     finally:
         storage.close()
 
 
 def remove_partials(folder: Uri, options: _Options = None, written: str | None = None) -> None:
-    """Remove what killed writers of single files left in a directory: files that never got their name. Never
-    raises a CkptfsError; what cannot be removed is a line in the log.
+    """Remove the partial files in a directory that killed writers of single files left behind.
 
-    Those go whose process ran on this machine and has ended. written: a file there that was just written; by
-    its time those go, too, that were last written a day before it.
+    Such files never got their final name. This never raises a CkptfsError; what cannot be removed is logged.
+
+    A file is removed if the process that wrote it ran on this machine and has ended. ``written`` is a file
+    there that was just written: partial files that were last written more than a day before it are removed
+    too.
     """
     storage = open_storage(folder, options)
     try:
@@ -168,7 +181,7 @@ def remove_partials(folder: Uri, options: _Options = None, written: str | None =
                 storage.remove(entry.name)
                 logger.info("removed %s, a leftover of a dead writer", storage.uri(entry.name))
     except NotFoundError:
-        return  # no directory yet, or somebody else removed it
+        return  # the directory does not exist yet, or another process removed it
     except CkptfsError as error:
         logger.warning("the leftovers of dead writers in %s were not removed: %s", folder, error)
     finally:
@@ -202,13 +215,15 @@ def _save_into(obj: object, writer: DataWriter) -> None:
         torch.save(obj, stream)  # type: ignore[arg-type] # it asks for write and flush only
     except Exception:
         if stream.error is not None:
-            raise stream.error from None  # torch tells of an "unexpected pos" instead
+            raise stream.error from None  # torch would report an "unexpected pos" instead
         raise
 
 
 class _Stream:
-    """A writer as ``torch.save`` wants a file. After an error it swallows: torch ends its archive
-    whatever happened, and the first error is the one to tell.
+    """A writer with the interface that ``torch.save`` expects of a file.
+
+    After an error it ignores further data: torch finishes its archive in any case, and the first error is the
+    one to raise.
     """
 
     def __init__(self, writer: DataWriter) -> None:
@@ -226,18 +241,18 @@ class _Stream:
         return len(view)
 
     def flush(self) -> None:
-        """The writer's close does it."""
+        """Do nothing: closing the writer flushes it."""
 
 
 def _fetched(reader: DataReader) -> io.RawIOBase:
-    """A whole file in memory, in parallel ranges where the storage is read so."""
+    """Return a whole file in memory, read in parallel ranges if the storage does that."""
     data = bytearray(reader.size_bytes)
     reader.read_into(0, memoryview(data))
     return _Memory(data)
 
 
 class _Memory(io.RawIOBase):
-    """A file over a buffer that is not copied, as BytesIO would."""
+    """A file over a buffer that is not copied, unlike in BytesIO."""
 
     def __init__(self, data: bytearray) -> None:
         self._view = memoryview(data)

@@ -1,11 +1,11 @@
-"""A save that goes on in the background: what its caller holds of it.
+"""A save that runs in the background: what its caller can do with it.
 
     pending = ckptfs.async_save(state, uri)       tensors may change now
     pending.staged .durable .committed            concurrent futures, done in this order
     pending.result(timeout_s)                     the SaveResult, or the error that all ranks have
     pending.progress()                            phase, bytes and items of this rank
 
-The futures are the way out of the background: what fails there is in them.
+Errors in the background are in the futures.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["PendingSave", "Phase", "Progress", "Watch"]
 
 
 class Phase(Enum):
-    """What a save does now."""
+    """What a save is doing."""
 
-    QUEUED = "queued"  # an earlier save is not done
+    QUEUED = "queued"  # waiting for an earlier save
     PLAN = "plan"
     WRITE = "write"
     COMMIT = "commit"
@@ -41,8 +41,14 @@ _ENDS = (Phase.COMMITTED, Phase.FAILED)
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far this rank has come. size_bytes and items: what it writes, 0 until ranks have planned;
-    objects count as items and have no size. written: of these, what the storage has taken.
+    """How far this rank has come.
+
+    Attributes:
+        phase: What the save is doing.
+        size_bytes: What this rank writes, in bytes; 0 until the ranks have planned. Objects count as 0 bytes.
+        items: How many items it writes, objects included; 0 until the ranks have planned.
+        written_bytes: How many of these bytes the storage has taken.
+        written_items: How many of these items the storage has taken.
     """
 
     phase: Phase
@@ -53,29 +59,29 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Written of all bytes, 0.0 to 1.0."""
+        """The written fraction of all bytes, 0.0 to 1.0."""
         if self.phase is Phase.COMMITTED:
             return 1.0
         return self.written_bytes / self.size_bytes if self.size_bytes else 0.0
 
 
 class Watch:
-    """What a save tells whoever follows it, from the threads that save. Base class: nobody does."""
+    """Receives reports from the threads that save. This base class ignores them."""
 
     def enter(self, phase: Phase) -> None:
         """A phase begins."""
 
     def planned(self, size_bytes: int, items: int) -> None:
-        """The ranks agreed on what this one writes."""
+        """The ranks have agreed on what this rank writes."""
 
     def durable(self, mine: Counters) -> None:
-        """This rank's part is written and durable; nothing is committed."""
+        """This rank's part is written and durable; nothing is committed yet."""
 
     def hangs(self, error: CkptfsError) -> None:
         """The threads that save hang in their storage, and all ranks have this error."""
 
     def committed(self, result: SaveResult) -> None:
-        """The threads that save hang in their storage, and it is committed all the same."""
+        """The threads that save hang in their storage, but the save is committed."""
 
 
 class PendingSave:
@@ -83,7 +89,7 @@ class PendingSave:
 
     Args:
         uri: The checkpoint as this rank read it, credentials masked.
-        step: Completed optimizer steps; None where there is no number.
+        step: Completed optimizer steps; None if there is no number.
 
     Attributes:
         staged: Done when the tensors may be changed, which is before ``async_save`` returns.
@@ -124,7 +130,7 @@ class PendingSave:
             return self.committed.result(timeout_s)
         except FutureTimeoutError:
             if self.committed.done():
-                raise  # it is the save that failed with a TimeoutError
+                raise  # the save itself failed with a TimeoutError
             now = self.progress()
             raise DeadlineError(
                 f"not committed within {timeout_s:g} s: {now.phase.value}, "
@@ -148,7 +154,7 @@ class PendingSave:
     # -- for the threads that save -----------------------------------------------------------
 
     def advance(self, **changes: Any) -> None:
-        """Set the fields of the progress that ``changes`` names. Of two ends the first counts."""
+        """Set the fields of the progress that ``changes`` names. Only the first final phase counts."""
         with self._lock:
             if self._progress.phase in _ENDS:
                 changes.pop("phase", None)
@@ -168,7 +174,7 @@ class PendingSave:
             )
 
     def has_staged(self, error: BaseException | None) -> None:
-        """The caller continues; ``error`` says why not all was staged, None that all was."""
+        """Let the caller continue; ``error`` is why not everything was staged, None if all was."""
         self.stall_s = time.perf_counter() - self.began
         if error is None:
             self.staged.set_result(None)
@@ -187,14 +193,14 @@ class PendingSave:
     def succeed(self, result: SaveResult) -> None:
         """End with ``result``; only the first end counts."""
         self.advance(phase=Phase.COMMITTED)
-        if self.progress().phase is Phase.COMMITTED:  # or it hung for so long that it was given up
+        if self.progress().phase is Phase.COMMITTED:  # else it hung until it was given up
             with contextlib.suppress(
                 InvalidStateError
-            ):  # it was told when what follows the seal hung
+            ):  # set already, when a step after the seal hung
                 self.committed.set_result(result)
 
     def watch(self) -> Watch:
-        """Return what ``save_at`` reports to, so that this save follows it."""
+        """Return the object that ``save_at`` reports to, so that this save follows it."""
         return _PendingWatch(self)
 
 
@@ -209,7 +215,7 @@ class _PendingWatch(Watch):
         self._pending.advance(size_bytes=size_bytes, items=items)
 
     def durable(self, mine: Counters) -> None:
-        with contextlib.suppress(InvalidStateError):  # it hung for so long that it was given up
+        with contextlib.suppress(InvalidStateError):  # it hung until it was given up
             self._pending.durable.set_result(mine)
 
     def hangs(self, error: CkptfsError) -> None:
@@ -220,7 +226,7 @@ class _PendingWatch(Watch):
 
 
 def _running() -> Future[Any]:
-    """A future that nobody can cancel: ranks that wait for this one cannot be called back."""
+    """Return a future that cannot be cancelled, because ranks that wait cannot be called back."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future

@@ -1,4 +1,4 @@
-"""The save planner under the name that the manual uses; it lives in ``ckptfs.dcp.planning.save_planner``."""
+"""The save planner under its documented name; defined in ``ckptfs.dcp.planning.save_planner``."""
 
 from ckptfs.dcp.planning.save_planner import SavePlanner
 

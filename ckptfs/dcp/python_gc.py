@@ -1,16 +1,16 @@
-"""The cyclic garbage collector, held off while ckptfs makes many objects that all survive.
+"""Pause the cyclic garbage collector while ckptfs makes many objects that all survive.
 
-    with gc_paused():      a plan, metadata, a pickle: no collection begins by itself meanwhile
+    with gc_paused():      for a plan, metadata, a pickle: no collection begins by itself inside
 
-At 20,000 tensors collections take half the time of planning. It is for our own computing: never around
-a wait for other ranks or a user's ``state_dict()``, which may take hours. The longest is the reading of
-this rank's files, where small tensors make as many objects as planning does.
+At 20,000 tensors collections take half the time of planning. Use it for our own computation only, never
+around a wait for other ranks or a user's ``state_dict()``, which may take hours. The longest use is the
+reading of this rank's files, where small tensors make as many objects as planning does.
 
-The collector belongs to the process, and this is ckptfs' one count of who holds it off: a global, where
-the rules allow none, since two counts would undo each other. Other code turns the collector off and on
-too (``gc.disable``, ``timeit``, training loops), in other threads and meanwhile. That is its own switch,
-so it is not touched here: a pause sets the first threshold to 0, the last one to leave puts it back, and
-whoever sets a threshold meanwhile keeps his own.
+The collector belongs to the process, and ``_COLLECTOR`` is the one count of who has paused it. It is a
+global, although the house rules allow none, because two counts would undo each other. Other code turns the
+collector off and on too (``gc.disable``, ``timeit``, training loops), perhaps in another thread during a
+pause. That is a separate switch, so it is not touched here: a pause sets the first threshold to 0, and the
+last pause to end restores it. If other code sets a threshold during a pause, that threshold stays.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["gc_paused"]
 
 
 class _Collector:
-    """Who holds it off, and what the first threshold was before.
+    """Who has paused the collector, and the first threshold before that.
 
-    Whatever line of it Ctrl-C interrupts, the collector comes back: at the latest after the next pause.
+    Whichever line Ctrl-C interrupts, the collector comes back, at the latest after the next pause.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Collector:
                 self._come_back()
 
     def start_anew(self) -> None:
-        """In a forked child: the threads that held it off, and the lock's owner, are not there."""
+        """Reset in a forked child, which has neither the threads that paused nor the lock's owner."""
         self._lock, self._holders = threading.RLock(), set()
         self._come_back()
 
@@ -69,8 +69,10 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """No collection begins by itself meanwhile. Any thread, nested as deep as you like; whatever is
-    raised inside ends it. ``gc.collect()``, ``gc.enable()`` and ``gc.disable()`` do what they always do.
+    """Let no collection begin by itself inside the block. Any thread; may be nested to any depth.
+
+    An exception in the block ends the pause too. ``gc.collect()``, ``gc.enable()`` and ``gc.disable()`` do
+    what they always do.
     """
     holder = object()
     try:

@@ -7,8 +7,8 @@
                  written is sealed for its ticket, and becomes part of a checkpoint when the process that
                  began the ticket commits it
 
-At most so many ranks of a run write on a node at once (``writers_per_node``), also where they are processes
-that know nothing of each other:
+``writers_per_node`` limits how many ranks of a run write on a node at once, even if they are processes that
+do not know each other:
 
     with writer_slot(run_uri, node, limit):      waits for one of ``limit`` slots
         write                                    a slot is a lock (flock) on a file in a directory of
@@ -16,7 +16,7 @@ that know nothing of each other:
 
 Containers with a ``/tmp`` of their own do not see each other's slots.
 
-Collective on the seat's control, and on nothing else: it runs as well on a thread of its own.
+Saves are collective on the seat's control and on nothing else, so they can run on a thread of their own.
 """
 
 from __future__ import annotations
@@ -78,12 +78,16 @@ Tell = Callable[[Event], None]
 class WriteOptions:
     """How a rank writes its part; equal on all ranks.
 
-    threads: data files written at once by each rank; None: as many as the storage gains by. require_space: NoSpaceError before a byte is
-    written where it cannot fit; otherwise a warning. writers_per_node: ranks of one node that write
-    at the same time, over all processes of this user that save into the run; None is no limit.
-    unchanged: whether what the last committed save of the run holds already is written again. memory:
-    what is known of that save from one save of this process to the next. engine: how files are written.
-    plans: what is known of its plan.
+    Attributes:
+        threads: Data files that each rank writes at once. None: as many as make the storage faster.
+        require_space: Whether too little space is a NoSpaceError before a byte is written; otherwise it is a
+            warning.
+        writers_per_node: How many ranks of one node write at the same time, over all processes of this user
+            that save into the run. None: no limit.
+        unchanged: Whether to write again what the last committed save of the run already holds.
+        memory: What this process knows of that save.
+        engine: How files are written.
+        plans: What this process knows of that save's plan.
     """
 
     threads: int | None = None
@@ -96,13 +100,14 @@ class WriteOptions:
 
 
 def tell_nobody(event: Event) -> None:
-    """Nobody listens."""
+    """Ignore the event."""
 
 
 def plans_of(run: Run | None) -> PlanMemory:
-    """What is known of the plans of a held run's saves, until it is released; without a run nothing is.
+    """Return what is known of the plans of a held run's saves; nothing without a run.
 
-    Saves of one run share it, on whatever thread: it is a hint, and what it says wrongly costs a step.
+    All saves of one run share it until the run is released, on any thread. It is a hint: wrong contents cost
+    one step.
     """
     if run is None:
         return PlanMemory()
@@ -124,13 +129,24 @@ def save_at(
     watch: Watch | None = None,
     attempt: Attempt | None = None,
 ) -> SaveResult:
-    """Collective. Save a state dict as ``target``, directly in the run that the seat is at.
+    """Save a state dict as ``target``, directly in the run that the seat is at. Collective.
 
-    state_dict: live, it must not change before this returns; or what ``stage`` took of one. started:
-    ``time.perf_counter()`` at the user's call. tell: hears of Written. watch: follows the save.
-    attempt: of another kind than a save that commits by itself. Without a watch somebody waits for the
-    save, and rank 0 draws how far it has come, in a terminal. Errors and what a crash leaves are as
-    for ``ckptfs.save``.
+    Errors, and what a crash leaves, are as for ``ckptfs.save``.
+
+    Args:
+        state_dict: A live state dict, which must not change before this returns; or what ``stage`` took of one.
+        seat: The seat at the run.
+        target: The checkpoint's URI.
+        spec: Name, step and rules of the save.
+        options: How to write.
+        started: ``time.perf_counter()`` at the user's call. None: now.
+        tell: Receives Written.
+        watch: Follows the save. None: the caller waits for the save, and rank 0 shows its progress in a
+            terminal.
+        attempt: An attempt of another kind than a save that commits by itself. None: such a save.
+
+    Returns:
+        What was saved.
     """
     started = time.perf_counter() if started is None else started
     if options.unchanged is Unchanged.REFERENCE:
@@ -191,8 +207,9 @@ def save_at(
 def followed(
     attempt: Attempt, watch: Watch, result_of: Callable[[Committed], SaveResult]
 ) -> Iterator[None]:
-    """While inside, ``watch`` is told what all others have when this rank's part of the save hangs in its
-    storage: an error, or that it is committed.
+    """Report to ``watch`` if this rank's part of the save hangs in its storage.
+
+    ``watch`` then receives what all other ranks have: an error, or that the save is committed.
     """
 
     def hangs(error: CkptfsError) -> None:
@@ -251,11 +268,25 @@ def save_part(
     per_rank: tuple[str, ...] = (),
     options: WriteOptions = WriteOptions(),
 ) -> SealedPart:
-    """Collective over the group's own control. Write and seal one part; durable when it returns.
+    """Write and seal one part; durable on return. Collective over the group's own control.
 
-    place: how this group reaches the run. CommitConflictError: the ticket was committed or given up.
-    FencedError: the run has a newer owner. Other errors, and what is left after them, are as for
-    ``ckptfs.save``; the part may be saved again with the same ticket.
+    Other errors than these, and what is left after them, are as for ``ckptfs.save``; the part may be saved
+    again with the same ticket.
+
+    Args:
+        state_dict: The state of the group.
+        ticket: The part.
+        control: How the group's ranks talk.
+        place: How this group reaches the run.
+        per_rank: As for ``ckptfs.save``.
+        options: How to write.
+
+    Returns:
+        The sealed part.
+
+    Raises:
+        CommitConflictError: The ticket was committed or given up.
+        FencedError: The run has a newer owner.
     """
     started = time.perf_counter()
     plan = control.step("ticket", lambda: ticket.plan, agreed_plan)
@@ -273,14 +304,14 @@ def save_part(
         return SealedPart(plan.part, plan.of, attempt.ref, result)
 
 
-_LOOK_S = (0.005, 0.1)  # from, to: a slot that comes free is found so soon
+_LOOK_S = (0.005, 0.1)  # the first and the longest pause between two looks for a free slot
 
 
 @contextlib.contextmanager
 def writer_slot(
     run: str, node: str, limit: int | None, look: Callable[[float], None] = time.sleep
 ) -> Iterator[None]:
-    """Hold one of ``limit`` slots (None: no limit). Waits as long as it takes; look: how to rest."""
+    """Hold one of ``limit`` slots (None: no limit). Waits as long as it takes; ``look`` sleeps."""
     if limit is None:
         yield
         return
@@ -308,7 +339,7 @@ def _acquire(run: str, node: str, limit: int, look: Callable[[float], None]) -> 
 
 
 def _try(path: str) -> int | None:
-    # Never unlinked: a lock on an unlinked file would be one that nobody else sees.
+    # The file is never unlinked: other processes would not see a lock on an unlinked file.
     held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -322,7 +353,7 @@ def _try(path: str) -> int | None:
 
 
 def slot_directory() -> str:
-    """This user's own directory for locks. StateError where somebody else made it."""
+    """Return this user's own directory for locks. StateError if another user made it."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     path = f"{base}/ckptfs-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""Sizes as people write them: one grammar for everything that takes one. No torch."""
+"""Parse sizes as people write them: one grammar for everything that takes a size. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse_size(size: int | str, *, least: int = 1) -> int:
         The number of bytes.
 
     Raises:
-        StateError: It is no size, or below ``least``.
+        StateError: It is not a size, or is below ``least``.
     """
     match = re.fullmatch(
         r"\s*(\d+)(\.\d+)?\s*([KMGT]i?B|B)?\s*", str(size), re.IGNORECASE | re.ASCII

@@ -1,17 +1,16 @@
-"""SaveWorker: one background thread that saves, one save after the other.
+"""SaveWorker: one background thread that runs saves one after another.
 
     worker = SaveWorker("saves of run_1")        on every rank, with a control of its own
     future = worker.submit("saving step_100", job)
     worker.wait(timeout_s)    all that was submitted so far is done
     worker.close(timeout_s)
 
-Jobs run in the order in which they were submitted, so the collective calls in them meet on all ranks.
-A failure is logged where it happens, at once: a future that nobody asks keeps no secret.
+Jobs run in the order in which they were submitted, so the collective calls in them meet on all ranks. A
+failure is logged at once, so that it is visible even if its future is never read.
 
-At the end of the interpreter, by whatever way it ends normally (the script is done, an exception, a
-sys.exit), saves under way get ``exit_s`` seconds (CKPTFS_EXIT_S, 60) and are abandoned then: the
-thread ends with the process, nothing of them is committed, and the run's next owner removes what
-they wrote.
+When the interpreter ends normally (the script is done, an exception, a sys.exit), saves in progress get
+``exit_s`` seconds (CKPTFS_EXIT_S, 60) and are then abandoned: the thread ends with the process, nothing of
+them is committed unless it was sealed before, and the run's next owner removes what they wrote.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 def exit_s() -> float:
-    """``CKPTFS_EXIT_S``, else 60 s: what saves under way get when the interpreter ends."""
+    """Return ``CKPTFS_EXIT_S``, or 60: the seconds for saves in progress at the interpreter's end."""
     text = os.environ.get("CKPTFS_EXIT_S", "60")
     try:
         value = float(text)
@@ -57,10 +56,10 @@ class _Job:
 
 
 class SaveWorker:
-    """A thread for saves. Any thread may call; it belongs to the process that made it.
+    """A thread for saves. Any thread may call it; it belongs to the process that made it.
 
-    Make it after the control that its jobs use: at exit the last that was made ends first, and a
-    control must outlive the jobs. One that a job opens itself goes through ``keeping``.
+    Make it after the control that its jobs use: at exit, the object that was made last is closed first, and a
+    control must outlive the jobs. A control that a job opens itself is passed to ``keeping``.
     """
 
     def __init__(self, name: str = "ckptfs-save") -> None:
@@ -77,9 +76,9 @@ class SaveWorker:
         atexit.register(self._at_exit)
 
     def submit(self, what: str, run: Callable[[], T]) -> Future[T]:
-        """Run it after what was submitted before. StateError once closed. Never waits.
+        """Run a job after the jobs that were submitted before it. Never waits.
 
-        what: for messages. The future cannot be cancelled.
+        ``what`` is for messages. The future cannot be cancelled. StateError if the worker is closed.
         """
         job = _Job(what, run)
         job.future.set_running_or_notify_cancel()
@@ -95,18 +94,23 @@ class SaveWorker:
 
     @property
     def unfinished(self) -> int:
-        """Jobs that run or wait."""
+        """How many jobs are running or waiting."""
         with self._news:
             return len(self._jobs) + (self._running is not None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing runs or waits; whether that came within ``timeout_s`` (None: for ever)."""
+        """Wait until no job runs or waits; return whether that happened within ``timeout_s``.
+
+        None: no limit.
+        """
         with self._news:
             return self._news.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Take no more, finish what was submitted, for up to ``timeout_s`` (None: for ever); whether
-        all is done. What has not begun by then never will; what runs goes on. Harmless twice.
+        """Accept no more jobs, and finish those that were submitted; return whether all are done.
+
+        This waits for up to ``timeout_s`` (None: no limit). Jobs that have not begun by then never will; a
+        running job continues. Calling this twice does no harm.
         """
         with self._news:
             self._closed = True
@@ -124,8 +128,10 @@ class SaveWorker:
 
     @contextlib.contextmanager
     def keeping(self, control: Control) -> Iterator[Control]:
-        """For a control that a job opens, with ``closes_at_exit=False``: closed after the block, or at
-        exit once the job was abandoned, so that other ranks do not wait for this one.
+        """Yield a control that a job opened with ``closes_at_exit=False``; close it after that.
+
+        If the job is abandoned at exit, the control is closed then, so that other ranks do not wait for this
+        one.
         """
         self._controls.append(control)
         try:
@@ -146,8 +152,8 @@ class SaveWorker:
                 job.future.set_exception(error)
             else:
                 job.future.set_result(value)
-            self._ended()  # after the future: who waits for all finds every one settled
-            del job  # idle, this thread holds nothing of the last save
+            self._ended()  # after the future: when ``wait`` returns, every future is done
+            del job  # an idle thread must not keep the last save alive
 
     def _next(self) -> _Job | None:
         with self._news:
@@ -167,7 +173,7 @@ class SaveWorker:
 
     def _at_exit(self) -> None:
         if self._pid != os.getpid():
-            return  # a fork that ends as an interpreter: the thread is the parent's
+            return  # a forked child that ends normally: the thread belongs to the parent
         self._ending = True
         if self._is_idle():
             return

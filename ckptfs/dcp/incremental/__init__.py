@@ -2,5 +2,5 @@
 
     reuse    the base, the comparison, which files stay in use, and writing the rest
 
-Way in: ``reuse``. Nothing but saves knows it.
+Entry point: ``reuse``. Only saves use it.
 """

@@ -1,29 +1,29 @@
-"""unchanged="reference": what the last committed save holds need not be written again.
+"""unchanged="reference": do not write again what the last committed save contains.
 
-    base     what this rank may take over: items and files of the last committed save of the kind
-    compare  this rank's items with the digests of that save's
-    choose   files of which at least half is unchanged stay in use
+    base     what this rank may take over: items and files of the last committed save of its kind
+    compare  this rank's items with the digests of that save
+    choose   files that are at least half unchanged stay in use
     take     hard links, or the same keys of an object store          (commit/delete/shared_data.py)
     write    everything else, in files of bounded size                (write/rank_files.py)
 
     filesystem     __0_0.distcp  a link to the base's file      __0_1.distcp  written
     object store   <origin>/__0_3.distcp  listed by its key     <own>/__0_0.distcp  written to _data/
 
-A rank compares only what it writes, and takes over only what its own domain holds. Whatever goes wrong with
-the base costs bytes, never the save: then the items are written. All of it is local, and what it returns is
-durable, names too.
+A rank compares only what it writes, and takes over only what its own domain holds. If anything is wrong with
+the base, the items are written: that costs bytes, but the save does not fail. All of this is local, and what
+it returns is durable, including names.
 
-Compare: nothing is read from storage, and framing is not compared: it is torch's own and says dtype and shape
-again. A tensor that lies on the host is digested where it lies. Of one on a device a first block is fetched,
-then the rest in pieces: what changed usually differs at once, and costs one small copy. An item is taken over
-when its dtype, its shape and the xxh3_64 of every block of 1 MiB are those of the base. A changed block has
-the same digest once in 2**64: ten thousand saves of a terabyte meet that with a probability below 10**-9,
-which is less than disks do by themselves. Against somebody who makes tensors collide on purpose it is no
-defence; whoever chooses the tensors need not collide to change them.
+Compare: nothing is read from storage. Frames are not compared, because torch makes them from dtype and shape.
+A tensor in host memory is digested in place. Of a tensor on a device, the first block is fetched and then the
+rest in pieces: a changed tensor usually differs at once, which costs one small copy. An item is taken over if
+its dtype, its shape and the xxh3_64 of every block of 1 MiB equal those of the base. A changed block has the
+same digest once in 2**64 cases: over ten thousand saves of a terabyte the probability of that is below
+10**-9, less than that of an error of the disks. It is no defence against somebody who constructs colliding
+tensors; but somebody who chooses the tensors can change them without a collision.
 
-Choose: a file stays in use when the items of this rank that lie in it unchanged are at least half of it, so
-what a save keeps alive is at most twice what it needs. Items that are unchanged and lie in other files are
-written anew, apart from those that changed: from then on they lie with their like.
+Choose: a file stays in use if the unchanged items of this rank in it are at least half of it, so a save keeps
+alive at most twice what it needs. Unchanged items of other files are written again, into other files than the
+changed items: from then on they share files with items that do not change either.
 
     objects | unchanged, to 256 MiB each | changed, to 256 MiB each | tensors from 64 MiB on, alone
 """
@@ -91,17 +91,21 @@ __all__ = [
 
 
 class Unchanged(ArgumentChoice, parameter="unchanged"):
-    """What to do with items that are what the last committed save of the run holds."""
+    """What to do with items that equal those of the last committed save of the run."""
 
     WRITE = "write"
-    REFERENCE = "reference"  # they cost no bytes; needs a held run
+    REFERENCE = "reference"  # do not write them again; needs a held run
 
 
 @dataclass(frozen=True, slots=True)
 class HeldItem:
-    """An item of a committed save: its file (the manifest's path) and what its bytes are.
+    """An item of a committed save.
 
-    dtype and sizes are of the chunk that was saved, None and () for an object.
+    Attributes:
+        path: Its file, as the manifest has it.
+        digests: Its place in the file and the digests of its blocks.
+        dtype: The dtype of the saved chunk; None for an object.
+        sizes: The sizes of the saved chunk; () for an object.
     """
 
     path: str
@@ -120,7 +124,14 @@ class HeldFile:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """What this rank may take over of the save ``save_id``. homes: where its data may lie now."""
+    """What this rank may take over of the save ``save_id``.
+
+    Attributes:
+        save_id: The save.
+        homes: Where its data may be now.
+        items: Its items.
+        files: Its files, by path.
+    """
 
     save_id: str
     homes: tuple[str, ...]
@@ -128,13 +139,13 @@ class Base:
     files: Mapping[str, HeldFile]
 
     def origin_of(self, file: HeldFile) -> str:
-        """The save that wrote the file's bytes: never one that took them over itself."""
+        """Return the save that wrote the file's bytes, never one that took the file over."""
         return file.record.origin or self.save_id
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where one rank writes one save. domain: the id of the domain that it writes in."""
+    """Where one rank writes one save; ``domain`` is the id of the domain that it writes in."""
 
     storage: Storage
     caps: Capabilities
@@ -143,58 +154,61 @@ class Site:
 
     @property
     def prefix(self) -> str:
-        """Where its data files go: on object stores to where later saves may use them too."""
+        """Where its data files go; on object stores that is where later saves may use them too."""
         if self.is_shared:
             return f"{shared_key(self.keys.save_id)}/"
         return f"{self.keys.data}/"
 
     @property
     def homes(self) -> tuple[str, ...]:
-        """Where the paths of its manifest begin, in the direction of movement."""
+        """What the paths of its manifest may be relative to, in the order in which data moves."""
         return homes_of(self.keys)
 
     @property
     def is_shared(self) -> bool:
-        """Whether files are shared by their keys. Not where exclusive creates are missing: a second
-        owner could delete what this one lists.
+        """Whether files are shared by their keys.
+
+        Not on a store without exclusive creates: there a second owner could delete what this one lists.
         """
         return self.keys.shape is Shape.OBJECT and self.caps.exclusive_create
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How what is written is cut into files: small tensors together, large ones alone."""
+    """How items that are written are divided into files: small tensors together, large ones alone."""
 
     bundle_bytes: int = 256 << 20
     alone_bytes: int = 64 << 20
 
 
 DEFAULT_CUT = Cut()
-_KINDS = 3  # checkpoints, weights, and one that failed
+_KINDS = 3  # saves to remember: a checkpoint, weights, and one that failed
 
 
 @dataclass(slots=True)
 class Memory:
-    """What one process knows of the saves that it wrote last, so that it need not read them back. One
-    is believed where the log calls it the last committed. cut: of all its saves.
+    """What this process knows of the saves that it wrote last, so that it need not read them back.
+
+    A remembered save is used only if the log says that it is the last committed one. ``cut`` holds for all
+    saves.
     """
 
     cut: Cut = DEFAULT_CUT
     _written: dict[str, Base] = field(default_factory=dict, repr=False)
 
     def learn(self, base: Base) -> None:
-        """Keep what was written just now, and of the others the last of each kind."""
+        """Remember what was written just now, and the saves used last, three in all."""
         self._written[base.save_id] = base
         while len(self._written) > _KINDS:
             del self._written[next(iter(self._written))]
 
     @property
     def known(self) -> dict[str, Base]:
-        """By save_id, the one used last behind."""
+        """The remembered saves by save_id; the one used last is at the end."""
         return dict(self._written)
 
     def recall(self, save_id: str) -> Base | None:
-        """What is known of a save."""
+        """Return what is known of a save; None if it is not remembered."""
         known = self._written.pop(save_id, None)
         if known is not None:
             self._written[save_id] = known  # used last
@@ -202,7 +216,7 @@ class Memory:
 
 
 def need_run(spec: SaveSpec, target: Uri | str) -> None:
-    """StateError unless the save holds its run: else anybody could delete what it builds on."""
+    """Raise StateError unless the save has a held run; else others could delete what it builds on."""
     if spec.run is None:
         raise StateError(
             'unchanged="reference" needs a run that is held',
@@ -214,9 +228,9 @@ def need_run(spec: SaveSpec, target: Uri | str) -> None:
 def base_of(
     seal: Seal | None, site: Site, wanted: Sequence[MetadataIndex], memory: Memory
 ) -> Base | None:
-    """The base of a save: remembered, or read from storage; None where there is none to be had.
+    """Return the base of a save: remembered, or read from storage; None if there is none.
 
-    wanted: the items that this rank writes.
+    ``wanted`` are the items that this rank writes.
     """
     if seal is None or not (site.is_shared or site.keys.shape is Shape.FILESYSTEM):
         return None
@@ -231,7 +245,7 @@ def base_of(
 
 
 def homes_of(keys: AttemptKeys) -> tuple[str, ...]:
-    """What a manifest's paths, which begin with the save_id, are relative to."""
+    """Return what a manifest's paths, which begin with the save_id, are relative to."""
     return tuple(home.rsplit("/", 1)[0] for home in keys.homes())
 
 
@@ -239,7 +253,7 @@ def _read_base(seal: Seal, site: Site, wanted: Sequence[MetadataIndex]) -> Base:
     storage, shape = site.storage, site.keys.shape
     found = drive(find(seal, shape, storage.uri(seal.name)), storage)
     metadata = read_metadata(storage, found)
-    # Of other domains the disks may not be seen from here.
+    # The disks of other domains may not be visible from here.
     files = _files_of(found, site.domain)
     digests: dict[str, Mapping[int, ItemDigests]] = {}
     items = {}
@@ -276,7 +290,7 @@ def _digests_of(storage: Storage, found: Found, file: HeldFile) -> Mapping[int, 
 def _described(
     metadata: Metadata, index: MetadataIndex
 ) -> tuple[torch.dtype | None, tuple[int, ...]] | None:
-    """dtype and sizes of the chunk that was saved under an index; None: not described."""
+    """Return dtype and sizes of the chunk that was saved under an index; None if not described."""
     described = metadata.state_dict_metadata.get(index.fqn)
     if not isinstance(described, TensorStorageMetadata):
         return None if described is None else (None, ())
@@ -291,7 +305,7 @@ _PIECE_BYTES = 64 * BLOCK_SIZE_BYTES
 
 
 def is_alike(item: WriteItem, held: HeldItem) -> bool:
-    """Whether the item could be the held one: kind, dtype, shape and size. Looks at no data."""
+    """Return whether kind, dtype, shape and size of the item match. Looks at no data."""
     if item.type is WriteItemType.BYTE_IO or item.tensor_data is None:
         return held.dtype is None and not held.digests.payload_length
     data = item.tensor_data
@@ -300,12 +314,12 @@ def is_alike(item: WriteItem, held: HeldItem) -> bool:
     size_bytes = data.properties.dtype.itemsize
     for length in data.chunk.sizes:
         size_bytes *= length
-    # 0 of a tensor that has bytes: its payload was not found when it was written.
+    # A payload length of 0 for a tensor with bytes: its payload was not found when it was written.
     return held.digests.payload_length == size_bytes
 
 
 def is_unchanged(held: HeldItem, data: torch.Tensor | io.BytesIO) -> bool:
-    """Whether the data of an item that ``is_alike`` has the digests of the held one."""
+    """Return whether the data of an item that ``is_alike`` has the digests of the held one."""
     known = held.digests
     if isinstance(data, io.BytesIO):
         view = memoryview(data.getvalue())
@@ -318,7 +332,7 @@ def _is_same(known: ItemDigests, start: int, piece: memoryview) -> bool:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, memoryview]]:
-    """The tensor's bytes in order, in whole blocks but for the last, and where each begins."""
+    """Yield the tensor's bytes in order, in whole blocks but for the last, and each offset."""
     plain = tensor.detach()
     if plain.device.type == "cpu" or not plain.is_contiguous():
         yield 0, memory_of(host_tensor(plain))
@@ -336,9 +350,9 @@ Numbered = tuple[int, WriteItem]  # an item and its position in the rank's plan
 
 
 def files_in_use(base: Base, unchanged: Mapping[int, HeldItem]) -> dict[str, list[int]]:
-    """Paths of the base's files that stay in use -> positions of the items taken over with them.
+    """Return the base's files that stay in use, with the positions of the items in them.
 
-    unchanged: position in this rank's plan -> where the base holds the same.
+    ``unchanged``: position in this rank's plan -> the equal item of the base.
     """
     inside: dict[str, list[int]] = defaultdict(list)
     for position, held in unchanged.items():
@@ -358,10 +372,17 @@ def bundles(
     cut: Cut = DEFAULT_CUT,
     files: int = 1,
 ) -> list[list[Numbered]]:
-    """The items at the positions ``write`` as files to be written.
+    """Divide the items at the positions ``write`` into files.
 
-    stable: positions of those that the base holds unchanged. files: how many can be written at
-    once; so many there are at least, where there is enough to share.
+    Args:
+        items: The rank's plan.
+        write: The positions of the items to write.
+        stable: The positions of those that are unchanged in the base.
+        cut: The sizes of files.
+        files: How many files can be written at once. There are at least as many if there is enough to share.
+
+    Returns:
+        The items of each file, with their positions.
     """
     numbered = [(position, items[position]) for position in sorted(write)]
     objects = [pair for pair in numbered if pair[1].type is WriteItemType.BYTE_IO]
@@ -381,7 +402,7 @@ def bundles(
 
 
 def size_bytes(item: WriteItem) -> int:
-    """Bytes of a tensor's payload, 0 of an object."""
+    """Return the bytes of a tensor's payload; 0 for an object."""
     if item.tensor_data is None:
         return 0
     chunk = item.tensor_data.chunk
@@ -389,7 +410,7 @@ def size_bytes(item: WriteItem) -> int:
 
 
 def _cut(pairs: Sequence[Numbered], bound: int) -> Iterator[list[Numbered]]:
-    """In the order of the plan, each full when the next item would make it larger than ``bound``."""
+    """Yield bundles in the order of the plan; the next item would make each larger than ``bound``."""
     bundle: list[Numbered] = []
     filled = 0
     for position, item in pairs:
@@ -405,7 +426,7 @@ def _cut(pairs: Sequence[Numbered], bound: int) -> Iterator[list[Numbered]]:
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """What one rank writes: its items in the order of its plan, and how their data is got."""
+    """What one rank writes: the items in the order of its plan, and what returns their data."""
 
     rank: int
     items: Sequence[WriteItem]
@@ -422,7 +443,7 @@ class _ReusedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What was written, what was taken over, and all that could have been."""
+    """What was written, what was taken over, and all that could have been taken over."""
 
     written: Written
     taken: tuple[_ReusedFile, ...]
@@ -431,7 +452,10 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """An item that the base holds unchanged. done: to be told when nobody needs its data any more."""
+    """An item that the base holds unchanged.
+
+    ``done`` is called once the item's data is not needed any more.
+    """
 
     held: HeldItem
     done: Callable[[], None]
@@ -446,9 +470,20 @@ def write_changed(
     threads: int | None = None,
     engine: WriteEngine = auto_engine,
 ) -> WrittenPart:
-    """Write this rank's items but those that the save ``previous`` holds unchanged.
+    """Write this rank's items, except those that the save ``previous`` holds unchanged.
 
-    memory: of the saves before; knows this one when it returns. Errors are those of writing.
+    Errors are those of writing.
+
+    Args:
+        items_here: What this rank writes.
+        site: Where it writes.
+        previous: The last committed save of its kind in the run; None if there is none.
+        memory: What is known of the saves before. It knows this save when the call returns.
+        threads: How many files are written at once. None: as many as pay there.
+        engine: Writes one file.
+
+    Returns:
+        What the coordinator has to know about this rank's files.
     """
     started = time.perf_counter()
     wanted = [item.index for item in items_here.items]
@@ -484,7 +519,10 @@ def write_changed(
 
 
 def _compare(items_here: RankItems, base: Base) -> dict[int, _Same]:
-    """By position in the plan. What has changed is resolved once more when it is written."""
+    """Return the unchanged items by position in the plan.
+
+    An item that has changed is resolved once more when it is written.
+    """
     same = {}
     for position, item in enumerate(items_here.items):
         held = base.items.get(item.index)
@@ -506,7 +544,7 @@ def _take(base: Base, in_use: Mapping[str, list[int]], site: Site, rank: int) ->
         if site.keys.shape is Shape.OBJECT:
             file = _listed(held, site) if held.record.is_shared else None
         else:
-            # No number twice: a link that was half made would pass for the next one.
+            # No number is used twice: a link that was only half made could be mistaken for the next one.
             name = f"{site.keys.save_id}/{data_name(rank, number)}"
             file = _linked(base, held, site, name)
         if file is not None:
@@ -515,7 +553,7 @@ def _take(base: Base, in_use: Mapping[str, list[int]], site: Site, rank: int) ->
 
 
 def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | None:
-    """The base's file and sidecar under names of our own, or None: they are written."""
+    """Link the base's file and sidecar to names of our own; None if that fails: they are written."""
     origin = base.origin_of(held)
     data = FileRecord(path, held.record.size_bytes, site.domain, sidecar_name(path), origin=origin)
     sidecar = dataclasses.replace(
@@ -539,7 +577,7 @@ def _linked(base: Base, held: HeldFile, site: Site, path: str) -> HeldFile | Non
 
 
 def _listed(held: HeldFile, site: Site) -> HeldFile | None:
-    """The base's file by its key, or None where it is not there with its size."""
+    """Return the base's file with its key; None if it is missing or has another size."""
     try:
         if drive(is_there(held.record), site.storage):
             return HeldFile(
@@ -554,7 +592,7 @@ def _listed(held: HeldFile, site: Site) -> HeldFile | None:
 
 
 def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
-    """What the coordinator is told: the files taken over first, then those written."""
+    """Return what the coordinator needs to know: files taken over first, then those written."""
     save_id, written, unchanged = site.keys.save_id, outcome.written, outcome.unchanged
     own = written_part(written, save_id, site.domain, save_id if site.is_shared else None)
     placed = [
@@ -574,7 +612,7 @@ def _part_of(site: Site, outcome: _Outcome) -> WrittenPart:
 
 
 def _as_base(items_here: RankItems, site: Site, part: WrittenPart, outcome: _Outcome) -> Base:
-    """This save, for the next one, should it be the one that the log calls the last committed."""
+    """Return this save as a base for the next one, should the log call it the last committed."""
     records = {record.path: record for record in part.files}
     files = {r.path: HeldFile(r, records[r.digests]) for r in part.files if r.digests is not None}
     items: dict[MetadataIndex, HeldItem] = {}

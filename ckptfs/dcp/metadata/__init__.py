@@ -1,13 +1,13 @@
 """``.metadata``, torch's description of a checkpoint: written, and read without trust.
 
     write    World, or torch's objects --metadata_writer--> bytes
-    read     bytes --metadata_reader--> Inventory  (by key; torch's objects only when asked for)
+    read     bytes --metadata_reader--> Inventory  (by key; torch's objects only on request)
                          |
                          +-- metadata_pickle, pickle_records: the pickle decoded, never run
 
-Ways in:
+Entry points:
 
     metadata_writer  from the columns of a save's plan, or from torch's objects
-    metadata_reader  what a load asks of it, by key
-    pickle_scan      what ``torch.save`` wrote, looked at before torch unpickles it
+    metadata_reader  what a load needs to know, by key
+    pickle_scan      checks what ``torch.save`` wrote before torch unpickles it
 """

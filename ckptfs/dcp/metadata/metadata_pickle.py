@@ -1,4 +1,4 @@
-"""The pickle inside ``.metadata``, decoded without Python's unpickler: nothing is called, nothing is hashed.
+"""Decode the pickle inside ``.metadata`` without Python's unpickler: nothing is called or hashed.
 
     decode(data)      -> the root object, as an ``Object``; ValueError and the like for anything else
 
@@ -8,14 +8,14 @@ the names that a ``.metadata`` needs; each opcode makes at most one small object
 bounded by the length of the file:
 
     an object of torch's      an Object: its class, and the state that BUILD gave it, once
-    a dict, a set             a flat list of what was put in. Nobody hashes a key that was not looked at
+    a dict, a set             a flat list of what was put in; no key is hashed before it was checked
     torch.Size                a tuple of at most 64 integers
     memo                      a list, as long as the file at most
 
-Most of a large file are three records that differ in numbers only: a chunk of a tensor, a tensor's header, and
-the place of an item. Each is recognised by one regular expression and made at once; the same bytes in another
-order are read opcode by opcode, with the same result. Of our own writer many have one length, and are read as
-columns (``ckptfs.dcp.metadata.pickle_records``).
+Most of a large file consists of three records that differ only in numbers: a chunk of a tensor, a tensor's
+header, and the place of an item. Each is recognised by one regular expression and made at once; the same
+bytes in another order are read opcode by opcode, with the same result. Our own writer makes many records of
+one length, which are read as columns (``ckptfs.dcp.metadata.pickle_records``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ DCP = "torch.distributed.checkpoint.metadata"
 OLD_DCP = "torch.distributed._shard.sharded_tensor.metadata"  # where torch < 2.3 had some
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 
-# torch takes no more; a long tuple that many refer to would be walked again for each.
+# torch accepts no more; a long tuple with many references to it would be visited once for each.
 MOST_DIMS = 64
 
 _new = tuple.__new__  # a NamedTuple's own __new__ is a Python function
@@ -84,7 +84,10 @@ def _no_record(*_: Any) -> int:
 
 
 class Kind:
-    """A class of torch's that a pickle may make objects of. record: of the pattern of its usual form."""
+    """A class of torch's that a pickle may instantiate.
+
+    ``record`` is the name of the pattern of its usual form.
+    """
 
     __slots__ = ("make", "name", "record")
 
@@ -105,7 +108,10 @@ INDEX: Final = Kind("MetadataIndex", "item")
 
 
 class Object:
-    """An object of one of torch's classes. state: a Dict or a tuple; None until BUILD gives one."""
+    """An object of one of torch's classes.
+
+    ``state`` is a Dict or a tuple; None until BUILD sets it.
+    """
 
     __slots__ = ("kind", "state")
 
@@ -115,7 +121,7 @@ class Object:
 
 
 class Dict(list[Any]):
-    """Keys and values in turn, in the order in which they were put in."""
+    """Alternating keys and values, in the order in which they were put in."""
 
     __slots__ = ()
 
@@ -127,7 +133,7 @@ class SetOf(list[Any]):
 
 
 class PathOf(NamedTuple):
-    """A path. kind: the name of a class of pathlib."""
+    """A path; ``kind`` is the name of a class of pathlib."""
 
     kind: str
     parts: tuple[str, ...]
@@ -149,7 +155,7 @@ class Index(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an item lies: a path as the manifest has it, and bytes."""
+    """The place of an item: a path as the manifest has it, and offset and length in bytes."""
 
     path: Any
     offset: Any
@@ -157,7 +163,7 @@ class Place(NamedTuple):
 
 
 class _Function:
-    """Something that REDUCE may call."""
+    """A function that REDUCE may call."""
 
     __slots__ = ("call",)
 
@@ -166,7 +172,7 @@ class _Function:
 
 
 class _Hidden:
-    """Stands in the memo for what a record made on its way; no pickler refers to it."""
+    """A placeholder in the memo for intermediate values of a record; no pickler refers to them."""
 
     __slots__ = ()
 
@@ -191,7 +197,10 @@ def _set_of(items: Any = ()) -> SetOf:
 
 
 class SetOfList(SetOf):
-    """A set of a list that may grow: looked at when all is read, so that it is copied once at most."""
+    """A set of a list that may still grow.
+
+    It is evaluated once everything is read, so that it is copied at most once.
+    """
 
     __slots__ = ("items",)
 
@@ -214,14 +223,14 @@ def _layouts() -> dict[str, torch.layout]:
 
 
 def names() -> Mapping[tuple[str, str], Kind | _Function]:
-    """All that a pickle may name, besides torch's dtypes."""
+    """Return all that a pickle may name, in addition to torch's dtypes."""
     encoding: Any = _torch.mem_format_encoding()
     members = [*encoding]
     by_value = _Function({member.value: member for member in members}.__getitem__)
     by_name = {member.name: member for member in members}
 
     def member_named(kind: Any, name: str) -> Any:
-        """What stock torch on Python 3.11.2 writes for a member; of nothing else an attribute."""
+        """Return what stock torch on Python 3.11.2 writes for a member; refuse any other getattr."""
         if kind is not by_value:
             raise NotAllowedError("builtins.getattr")
         return by_name[name]
@@ -250,11 +259,11 @@ def names() -> Mapping[tuple[str, str], Kind | _Function]:
 _SIZE: Final = _Function(_size)
 _CHUNK_NAMES = ("offsets", _SIZE, "sizes", _SIZE)
 _TENSOR_NAMES = ("properties", PROPERTIES, "size", _SIZE, "chunks")
-# The groups of their patterns that may be columns: of a chunk offsets and sizes, of an item key, number,
-# where it begins, path, offset and length.
+# The groups of the patterns that may be columns. Of a chunk: offsets and sizes. Of an item: key, number,
+# where the chunk begins, path, offset and length.
 _CHUNK_COLUMNS = (3, 6)
 _ITEM_COLUMNS = (2, 4, 7, 10, 12, 14)
-_WORTH_A_TRY = 4  # records of one form behind each other, before the next are taken for columns
+_WORTH_A_TRY = 4  # after as many records of one form in a row, the next are tried as columns
 _ITEM_NAMES = ("fqn", "index", INFO, "relative_path", "offset", "length", "offset", _SIZE)
 
 
@@ -270,12 +279,12 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
-        # Numbers that PUT left out: MEMOIZE then means another one for each unpickler.
+        # Whether PUT left out numbers: then unpicklers disagree about the number that MEMOIZE uses.
         self.has_holes = False
         self.names = names()
         self.numbers = Numbers()
         self.ints = Ints()
-        # Opcodes of records whose names were looked up; a PUT over one of them forgets them.
+        # Opcodes of records with names that were looked up; cleared by a PUT that overwrites an entry.
         self.known: set[tuple[Any, ...]] = set()
         self.states: dict[tuple[bytes, ...], tuple[Any, ...]] = {}
         self.tensors: dict[bytes, tuple[Any, ...]] = {}
@@ -283,7 +292,7 @@ class _Machine:
     # -- what every opcode needs
 
     def take(self, count: int) -> bytes:
-        """The next bytes. ValueError: there are fewer."""
+        """Return the next bytes. ValueError: there are fewer."""
         start = self.at
         self.at = end = start + count
         if end > len(self.data):
@@ -291,26 +300,26 @@ class _Machine:
         return self.data[start:end]
 
     def skip(self, count: int) -> None:
-        """Past bytes that say nothing."""
+        """Skip bytes that have no meaning here."""
         self.at += count
 
     def sized(self, width: int) -> bytes:
-        """Bytes that follow their own length."""
+        """Return bytes that follow their own length."""
         return self.take(int.from_bytes(self.take(width), "little"))
 
     def get(self, number: int) -> Any:
-        """What is in the memo."""
+        """Return a memo entry."""
         value = self.memo[number]
         if value is _HIDDEN:
             raise ValueError(f"it refers to number {number}, which no pickler refers to")
         return value
 
     def got(self, raw: bytes) -> Any:
-        """What BINGET or LONG_BINGET push."""
+        """Return what BINGET or LONG_BINGET push."""
         return self.get(raw[1] if raw[0] == BINGET else int.from_bytes(raw[1:], "little"))
 
     def put(self, number: int) -> None:
-        """PUT: what is on top, under this number."""
+        """Perform PUT: store the top of the stack under this number."""
         memo = self.memo
         if number == len(memo):
             memo.append(self.stack[-1])
@@ -320,14 +329,14 @@ class _Machine:
                 raise ValueError(f"a memo of {number} entries in {len(self.data)} bytes")
             memo.extend([_HIDDEN] * (number + 1 - len(memo)))
             self.has_holes = True
-        elif memo[number] is not _HIDDEN:  # nothing that is known refers to what was hidden
+        elif memo[number] is not _HIDDEN:  # no cached record refers to a hidden entry
             self.known.clear()
             self.states.clear()
             self.tensors.clear()
         memo[number] = self.stack[-1]
 
     def marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Pop and return what was pushed since the last mark."""
         begin = self.marks.pop()
         if begin > len(self.stack):
             raise ValueError("a mark above the stack")
@@ -338,8 +347,12 @@ class _Machine:
     # -- opcodes
 
     def record(self, kind: Kind, at: int, got: bytes) -> int:
-        """The record that begins behind the opcode that got its class, and the ones of the same class right
-        behind it, made at once. got: that opcode. Where they end; 0: it is none of the usual form.
+        """Make a record, and the records of the same class that follow it directly.
+
+        The record begins after ``got``, the opcode that gets its class from the memo.
+
+        Returns:
+            Where the records end; 0 if the first one does not have the usual form.
         """
         is_kept = self.data[at + 2 : at + 3] == b"\x94"
         if is_kept and self.has_holes:
@@ -347,7 +360,7 @@ class _Machine:
         return kind.make(self, PATTERNS[is_kept][kind.record], at, got, is_kept)
 
     def are(self, raws: tuple[Any, ...], values: Sequence[Any]) -> bool:
-        """Whether these opcodes get these values; if so they are known."""
+        """Return whether these opcodes get these values; if they do, remember them as known."""
         for raw, value in zip(raws, values, strict=True):
             if raw is not None:
                 found = self.got(raw)
@@ -357,7 +370,7 @@ class _Machine:
         return True
 
     def chunks(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
-        """Chunks with their offsets and sizes."""
+        """Make chunks with their offsets and sizes."""
         data, end, count = self.data, 0, 0
         while found := pattern.match(data, at):
             made = self.chunk(found.groups(), is_kept)
@@ -379,7 +392,7 @@ class _Machine:
         return end
 
     def many_chunks(self, alike: RecordColumns, at: int) -> int:
-        """What follows at ``at`` as long as it has the form of the chunk before. Where it ends."""
+        """Make the chunks from ``at`` on that have the form of the one before; return their end."""
         for block in alike.blocks(at):
             count = len(block)
             offsets, sizes = (tuples_of(alike.numbers(block, n), count) for n in (0, 1))
@@ -388,7 +401,7 @@ class _Machine:
         return at
 
     def chunk(self, groups: tuple[Any, ...], is_kept: bool) -> Chunk | None:  # noqa: FBT001
-        """A chunk; None: it is none of the usual form."""
+        """Return a chunk; None if it does not have the usual form."""
         one, size, raw, two, size_too, raw_too = groups
         raws = (one, size, two, size_too)
         if raws not in self.known and not self.are(raws, _CHUNK_NAMES):
@@ -406,12 +419,13 @@ class _Machine:
         return made
 
     def keep_size(self, raw: bytes, numbers: tuple[int, ...]) -> None:
-        """What a pickler keeps of a torch.Size: the numbers, the arguments, and the size."""
+        """Add to the memo what a pickler keeps of a torch.Size: numbers, arguments, and the size."""
         self.memo += (_HIDDEN, numbers) if raw == b")" else (numbers, _HIDDEN, numbers)
 
     def tensor(self, pattern: re.Pattern[bytes], at: int, _: bytes, is_kept: bool) -> int:  # noqa: FBT001
-        """A tensor's properties and size, and the list that its chunks come into. Where there is one chunk,
-        which is the case of most, the whole tensor.
+        """Make a tensor's properties and size, and the list for its chunks.
+
+        If there is one chunk, which is the usual case, make the whole tensor.
         """
         found = pattern.match(self.data, at)
         if found is None:
@@ -422,7 +436,7 @@ class _Machine:
             parts = self.tensor_parts(found, is_kept)
             if parts is None:
                 return 0
-            if not is_kept:  # the same bytes again say the same
+            if not is_kept:  # the same bytes have the same meaning when they occur again
                 self.tensors[self.data[at:end]] = parts
         state, size, raw, chunk = parts
         properties, made, fields = Object(PROPERTIES, state), Object(TENSOR), Dict()
@@ -449,8 +463,10 @@ class _Machine:
         return found.end(TENSOR_HEAD)
 
     def tensor_parts(self, found: re.Match[bytes], is_kept: bool) -> tuple[Any, ...] | None:  # noqa: FBT001
-        """The state of its properties, its size and the opcodes of that, and where nothing is kept its only
-        chunk. None: it is none of the usual form.
+        """Return the state of the properties, the size, the size's opcodes, and the only chunk.
+
+        The chunk is made only if nothing is kept in the memo. None if the tensor does not have the usual
+        form.
         """
         groups = found.groups()
         one, kind, first, second, flag, fourth, flag_too, two, size_name, raw, three = groups[:11]
@@ -475,7 +491,7 @@ class _Machine:
         return state, size, raw, chunk
 
     def items(self, pattern: re.Pattern[bytes], at: int, got: bytes, is_kept: bool) -> int:  # noqa: FBT001
-        """The indexes of items, and their places."""
+        """Make the indexes of items, and their places."""
         data, stack, memo, known = self.data, self.stack, self.memo, self.known
         numbers, ints = self.numbers, self.ints
         last = -1 if is_kept else None
@@ -515,7 +531,7 @@ class _Machine:
         return end
 
     def many_items(self, alike: RecordColumns, at: int, *, has_begin: bool) -> int:
-        """What follows at ``at`` as long as it has the form of the item before. Where it ends."""
+        """Make the items from ``at`` on that have the form of the one before; return their end."""
         for block in alike.blocks(at):
             count = len(block)
             keys, hints, begins, paths, offsets, lengths = (
@@ -535,7 +551,7 @@ class _Machine:
         return at
 
     def global_of(self, module: Any, name: Any) -> Any:
-        """What the pickle may use under this name."""
+        """Return what the pickle may use under this name."""
         if type(module) is not str or type(name) is not str:
             raise ValueError("a name that is no text")
         if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
@@ -548,42 +564,42 @@ class _Machine:
         return known
 
     def new_object(self) -> None:
-        """NEWOBJ: of a class of torch's, without arguments."""
+        """Perform NEWOBJ for a class of torch's, without arguments."""
         arguments, kind = self.stack.pop(), self.stack.pop()
         if type(kind) is not Kind or arguments != ():
             raise ValueError("an object of something that is no class of DCP's")
         self.stack.append(Object(kind))
 
     def reduce(self) -> None:
-        """REDUCE: a function of the list, called with a tuple."""
+        """Perform REDUCE for a function of the list, called with a tuple."""
         arguments, function = self.stack.pop(), self.stack.pop()
         if type(function) is not _Function or type(arguments) is not tuple:
             raise ValueError("a call of something that is no function of DCP's")
         self.stack.append(function.call(*arguments))
 
     def build(self) -> None:
-        """BUILD: gives an object its state, once."""
+        """Perform BUILD: give an object its state, once."""
         state, made = self.stack.pop(), self.stack[-1]
         if type(made) is not Object or made.state is not None or type(state) not in (Dict, tuple):
             raise ValueError("a state of something that has none, or has one")
         made.state = state
 
     def put_in(self, items: Sequence[Any]) -> None:
-        """SETITEM, SETITEMS."""
+        """Perform SETITEM or SETITEMS."""
         target = self.stack[-1]
         if type(target) is not Dict or len(items) % 2:
             raise ValueError("an item of something that is no dict")
         target.extend(items)
 
     def append(self, items: Sequence[Any], kind: type[list[Any]] = list) -> None:
-        """APPEND, APPENDS, ADDITEMS."""
+        """Perform APPEND, APPENDS or ADDITEMS."""
         target = self.stack[-1]
         if type(target) is not kind:
             raise ValueError("an element of something that is no list, or no set")
         target.extend(items)
 
     def run(self) -> Any:
-        """All opcodes up to STOP."""
+        """Perform all opcodes up to STOP, and return the root object."""
         data, stack, memo = self.data, self.stack, self.memo
         append, opcodes = stack.append, _OPCODES
         at = self.at
@@ -634,7 +650,7 @@ class _Machine:
                 at = self.at
 
     def root(self) -> Any:
-        """What is left on the stack at STOP."""
+        """Return the only value on the stack at STOP."""
         if len(self.stack) != 1 or self.marks:
             raise ValueError("it ends with something on the stack")
         return self.stack[0]
@@ -769,7 +785,9 @@ _OPCODES: Mapping[int, Callable[[_Machine], None]] = {
 
 
 def decode(data: bytes) -> Any:
-    """The root of the pickle. NotAllowedError: it asks for what no ``.metadata`` needs. Damaged or hostile
-    bytes raise ValueError, IndexError, KeyError or TypeError; in time and memory of their length.
+    """Return the root of the pickle, in time and memory of its length.
+
+    NotAllowedError: it asks for something that no ``.metadata`` needs. Damaged or hostile bytes raise
+    ValueError, IndexError, KeyError or TypeError.
     """
     return _Machine(data).run()

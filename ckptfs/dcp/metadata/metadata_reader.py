@@ -1,25 +1,25 @@
-"""``.metadata`` read without trusting it.
+"""Read ``.metadata`` without trusting it.
 
-    read_inventory(data, where)     what a load asks for, by key; torch's objects only when asked for
+    read_inventory(data, where)     what a load asks for, by key; torch's objects only on request
     decode_metadata(data, where)    all of it as torch's objects
 
-An ``Inventory`` is asked by key:
+An ``Inventory`` answers by key:
 
     inventory.tensor(key)            SavedTensor: sizes, dtype, boxes of the chunks; None for an object
     inventory.place(key, offsets)    the file, the offset and the length of an item
 
     Whole      over torch's objects
-    Columns    over what was decoded of a file
+    Columns    over the decoded contents of a file
     Renamed    over either: a rank's own keys (per_rank=) under their plain names
 
 A checkpoint may come from a bucket that others write to, and a pickle is a program (pytorch #189308).
-``ckptfs.dcp.metadata.metadata_pickle`` decodes it without running it. Here everything is checked once, in passes over
-all of a million records that run in C: kinds, dimensions, numbers, and paths that leave the checkpoint. A key is
-hashed only after it was looked at, and only where not many others have its hash: tuples of integers can be
-made to collide.
+``ckptfs.dcp.metadata.metadata_pickle`` decodes it without running it. Here everything is checked once, in
+passes over up to a million records that run in C: kinds, dimensions, numbers, and paths that leave the
+checkpoint. A key is hashed only after it was checked, and only if not many others have its hash: tuples of
+integers can be made to collide.
 
-torch's classes cost a Python call for each object; a checkpoint of 1024 ranks has a million of them and a rank
-reads a thousand. They are made when ``metadata`` asks for them.
+torch's classes cost a Python call for each object; a checkpoint of 1024 ranks has a million of them and a
+rank reads a thousand. They are made when ``metadata`` is called.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ Box = tuple[Sequence[int], Sequence[int]]  # offsets in the tensor, sizes
 
 
 class SavedTensor(NamedTuple):
-    """A tensor as it was saved. chunks: opaque; ``box`` tells of one where it lies."""
+    """A tensor as it was saved.
+
+    ``chunks`` are opaque; ``box`` returns the position of one of them in the tensor.
+    """
 
     sizes: Sequence[int]
     dtype: torch.dtype
@@ -99,34 +102,35 @@ class SavedTensor(NamedTuple):
     box_of: Callable[[Any], Box]
 
     def box(self, number: int) -> Box:
-        """The place of one chunk in the tensor."""
+        """Return the offsets and sizes of one chunk."""
         return self.box_of(self.chunks[number])
 
 
 class Inventory(Protocol):
-    """What a load asks of a checkpoint's metadata. Read only; one thread."""
+    """What a load needs to know of a checkpoint's metadata. Read only; one thread."""
 
     @property
     def keys(self) -> Collection[str]:
-        """Everything that was saved, in torch's order; ``in`` is quick."""
+        """All saved keys, in torch's order; ``in`` is quick."""
 
     def tensor(self, key: str) -> SavedTensor | None:
-        """The tensor under a key that is there; None for an object."""
+        """Return the tensor under a saved key; None for an object."""
 
     def place(self, key: str, offsets: Sequence[int] | None) -> Place:
-        """Where the chunk that begins at ``offsets`` lies, or the object (None). ManifestError: nowhere.
-        StateError: in a form that only another reader knows.
+        """Return the place of the chunk that begins at ``offsets``, or of an object (None).
+
+        ManifestError: it has no place. StateError: it has a form that only another reader knows.
         """
 
     def number(self, key: str, offsets: Sequence[int]) -> int | None:
-        """Which of the tensor's chunks begins there, if that is known: a hint, to be checked."""
+        """Return the number of the chunk that begins there, if it is known: a hint, to be checked."""
 
     def metadata(self) -> Metadata:
-        """All of it as torch's objects, which are made now."""
+        """Return all of it as torch's objects, which are made now."""
 
 
 class Whole:
-    """Metadata that is there as torch's objects."""
+    """Metadata that exists as torch's objects."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
@@ -153,7 +157,7 @@ class Whole:
         return Place(info.relative_path, info.offset, info.length)
 
     def number(self, key: str, offsets: Sequence[int]) -> int | None:
-        """As ``Inventory.number``: the hint of an item is not kept by the place of it."""
+        """Return None: a look-up in torch's metadata does not give an item's hint."""
         return None
 
     def metadata(self) -> Metadata:
@@ -162,10 +166,10 @@ class Whole:
 
 
 class Renamed:
-    """Another's metadata with other names for some keys."""
+    """Another inventory with new names for some keys."""
 
     def __init__(self, inventory: Inventory, names: Mapping[str, str]) -> None:
-        """names: as the keys are in ``inventory`` -> as they shall be."""
+        """Rename keys; ``names``: the key in ``inventory`` -> the new key."""
         self._inventory = inventory
         self._names = names
         self._stored = {new: old for old, new in names.items()}
@@ -201,7 +205,7 @@ def _box_of_chunk(chunk: Any) -> Box:
 
 
 def nowhere(key: str) -> ManifestError:
-    """The error for an item without a place."""
+    """Return the error for an item without a place."""
     return ManifestError(
         f".metadata gives no place for {key!r}",
         hint="it was saved incompletely; load another checkpoint",
@@ -209,7 +213,7 @@ def nowhere(key: str) -> ManifestError:
 
 
 def refuse_extensions(info: Any, key: str) -> None:
-    """StateError for an item that was written through stream extensions of torch's."""
+    """Raise StateError for an item that was written through torch's stream extensions."""
     if getattr(info, "transform_descriptors", None):
         raise StateError(
             f"{key!r} was written through stream extensions {info.transform_descriptors}",
@@ -223,18 +227,25 @@ _SECOND = itemgetter(1)
 _new = tuple.__new__
 
 _FIELDS_2_13 = 5
-_KINDS = 1000  # of tensors in one checkpoint: dtypes, layouts, and whether they want gradients
-_DEPTH = 50  # of what a planner may have put into planner_data
+_KINDS = 1000  # kinds of tensors in one checkpoint: dtypes, layouts, requires_grad
+_DEPTH = 50  # of the values that a planner may have put into planner_data
 
 
 def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> Inventory:
-    """The metadata in ``data``, executing nothing, in time and memory of its length.
+    """Read the metadata in ``data``, executing nothing, in time and memory of its length.
 
-    shared: what the manifest lists below ``_data/`` of the run. For stock readers such files have
-    rooted paths; here they get the manifest's, wherever the run lies now.
+    Args:
+        data: The contents of ``.metadata``.
+        where: Its URI, for errors.
+        shared: What the manifest lists below ``_data/`` of the run. For stock readers such files have absolute
+            paths; here they get the manifest's paths, which are right even if the run was moved.
 
-    ManifestError naming ``where`` for anything that is not a DCP ``.metadata`` alone: a class
-    outside the list (named), a truncated or foreign pickle, a path that leaves the checkpoint.
+    Returns:
+        The inventory.
+
+    Raises:
+        ManifestError: It is anything but the ``.metadata`` of DCP, and names ``where``: a class outside the
+            list (named), a truncated or foreign pickle, a path that leaves the checkpoint.
     """
     try:
         with gc_paused():
@@ -249,7 +260,7 @@ def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> 
             "torch.distributed.checkpoint would execute it",
         ) from error
     except Exception as error:
-        # Hostile bytes raise what they like: KeyError, IndexError, OverflowError, AttributeError ...
+        # Hostile bytes can cause any error: KeyError, IndexError, OverflowError, AttributeError ...
         raise ManifestError(
             f"damaged .metadata: {type(error).__name__}: {error}",
             uri=where,
@@ -258,12 +269,12 @@ def read_inventory(data: bytes, where: object, shared: Collection[str] = ()) -> 
 
 
 def decode_metadata(data: bytes, where: object, shared: Collection[str] = ()) -> Metadata:
-    """``read_inventory`` as torch's objects."""
+    """Return what ``read_inventory`` reads as torch's objects."""
     return read_inventory(data, where, shared).metadata()
 
 
 class _Tensor:
-    """The metadata of one tensor. chunks: each a Chunk."""
+    """The metadata of one tensor; its ``chunks`` are Chunk tuples."""
 
     __slots__ = ("chunks", "properties", "size")
 
@@ -277,7 +288,7 @@ class Columns:
     """Metadata as it was decoded and checked."""
 
     def __init__(self, data: bytes, where: object, shared: Collection[str]) -> None:
-        """Arguments are ``read_inventory``'s; anything is raised where the metadata is damaged."""
+        """Decode and check. Arguments are those of ``read_inventory``; any error if it is damaged."""
         self._where = where
         root = decode(data)
         if type(root) is not Object or root.kind is not METADATA:
@@ -345,7 +356,7 @@ class Columns:
             self._places = dict(zip(found, range(len(self._indexes)), strict=True))
         return self._places
 
-    # -- checks: every line is one pass in C over all of a million
+    # -- checks: every line is one pass in C over up to a million records
 
     def _checked_entries(self, flat: Dict) -> dict[str, _Tensor | None]:
         keys, values = flat[::2], flat[1::2]
@@ -353,7 +364,7 @@ class Columns:
         entries = {key: self._entry(key, value) for key, value in zip(keys, values, strict=True)}
         tensors = [entry for entry in entries.values() if entry is not None]
         lists = [*map(attrgetter("chunks"), tensors)]
-        # One list of many chunks, in many tensors, would be walked for each.
+        # One list of many chunks that many tensors share would be visited for each of them.
         _need(sum(map(len, lists)) <= self._budget, "more chunks than it has bytes")
         if _types(chain.from_iterable(lists)) - {Chunk}:
             for tensor in tensors:
@@ -372,7 +383,7 @@ class Columns:
         _need(all(map(_is_flat_state, states)), "properties of a tensor that are none")
         kinds = {*states}
         _need(len(kinds) <= _KINDS, "too many kinds of tensors")
-        for state in kinds:  # what torch does not take is not believed here either
+        for state in kinds:  # a state that torch does not accept is refused here too
             _properties_of(state)
         return entries
 
@@ -443,12 +454,12 @@ class Columns:
         return made, place
 
     def _checked_paths(self, shared: Collection[str]) -> dict[str, str]:
-        """The paths that the manifest has otherwise."""
+        """Return the paths that differ in the manifest; refuse those that leave the checkpoint."""
         renamed: dict[str, str] = {}
         for path in set(map(_FIRST, self._infos)):
             root, found, below = path.rpartition(f"/{SHARED}/")
             if found and root.startswith("/") and below in shared:
-                # Not the root that stands there: the run may have been copied to another bucket.
+                # The root in the path is ignored: the run may have been copied to another bucket.
                 renamed[path] = below
             elif not stays_inside(path):
                 raise ManifestError(
@@ -489,7 +500,7 @@ _TENSOR_FIELDS = ["properties", "size", "chunks"]
 
 
 def _fields(made: Object) -> dict[str, Any]:
-    """The state of an object; ValueError where it is none."""
+    """Return the state of an object as a dict; ValueError if it has none."""
     state = made.state
     if type(state) is not Dict or _types(names := state[::2]) - {str}:
         raise ValueError(f"a {made.kind.name} without fields")
@@ -513,13 +524,13 @@ def _index_of(value: Any) -> Index | None:
 
 
 def _is_flat_state(state: tuple[Any, ...]) -> bool:
-    """Whether it is a state of TensorProperties: nothing that is slow to hash, the dtype first."""
+    """Return whether it is a state of TensorProperties: quick to hash, and the dtype first."""
     plain = (torch.dtype, torch.layout, bool, type(None), _torch.mem_format_encoding())
     return (
         1 <= len(state) <= _FIELDS_2_13 + 1
         and type(state[0]) is torch.dtype
         and all(isinstance(value, plain) for value in state[:_FIELDS_2_13])
-        # What torch 2.15 appended: a value that no reader of ours asks for.
+        # What torch 2.15 appended: a value that no reader here uses.
         and all(_is_short(value) for value in state[_FIELDS_2_13:])
     )
 
@@ -531,7 +542,10 @@ def _is_short(value: Any) -> bool:
 
 
 def _properties_of(state: tuple[Any, ...]) -> TensorProperties:
-    """The state of any version; ValueError, RuntimeError or TypeError for what torch does not take."""
+    """Make properties from the state of any version.
+
+    ValueError, RuntimeError or TypeError for a state that torch does not accept.
+    """
     made = TensorProperties.__new__(TensorProperties)
     try:
         made.__setstate__(state)
@@ -549,15 +563,16 @@ def _check_sizes(sizes: Collection[Any]) -> None:
 
 
 class _Plain:
-    """Makes what a planner left in ``.metadata`` into plain objects, each copied no more often than the
-    file is long.
+    """Converts what a planner put into ``.metadata`` to plain objects.
+
+    It makes at most as many values as the file has bytes.
     """
 
     def __init__(self, budget: int) -> None:
         self._left = budget
 
     def of(self, value: Any, depth: int = 0) -> Any:
-        """The value; ValueError where it repeats more than the file holds, or is nested too deep."""
+        """Convert a value; ValueError if it repeats more than the file holds or is nested too deep."""
         kind = type(value)
         if kind in (str, bytes, bytearray):
             return value
@@ -565,13 +580,13 @@ class _Plain:
         if kind in _ATOMS:
             return value
         if kind not in _CONTAINERS:
-            # What a pickle may name and nobody saves, such as a function, is no value.
+            # A pickle may name functions, for example, but they are not values that are saved.
             _need(isinstance(value, _VALUES), f"a {_kind_of(value)} in a place that has none")
             return value
         if depth > _DEPTH:
             raise ValueError("it is nested too deep")
         if kind is tuple:
-            if _types(value) <= {str, int}:  # the path of a key: nearly all of them
+            if _types(value) <= {str, int}:  # the path of a key, the usual case
                 self._spend(len(value))
                 return value
             return tuple([self.of(one, depth + 1) for one in value])
@@ -585,7 +600,7 @@ class _Plain:
             self._spend(len(keys))
             values = value[1::2]
             if _types(values) == {tuple} and _types(chain.from_iterable(values)) <= {str, int}:
-                self._spend(sum(map(len, values)))  # the paths of keys: all there is, mostly
+                self._spend(sum(map(len, values)))  # the paths of keys, the usual case
             else:
                 values = [self.of(one, depth + 1) for one in values]
             return dict(zip(keys, values, strict=True))
@@ -610,7 +625,7 @@ class _Plain:
         raise ValueError(f"a {_kind_of(value)} in a place that has none")
 
     def _key(self, value: Any) -> Any:
-        """A key or an element of a set: nothing that is slow to hash."""
+        """Return a key or an element of a set; refuse anything that is slow to hash."""
         if type(value) is tuple:
             _need(len(value) <= MOST_DIMS, "a key that is too long")
             _need(_types(value) <= _ATOMS, "a key that is nested")
@@ -629,7 +644,7 @@ class _Plain:
 _ATOMS = {str, int, float, bool, bytes, type(None)}
 _CONTAINERS = {tuple, list, Dict, SetOf, SetOfList, PathOf, Object, Chunk, Index, Place, Kind}
 _VALUES = (torch.dtype, torch.layout, enum.Enum)
-# A checkpoint_id of another system cannot be a concrete path here; it is only shown.
+# A checkpoint_id from another system cannot be a concrete path here; it is only displayed.
 _FLAVOURS: Mapping[str, Callable[..., pathlib.PurePath]] = {
     "Path": pathlib.PurePath,
     "PurePath": pathlib.PurePath,
@@ -654,7 +669,7 @@ def _box_of(chunk: Any) -> Box:
 
 
 def _kind_of(value: object) -> str:
-    """What it is, in a word."""
+    """Return the name of its kind."""
     if type(value) is Object:
         return value.kind.name
     return {Dict: "dict", Index: INDEX.name, Place: INFO.name, Chunk: CHUNK.name}.get(
@@ -663,12 +678,15 @@ def _kind_of(value: object) -> str:
 
 
 def _short(value: object) -> str:
-    """Text, or what it is: a few lists, each twice in the next, make a repr without end."""
+    """Return a text, shortened, or else the name of its kind.
+
+    A full repr could be endless: a few lists, each twice in the next, are enough.
+    """
     return repr(value[:200]) if isinstance(value, str) else f"a {_kind_of(value)}"
 
 
 def stays_inside(path: str) -> bool:
-    """Whether a relative path names something below the checkpoint on every storage."""
+    """Return whether a relative path names something below the checkpoint on every storage."""
     clean = posixpath.normpath(path)
     escapes = clean.startswith(("/", "../")) or clean in ("..", ".")
     return bool(path) and not escapes and not any(bad in path for bad in ("://", "\\", "\0"))

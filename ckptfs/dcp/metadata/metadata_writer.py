@@ -1,12 +1,12 @@
-"""``.metadata`` written as torch 2.13 writes it: from the columns of a plan, or from torch's objects.
+"""Write ``.metadata`` as torch 2.13 does: from the columns of a plan, or from torch's objects.
 
     describe(metadata, places, ...)   torch's objects, completed as stock's writer completes them
     encode_metadata(metadata)         their pickle, protocol 4; unpickles equal in torch 2.6 to 2.15
 
-Versions differ in one place: torch 2.15 appends a field to TensorProperties, which 2.13 cannot unpack. It is
-written without, and read with or without.
+Versions differ in one place: torch 2.15 appends a field to TensorProperties, which 2.13 cannot unpack. The
+field is not written; readers accept it with and without.
 
-From columns the opcodes of the pickle are written directly, many equal records at a time:
+From columns, the opcodes of the pickle are written directly, many similar records at a time:
 
     placed_in(world, parts, root)     checked: what was planned was written, inside its files   -> Placed
     places_for(world, placed, ranks)  the entries of one ``.metadata``                          -> Places
@@ -20,10 +20,10 @@ That file is one pickle, protocol 4, in one frame:
     paths        key (LONG_BINGET) -> tuple of strings and ints
     places       MetadataIndex -> _StorageInfo, one MARK ... SETITEMS
 
-Chunks and places are records without memo operations: numbers are BININT (J and 4 bytes) or, in a region
-with one that does not fit, LONG1 of 8 bytes, all of them; keys and paths are LONG_BINGET. So the length of a
-record does not depend on its numbers: all records of tensors of as many dimensions have one length, and
-numpy makes them by the million:
+Chunks and places are records without memo operations. Their numbers are BININT (J and 4 bytes). If one number
+of a region does not fit, all numbers of the region are LONG1 with 8 bytes. Keys and paths are LONG_BINGET. So
+the length of a record does not depend on its numbers: all records of tensors with the same number of
+dimensions have the same length, and numpy makes millions of them at once:
 
     record = Record(b"...").number("offset", 4).fixed(b"...")     opcodes with holes
     fill([record, ...], kinds, columns)                           one after another, holes filled
@@ -74,7 +74,7 @@ __all__ = [
     "places_for",
 ]
 
-# What torch 2.13 writes; older versions write None and read it.
+# torch 2.13 writes this; older versions write None, and read this too.
 DCP_VERSION = "1.0.0"
 
 _PROTOCOL = 4  # the highest that every supported Python writes by default or reads
@@ -88,9 +88,9 @@ def describe(
     checkpoint_id: str,
     save_id: str,
 ) -> Metadata:
-    """The planner's metadata completed as stock's writer completes it. Coordinator only.
+    """Complete the planner's metadata as stock's writer does. Coordinator only.
 
-    ``storage_data``: item -> (path relative to the checkpoint, offset, length), bytes.
+    ``storage_data``: item -> (path relative to the checkpoint, offset, length), in bytes.
     """
     metadata.storage_data = {
         index: _torch.storage_info(path, offset, length)
@@ -102,7 +102,7 @@ def describe(
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """The bytes of ``.metadata``."""
+    """Return the bytes of ``.metadata``."""
     buffer = io.BytesIO()
     with gc_paused():
         MetadataPickler(buffer, _PROTOCOL).dump(metadata)
@@ -110,12 +110,14 @@ def encode_metadata(metadata: Metadata) -> bytes:
 
 
 class MetadataPickler(pickle.Pickler):
-    """Writes TensorProperties as torch 2.13 does, under every torch, and enums alike under every
-    Python: 3.11.2 for one writes them as ``getattr``, 3.11.7 does not.
+    """Pickles TensorProperties as torch 2.13 does, and enums alike under every Python.
+
+    Both are independent of the installed versions. Python 3.11.2, for example, writes enums as ``getattr``,
+    and 3.11.7 does not.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """As ``pickle.Pickler``."""
+        """As in ``pickle.Pickler``."""
         if type(obj) is _torch.mem_format_encoding():
             return type(obj), (obj.value,)
         if type(obj) is TensorProperties:
@@ -126,16 +128,16 @@ class MetadataPickler(pickle.Pickler):
 
     @staticmethod
     def state_of(properties: TensorProperties) -> tuple[Any, ...]:
-        """What is written of them."""
+        """Return the part of the properties that is written."""
         return tuple(properties.__getstate__()[:_FIELDS_2_13])
 
 
-_BLOCK = 1 << 16  # rows made at once: what is copied twice stays small
+_BLOCK = 1 << 16  # rows made at once, so that temporary copies stay small
 _SHORT = 256
 
 
 def text(string: str) -> bytes:
-    """Opcodes that push a string."""
+    """Return opcodes that push a string."""
     data = string.encode("utf-8", "surrogatepass")
     if len(data) < _SHORT:
         return b"\x8c%c" % len(data) + data
@@ -143,7 +145,7 @@ def text(string: str) -> bytes:
 
 
 def number_width(*columns: Ints) -> int:
-    """Bytes that hold every number of a region: 4 where they can, else 8."""
+    """Return how many bytes hold every number of a region: 4 if possible, else 8."""
     most = max((int(column.max(initial=0)) for column in columns), default=0)
     return 4 if most < 1 << 31 else 8
 
@@ -156,16 +158,16 @@ class Record:
         self.holes: list[tuple[str, int | None, int, int]] = []  # column, its part, place, width
 
     def fixed(self, opcodes: bytes) -> Self:
-        """Opcodes that all have."""
+        """Add opcodes that are the same in all records."""
         self.opcodes += opcodes
         return self
 
     def number(self, column: str, width: int, part: int | None = None) -> Self:
-        """An int of the column: BININT, or LONG1 of 8 bytes."""
+        """Add an int of the column: BININT, or LONG1 with 8 bytes."""
         return self._hole(b"J" if width == 4 else b"\x8a\x08", column, width, part)  # noqa: PLR2004
 
     def numbers(self, column: str, count: int, width: int) -> Self:
-        """A tuple of the first ``count`` ints of a row of the column."""
+        """Add a tuple of the first ``count`` ints of a row of the column."""
         if count > 3:  # noqa: PLR2004 - TUPLE1, TUPLE2, TUPLE3, and MARK ... TUPLE
             self.opcodes += b"("
         for part in range(count):
@@ -174,7 +176,7 @@ class Record:
         return self
 
     def memo_number(self, column: str) -> Self:
-        """What lies in the memo under the column's number."""
+        """Add the memo entry with the column's number."""
         return self._hole(b"j", column, 4, None)
 
     def _hole(self, opcode: bytes, column: str, width: int, part: int | None) -> Self:
@@ -187,9 +189,15 @@ class Record:
 def fill(
     records: Sequence[Record], kinds: Ints, columns: Mapping[str, Callable[[Ints], Ints]]
 ) -> tuple[memoryview, Ints]:
-    """One record for each row, and where each begins; one more number tells the end.
+    """Return one record for each row, and where each begins; one more number is the end.
 
-    kinds: which record each row is. columns: the values of some rows, by the holes' names.
+    Args:
+        records: The kinds of records.
+        kinds: For each row the number of its record.
+        columns: By the names of the holes, functions that return the values of given rows.
+
+    Returns:
+        The bytes of all records, and where each begins.
     """
     lengths = np.array([len(record.opcodes) for record in records], np.int64)[kinds]
     ends = np.append(0, np.cumsum(lengths))
@@ -208,14 +216,14 @@ def fill(
                 raw = np.ascontiguousarray(values, f"<i{width}").view(np.uint8)
                 block[:, place : place + width] = raw.reshape(len(rows), width)
             first, last = int(ends[rows[0]]), int(ends[rows[-1] + 1])
-            if last - first == block.size:  # they stand together
+            if last - first == block.size:  # the rows are contiguous
                 whole[first:last] = block.reshape(-1)
             else:
                 whole[ends[rows][:, None] + np.arange(size)] = block
     return whole.data, ends
 
 
-# A rank's payload: file number, offset and length of each of its items, in the order of its plan.
+# What a rank sends: file number, offset and length of each of its items, in the order of its plan.
 PLACED = np.dtype([("file", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 
 
@@ -231,9 +239,11 @@ class Placed:
 
 
 def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> Placed:
-    """What the ranks wrote. root: of the run, for the paths of shared files.
+    """Return where the ranks wrote their items.
 
-    IncompleteCheckpointError unless planned == written, IntegrityError for a place outside its file.
+    ``root`` is the URI of the run, for the paths of shared files.
+
+    IncompleteCheckpointError unless planned == written; IntegrityError for a place outside its file.
     """
     starts = world.table.starts
     if len(starts) - 1 != len(parts):
@@ -274,8 +284,10 @@ def placed_in(world: World, parts: Sequence[WrittenPart], root: Uri | None) -> P
 
 
 def places_for(world: World, placed: Placed, ranks: Sequence[int]) -> Places:
-    """Each item once, as readers find it: in a domain's own ranks if one of them wrote it, else where
-    it was written first. ranks: the domain's; none: any place will do.
+    """Return the place of each item, once, as readers find it.
+
+    An item's place is that of one of the domain's ``ranks`` if one of them wrote it, else that of the rank
+    that wrote it first. Without ``ranks`` any place is good.
     """
     groups = world.groups[placed.rows]
     firsts = np.unique(groups, return_index=True)[1]
@@ -284,7 +296,7 @@ def places_for(world: World, placed: Placed, ranks: Sequence[int]) -> Places:
         owners = world.table.ranks[placed.rows]
         first_owner = np.zeros(int(groups.max()) + 1, np.int64)
         first_owner[groups[::-1]] = owners[::-1]
-        # A rank that has an item twice is believed the last time; so is a domain.
+        # If a rank has an item twice, the last one counts; the same holds for a domain.
         score = np.where(owners == first_owner[groups], taken, -1)
         score = np.where(np.isin(owners, list(ranks)), taken + len(groups), score)
         order = np.lexsort((score, groups))
@@ -325,9 +337,14 @@ _NAMES = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Places:
-    """Where rows of a world were written. rows: in the order of the file's entries, each item once.
+    """Where rows of a world were written.
 
-    files: numbers into ``paths``. offsets, lengths: bytes.
+    Attributes:
+        paths: The paths of the data files.
+        rows: The rows in the order of the file's entries, each item once.
+        files: The file of each row, as a number into ``paths``.
+        offsets: Where each item begins, in bytes.
+        lengths: The lengths of the items, in bytes.
     """
 
     paths: tuple[str, ...]
@@ -338,15 +355,15 @@ class Places:
 
 
 class Described:
-    """The metadata of a world. What does not depend on places is made once, when first asked for."""
+    """The metadata of a world. What does not depend on places is made once, on first use."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def encode(self, places: Places, storage_meta: StorageMeta) -> bytes:
-        """The bytes of ``.metadata``. Coordinator only; any thread."""
+        """Return the bytes of ``.metadata``. Coordinator only; any thread."""
         memo, constants, keys = self._memo, self._constants, self._key_base
-        # Behind all other numbers: there are as many as files, which is known only now.
+        # After all other numbers, because the number of files is known only now.
         base = keys + len(self.world.table.names)
         paths = b"".join(text(p) + _put(base + n) + b"0" for n, p in enumerate(places.paths))
         table = self._storage_records(places, base)
@@ -370,13 +387,13 @@ class Described:
 
     @cached_property
     def _memo(self) -> dict[object, bytes]:
-        """How what is in the prefix is got back."""
+        """Opcodes that get the classes and names of the prefix from the memo."""
         things: Iterable[object] = itertools.chain(_classes(), _NAMES)
         return {thing: _get(n) for n, thing in enumerate(things)}
 
     @cached_property
     def _states(self) -> dict[int, int]:
-        """Memo number of the state of each shape's properties; one for equal states."""
+        """The memo number of each shape's state of properties; the same number for equal states."""
         first: dict[tuple[object, ...], int] = {}
         numbers: dict[int, int] = {}
         for n, p in enumerate(self.world.table.properties):
@@ -402,7 +419,7 @@ class Described:
 
     @cached_property
     def _head(self) -> bytes:
-        """Fields state_dict_metadata and planner_data."""
+        """The fields state_dict_metadata and planner_data."""
         memo = self._memo
         return b"".join(
             [
@@ -447,7 +464,7 @@ class Described:
         )
 
     def _chunk_records(self) -> tuple[memoryview, Ints]:
-        """The chunks of all tensors behind each other, and where each row's begins."""
+        """Return the chunks of all tensors one after another, and where each row's chunk begins."""
         memo, world, table = self._memo, self.world, self.world.table
         width = number_width(table.offsets, table.lengths)
         records = []
@@ -521,7 +538,7 @@ class Described:
 
 
 def is_known_layout() -> bool:
-    """Whether this torch pickles the classes with the fields that are written here."""
+    """Return whether this torch pickles the classes with the fields that are written here."""
     size = torch.Size([1])
     info = _torch.storage_info("path", 0, 1)
     chunk = ChunkStorageMetadata(size, size)
@@ -550,7 +567,7 @@ def _classes() -> tuple[type, ...]:
 
 
 def _dict_of(items: Iterable[Piece]) -> Iterator[Piece]:
-    """A dict of items, each of which pushes keys and their values."""
+    """Yield the opcodes of a dict; each item pushes keys and their values."""
     yield b"}"
     last = b""
     for item in items:
@@ -576,7 +593,7 @@ def _put(number: int) -> bytes:
 
 
 def _fragment(thing: object) -> bytes:
-    """The opcodes that push a small thing, without a word of the memo."""
+    """Return the opcodes that push a small object, without memo operations."""
     buffer = io.BytesIO()
     pickler = MetadataPickler(buffer, 4)
     pickler.fast = True

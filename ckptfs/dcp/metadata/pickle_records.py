@@ -1,10 +1,10 @@
-"""The records that most of a ``.metadata`` is made of, recognised by one regular expression each.
+"""The records that make up most of a ``.metadata``, each recognised by one regular expression.
 
     PATTERNS        the usual form of a chunk, of a tensor's header, and of the place of an item
     Numbers         the numbers in them, by their opcodes
-    RecordColumns   many records that have all bytes in common but those of some numbers: columns of these
+    RecordColumns   many records that differ only in some numbers: columns of these
 
-What they are in a pickle is ``ckptfs.dcp.metadata.metadata_pickle``'s.
+``ckptfs.dcp.metadata.metadata_pickle`` gives them their meaning in the pickle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ TENSOR_HEAD = 12  # the group that ends where a tensor's chunks begin
 
 
 def _record_patterns(memo: bytes) -> dict[str, re.Pattern[bytes]]:
-    """memo: what stands behind whatever a pickler keeps, MEMOIZE or nothing."""
+    """Return the pattern of each record.
+
+    ``memo`` is the opcode after each value that a pickler keeps: MEMOIZE or nothing.
+    """
     i = _INT_
     filled = rb"|".join(
         [i + rb"\x85", i * 2 + rb"\x86", i * 3 + rb"\x87", rb"\((?:" + i + rb"){4,64}t"]
@@ -53,14 +56,14 @@ def _record_patterns(memo: bytes) -> dict[str, re.Pattern[bytes]]:
     size = _GET + numbers + rb"\x85" + memo + rb"R" + memo
     begin = rb"\)\x81" + memo + rb"\}" + memo + rb"\("
     flag = rb"([\x88\x89])"
-    # The texts of several ranks are several texts, each kept anew.
+    # The same text from several ranks occurs several times, and each occurrence is kept.
     text = rb"(h.|j.{4}|" + _TEXT + memo + rb")"
     chunk = begin + (_GET + size) * 2 + rb"ub"
     patterns = {
         "chunk": chunk,
         "tensor": begin
         + rb"".join([_GET, _GET, rb"\)\x81", memo])
-        # The state: five values, or in a fast pickle one that is kept.
+        # The state: five values, or in a fast pickle one value from the memo.
         + (
             rb"".join([rb"\(", _GET, _GET, flag, _GET, flag, rb"t", memo])
             if memo
@@ -86,7 +89,7 @@ _MOST_CACHED = 1 << 16
 
 
 def _int_of(raw: bytes) -> int:
-    """What BININT1, BININT2, BININT or LONG1 push."""
+    """Return the number that BININT1, BININT2, BININT or LONG1 push."""
     op = raw[0]
     if op == _BININT1:
         return raw[1]
@@ -96,7 +99,7 @@ def _int_of(raw: bytes) -> int:
 
 
 class Numbers(dict[bytes, "tuple[int, ...]"]):
-    """Tuples of integers by their opcodes: most chunks have one of a few sizes."""
+    """Tuples of integers by their opcodes, because most chunks have one of a few sizes."""
 
     __slots__ = ()
 
@@ -108,7 +111,7 @@ class Numbers(dict[bytes, "tuple[int, ...]"]):
 
 
 class Ints(dict[bytes, "int | None"]):
-    """Integers by their opcodes, and None."""
+    """Integers, or None, by their opcodes."""
 
     __slots__ = ()
 
@@ -121,7 +124,7 @@ class Ints(dict[bytes, "int | None"]):
 
 # -- records of one length -------------------------------------------------------------------------
 
-# How many bytes stand before those of a number, or of a number in the memo, and what these are.
+# By opcode: how many bytes precede the number (or the number of a memo entry), and the number's type.
 _COLUMN: Mapping[int, tuple[int, np.dtype[Any]]] = {
     ord("K"): (1, np.dtype("u1")),
     ord("M"): (1, np.dtype("<u2")),
@@ -135,10 +138,10 @@ _FIRST_BLOCK = 16
 
 
 class RecordColumns:
-    """Records that have all bytes in common but those of some numbers: read as columns.
+    """Records that differ only in some numbers, read as columns.
 
-    The bulk writer makes all records of tensors of as many dimensions so. groups: of the pattern that
-    matched the first one, which begins at ``start``.
+    The bulk writer writes the records of all tensors with the same number of dimensions like this. ``groups``
+    are groups of the pattern that matched the first record, which begins at ``start``.
     """
 
     def __init__(
@@ -153,7 +156,7 @@ class RecordColumns:
             columns = []
             for part in _PARTS.finditer(data, *found.span(group)):
                 skipped, dtype = _COLUMN[data[part.start()]]
-                # A number of 5 to 7 bytes makes no column: no writer of ours has one.
+                # A number of 5 to 7 bytes makes no column: our own writer makes none of these widths.
                 self._is_usable &= skipped + dtype.itemsize == len(part[0])
                 at = part.start() + skipped - start
                 columns.append((at, dtype))
@@ -162,8 +165,10 @@ class RecordColumns:
         self._first = np.frombuffer(data, np.uint8, self.length, start)[self._is_fixed]
 
     def blocks(self, at: int) -> Iterator[NDArray[np.uint8]]:
-        """The records from ``at`` on, many at a time: each time twice as many, so that what is looked at in
-        vain is no more than what was found.
+        """Yield the records from ``at`` on, many at a time.
+
+        Each block is twice as large as the one before, so that no more bytes are looked at in vain than were
+        useful.
         """
         count = _FIRST_BLOCK
         while self._is_usable and (count := min(count, (len(self._data) - at) // self.length)):
@@ -179,7 +184,7 @@ class RecordColumns:
             count *= 2
 
     def numbers(self, block: NDArray[np.uint8], group: int) -> list[list[int]]:
-        """The columns of one of the groups."""
+        """Return the columns of one of the groups."""
         return [
             block[:, at : at + dtype.itemsize].copy().view(dtype)[:, 0].tolist()
             for at, dtype in self._columns[group]
@@ -187,7 +192,7 @@ class RecordColumns:
 
 
 def tuples_of(columns: list[list[int]], count: int) -> Iterable[tuple[int, ...]]:
-    """One tuple for each row; the same one where all are equal."""
+    """Return one tuple for each row; the same one repeated if all are equal."""
     if all(min(column) == max(column) for column in columns):
         return repeat(tuple([column[0] for column in columns]), count)
     return zip(*columns, strict=True)

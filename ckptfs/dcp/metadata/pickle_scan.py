@@ -1,13 +1,14 @@
-"""What ``torch.save`` wrote is looked at before torch unpickles it, so that it cannot hang or crash the process.
+"""Check what ``torch.save`` wrote before torch unpickles it: it must not hang or crash the process.
 
-    check_archive(stream)      ValueError for what no honest file holds; the stream is at its start again
-    advise_on_torch(version)   one warning where the torch that will unpickle it has a known hole
+    check_archive(stream)      ValueError for anything that no honest file contains; rewinds the stream
+    advise_on_torch(version)   one warning if the torch that will unpickle it has a known hole
 
-``weights_only`` keeps a pickle from running code, and nothing else: it hashes whatever is a key, in C and
-without a bound. A key of nested tuples overflows the stack or takes 2^44 steps, integers can be made to have one
-hash, an archive may unpack to a thousand times its size, and a bytearray may be asked for by its length alone.
+``weights_only`` keeps a pickle from running code, and nothing else: it hashes every key, in C and without a
+limit. A key of nested tuples overflows the stack or takes 2^44 steps, integers can be chosen to have one
+hash, an archive may unpack to a thousand times its size, and a bytearray may be requested by its length
+alone.
 
-The opcodes are followed with values that are never more than atoms and small tuples of atoms.
+The opcodes are simulated with values that are at most atoms and small tuples of atoms.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ _ZIP = b"PK\x03\x04"
 _HEADER = 30  # bytes of a record before its name
 _LEGACY_PICKLES = 5  # magic number, protocol, system, the object, keys of its storages
 _MOST_PARTS = 300  # of a key, however they are nested
-_MOST_DEPTH = (
-    100_000  # of containers in each other; pickle writes 1,000 where nobody changed its limit
-)
-_COLLISIONS = 64  # keys with one hash: of honest ones there are none
+_MOST_DEPTH = 100_000  # of nested containers; pickle writes up to 1,000 with Python's default limit
+_COLLISIONS = 64  # keys with one hash; honest files have none
 _MODULUS = sys.hash_info.modulus
 _SHARED_LEAST, _SHARED_TIMES = 1_000_000, 100
-# What most of a pickle of torch.save's are; it has protocol 2.
+# The opcodes that make up most of a pickle by torch.save; it uses protocol 2.
 _BININT, _BININT1, _BINUNICODE, _MARK_, _STOP = b"JKX(."
 _BINPUT, _LONG_BINPUT, _BINGET = b"qrh"
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
@@ -49,7 +48,7 @@ _BININT_RECORD = np.dtype([("opcode", "u1"), ("value", "<i4")])
 
 
 class _Opaque:
-    """A value that is not followed."""
+    """A value that is not simulated."""
 
 
 class _Name(str):
@@ -61,7 +60,9 @@ class _Name(str):
 class _Cell:
     """A list, a dict or a set.
 
-    parts: how many values it holds, those of its elements included. depth: of containers in it.
+    Attributes:
+        parts: How many values it contains, those inside its elements included.
+        depth: How deeply containers are nested in it.
     """
 
     __slots__ = ("depth", "parts")
@@ -72,7 +73,7 @@ class _Cell:
 
 
 class _Large(_Cell):
-    """A tuple of too much to be a key."""
+    """A tuple with too many parts to be a key."""
 
     __slots__ = ()
 
@@ -85,8 +86,10 @@ _ATOMS = (str, int, float, bool, bytes, type(None))
 
 @functools.cache
 def advise_on_torch(version: str) -> None:
-    """Warn, once, where torch's ``weights_only`` unpickler has a known hole (CVE-2026-24747, before 2.10): an
-    object of a stranger's may corrupt memory, and then run code. version: ``torch.__version__``.
+    """Warn, once, if torch's ``weights_only`` unpickler has a known hole.
+
+    This is CVE-2026-24747, fixed in 2.10: an object from a stranger may corrupt memory, and then run code.
+    ``version`` is ``torch.__version__``.
     """
     numbers = [
         int(part) for part in version.split("+", maxsplit=1)[0].split(".")[:2] if part.isdecimal()
@@ -100,9 +103,9 @@ def advise_on_torch(version: str) -> None:
 
 
 def check_archive(stream: Any) -> None:
-    """Look at what ``torch.save`` wrote. ValueError: torch would hang, crash or fill the memory.
+    """Check what ``torch.save`` wrote. ValueError: torch would hang, crash or fill the memory.
 
-    stream: binary, seekable; from its start to its end. It stands at its start again.
+    ``stream`` is binary and seekable; it is read from its start to its end and rewound to its start.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
@@ -130,7 +133,7 @@ def check_archive(stream: Any) -> None:
 
 
 def check_collisions(keys: Iterable[Any]) -> None:
-    """ValueError where so many different ones have one hash that a dict of them would take for ever."""
+    """Raise ValueError if so many different keys have one hash that a dict would take endless time."""
     found = [*keys]
     hashes = [*map(hash, found)]
     if len(set(hashes)) + _COLLISIONS >= len(hashes):
@@ -139,13 +142,13 @@ def check_collisions(keys: Iterable[Any]) -> None:
     for one, key in zip(hashes, found, strict=True):
         alike.setdefault(one, []).append(key)
     for group in alike.values():
-        # Texts, which nobody makes collide: equal keys are no harm.
+        # Their texts are compared, because texts cannot be made to collide; equal keys do no harm.
         if len(group) > _COLLISIONS and len(set(map(repr, group))) > _COLLISIONS:
             raise ValueError("keys that were made to collide")
 
 
 def check_hashing(keys: Iterable[Any]) -> None:
-    """ValueError where to hash these, or to find one among the others, would take for ever."""
+    """Raise ValueError if it would take endless time to hash these keys or to look one of them up."""
     found = [*keys]
     if set(map(type, found)) <= {str}:
         return
@@ -178,7 +181,7 @@ def _check_zip(stream: Any, size: int) -> None:
 
 
 def _bytes_of(stream: Any, record: zipfile.ZipInfo) -> bytes:
-    """As it lies there: our archives have no CRC, and zipfile would ask for it."""
+    """Return a record's bytes without zipfile, which would check the CRC: our archives have none."""
     stream.seek(record.header_offset)
     head = stream.read(_HEADER)
     if len(head) < _HEADER:
@@ -197,18 +200,18 @@ def _check_legacy(stream: Any, size: int) -> None:
 
 
 class _Followed:
-    """The state of one pickle that is followed. size: of the file, bytes."""
+    """The state of one simulated pickle; ``size`` is the size of the file in bytes."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.most = max(_SHARED_LEAST, _SHARED_TIMES * size)
         self.stack: list[Any] = []
-        self.marks: list[int] = []  # where on the stack; some may have been popped since
+        self.marks: list[int] = []  # positions on the stack; some marks may have been popped since
         self.memo: dict[int, Any] = {}
         self.alike: dict[int, set[str]] = {}
 
     def run(self, stream: Any) -> None:
-        """All opcodes up to STOP."""
+        """Simulate all opcodes up to STOP."""
         name = ""
         while name != "STOP":
             opcode = _opcode_of(stream.read(1))
@@ -216,7 +219,7 @@ class _Followed:
             self.step(name, _argument_of(opcode, stream))
 
     def run_all(self, data: bytes) -> None:
-        """The same of a pickle that is in memory: the opcodes that most of it are take no look at a table."""
+        """Simulate a pickle in memory; the most frequent opcodes are handled without a table."""
         stack, memo, stream = self.stack, self.memo, io.BytesIO(data)
         at = 0
         while True:
@@ -261,19 +264,19 @@ class _Followed:
                     return
 
     def keep(self, number: int) -> None:
-        """PUT. ValueError where there is nothing but a mark."""
+        """Simulate PUT. ValueError if there is only a mark on the stack."""
         value = self.stack[-1]
         if value is _MARK:
             raise ValueError("a mark is no value")
         self.memo[number] = value
 
     def mark(self) -> None:
-        """MARK."""
+        """Simulate MARK."""
         self.marks.append(len(self.stack))
         self.stack.append(_MARK)
 
     def step(self, name: str, argument: Any) -> None:  # noqa: PLR0915 - one line for each opcode
-        """One opcode."""
+        """Simulate one opcode."""
         stack = self.stack
         match name:
             case "PROTO" | "FRAME" | "STOP":
@@ -351,7 +354,7 @@ class _Followed:
                 stack.append(argument if isinstance(argument, _ATOMS) else _OPAQUE)
 
     def popped(self, count: int) -> list[Any]:
-        """The topmost values, in their order."""
+        """Pop the topmost values, and return them in their order."""
         if len(self.stack) < count:
             raise ValueError("it takes more from the stack than there is")
         found = self.stack[-count:]
@@ -359,7 +362,7 @@ class _Followed:
         return found
 
     def marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Pop and return what was pushed since the last mark."""
         at = self.marks.pop()
         while at >= len(self.stack) or self.stack[at] is not _MARK:
             at = self.marks.pop()
@@ -368,7 +371,7 @@ class _Followed:
         return found
 
     def tuple_of(self, items: list[Any]) -> None:
-        """A tuple of these."""
+        """Push a tuple of these items."""
         made = tuple(items)
         parts = 1 + _parts_in(items)
         self.bounded(parts)
@@ -376,19 +379,22 @@ class _Followed:
         self.stack.append(made if is_small else _Large(parts, self.depth_around(items)))
 
     def depth_around(self, items: list[Any]) -> int:
-        """The depth of a container of these; small tuples count as atoms. ValueError where nobody writes such."""
+        """Return the depth of a container of these items; small tuples count as atoms.
+
+        ValueError if it is deeper than any honest file.
+        """
         depth = 1 + max((one.depth for one in items if isinstance(one, _Cell)), default=0)
         if depth > _MOST_DEPTH:
             raise ValueError(f"its containers are nested more than {_MOST_DEPTH} times")
         return depth
 
     def bounded(self, parts: int) -> None:
-        """ValueError where what is shared would be walked for ever."""
+        """Raise ValueError if shared values would take endless time to visit."""
         if parts > self.most:
             raise ValueError("it refers to the same values again and again")
 
     def fill(self, target: Any, items: list[Any]) -> None:
-        """These come into a container."""
+        """Put these items into a container."""
         if isinstance(target, _Cell):
             parts = _parts_in(items)
             target.parts += parts
@@ -398,17 +404,17 @@ class _Followed:
         self.stack.append(target)
 
     def fill_dict(self, target: Any, items: list[Any]) -> None:
-        """These come into a dict, keys and values in turn."""
+        """Put these items into a dict; keys and values alternate."""
         self.keys(items[::2])
         self.fill(target, items)
 
     def keys(self, keys: list[Any]) -> None:
-        """ValueError where hashing one of them takes long, or finding it among the others."""
+        """Raise ValueError if one of these keys takes long to hash or to find among the others."""
         if set(map(type, keys)) <= {str}:
             return
         for key in keys:
             if type(key) is str or (type(key) is int and -_MODULUS < key < _MODULUS):
-                continue  # the hash of such a number is the number: no two of them collide
+                continue  # the hash of such a number is the number itself: no two of them collide
             if isinstance(key, _Large):
                 raise ValueError(  # noqa: TRY004
                     "a key that is nested too deep, or too long"
@@ -420,7 +426,10 @@ class _Followed:
                     raise ValueError("keys that were made to collide")
 
     def called(self, function: Any, arguments: Any) -> None:
-        """A call. ValueError where it would make something of a size that stands there alone."""
+        """Simulate a call.
+
+        ValueError if it would allocate memory of a size that is only given by a number.
+        """
         if isinstance(function, _Name) and isinstance(arguments, tuple):
             last = function.rpartition(".")[2]
             asked = [a for a in arguments if type(a) is int]
@@ -434,7 +443,10 @@ class _Followed:
 
 
 def _opcode_of(code: bytes) -> pickletools.OpcodeInfo:
-    """ValueError where there is none, and for the one that torch refuses: its text is quoted and escaped."""
+    """Return the opcode with this code.
+
+    ValueError if there is none, and for STRING, which torch refuses: its text is quoted and escaped.
+    """
     opcode = _OPCODES.get(code[0]) if code else None
     if opcode is None or opcode.name == "STRING":
         raise ValueError(f"opcode {code!r}, which torch never writes")
@@ -446,7 +458,7 @@ def _argument_of(opcode: pickletools.OpcodeInfo, stream: Any) -> Any:
         return None
     if opcode.name not in _LINES:
         return opcode.arg.reader(stream)
-    # An unpickler takes these lines as they are; pickletools would undo escapes in them, or warn.
+    # An unpickler uses these lines unchanged; pickletools would decode escapes in them, or warn.
     lines = [stream.readline() for _ in range(_LINES[opcode.name])]
     if not all(line.endswith(b"\n") for line in lines):
         raise ValueError("it ends in the middle")
@@ -454,14 +466,14 @@ def _argument_of(opcode: pickletools.OpcodeInfo, stream: Any) -> Any:
 
 
 def _parts_in(values: Collection[Any]) -> int:
-    """How many values these hold, themselves included."""
+    """Return how many values these contain, themselves included."""
     if _WITH_PARTS.isdisjoint(map(type, values)):
         return len(values)
     return sum(map(_parts_of, values))
 
 
 def _parts_of(value: Any) -> int:
-    """How many values it holds, itself included."""
+    """Return how many values this contains, itself included."""
     if isinstance(value, _Cell):
         return value.parts
     return 1 + _parts_in(value) if type(value) is tuple else 1

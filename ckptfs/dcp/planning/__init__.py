@@ -1,4 +1,4 @@
-"""What is saved: the plan of each rank, and what the coordinator decides over all of them.
+"""Plan a save: the plan of each rank, and what the coordinator decides from all plans.
 
     state dict --state_dicts--> flat dict --SavePlanner--> plan of a rank     leaves: refused or fingerprinted
                                                          |
@@ -8,7 +8,7 @@
                                      |
     every rank           a bitmap of what it writes (``dcp.write.pipeline`` exchanges it)
 
-Ways in:
+Entry points:
 
     save_planner     the planner, for torch's own ``dcp.save`` too, and a rank's share of a save
     global_plan      the coordinator's decision, which ``metadata.metadata_writer`` describes

@@ -1,4 +1,4 @@
-"""A rank's save plan as columns: what travels to the coordinator, and what it decides on.
+"""A rank's save plan as columns: the form in which the coordinator receives it and decides.
 
     structure_of(plan)      -> bytes      all of a plan but the values of its objects and tensors
     prints_of(plan)         -> bytes      fingerprints of those values
@@ -8,19 +8,20 @@
     Packer      .ints(column, of) .texts(strings, of) .part(bytes)   -> .bytes()   StateError: too much
     Unpacker    .ints(), .texts(), .part(), .end()               ValueError for anything else
 
-A structure has four sections, each decoded once however many ranks send the same bytes (``Interned``):
+A structure has four sections. Each is decoded once, however many ranks send the same bytes (``Interned``):
 
     names    keys, and the path of each in its state dict
     shapes   (properties, global size), each once
     rows     for each item its kind, key and place
     places   shape, offsets and sizes of each piece of a tensor: what differs between ranks
 
-Offsets and sizes lie flat behind each other. Equal plans make equal bytes, so a hash of them stands for all
-of it: dtypes, shapes, pieces, names, and what ``per_rank`` made of them.
+The offsets of all pieces are concatenated in one flat column, and so are their sizes. Equal plans give equal
+bytes, so a hash of the bytes identifies everything in the structure: dtypes, shapes, pieces, names, and the
+keys that ``per_rank`` renamed.
 
-A column of integers is one byte that says how it is kept, its length, and its values in the fewest bytes
-that hold them all: nothing for zeros, nothing for 0, 1, 2, ..., else 1, 2, 4 or 8 bytes each. A table of
-strings is their lengths and one text.
+A column of integers is one byte that says how it is encoded, its length, and its values in as few bytes as
+hold all of them: no bytes for zeros, none for 0, 1, 2, ..., else 1, 2, 4 or 8 bytes each. A table of strings
+is a column of their lengths and one text.
 """
 
 from __future__ import annotations
@@ -66,19 +67,22 @@ _COUNT = struct.Struct("<BI")
 _LENGTH = struct.Struct("<I")
 _ZEROS, _COUNTING = 0, 9
 _WIDTHS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.int64}
-# Numbers in a column, characters in a string. What a damaged length would make endless must not be made.
+# Limit for the numbers in a column and the characters in a string: a damaged length must not allocate without end.
 MOST = 1 << 24
-_MOST_BYTES = (1 << 32) - 1  # what a part's length holds
+_MOST_BYTES = (1 << 32) - 1  # the largest length that a part's length field can hold
 
 
 class Packer:
-    """Puts columns behind each other."""
+    """Encodes columns one after another."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def ints(self, column: Ints, of: str) -> None:
-        """One column of up to ``MOST`` numbers. of: what they are, for the StateError if there are more."""
+        """Add one column of up to ``MOST`` numbers.
+
+        ``of`` says what they are, for the StateError if there are more.
+        """
         count = len(column)
         if count > MOST:
             raise StateError(
@@ -95,7 +99,7 @@ class Packer:
             self._parts.append(column.astype(_WIDTHS[width]).tobytes())
 
     def texts(self, strings: Sequence[str], of: str) -> None:
-        """A table of strings, lone surrogates included. of: as for ``ints``."""
+        """Add a table of strings, lone surrogates included; ``of`` as for ``ints``."""
         longest = max(strings, key=len, default="")
         if len(longest) >= MOST:
             raise StateError(
@@ -107,7 +111,7 @@ class Packer:
         self.part("".join(strings).encode("utf-8", "surrogatepass"))
 
     def part(self, data: bytes) -> None:
-        """Bytes that somebody else understands."""
+        """Add bytes that are not interpreted here."""
         if len(data) > _MOST_BYTES:
             raise StateError(
                 f"a part of this rank's save plan has {len(data)} bytes, "
@@ -118,19 +122,19 @@ class Packer:
         self._parts.append(data)
 
     def bytes(self) -> bytes:
-        """All of it."""
+        """Return everything that was added."""
         return b"".join(self._parts)
 
 
 class Unpacker:
-    """Takes columns apart again. ValueError for whatever no Packer made."""
+    """Decodes columns. ValueError for bytes that no Packer made."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
     def ints(self, *, count: int | None = None, below: int | None = None) -> Ints:
-        """One column. count: how many it must be; below: each is in 0 ... below - 1."""
+        """Take one column; it must have ``count`` numbers, and each must be in 0 ... ``below`` - 1."""
         width, found = _COUNT.unpack(self._take(_COUNT.size))
         if count is not None and found != count:
             raise ValueError(f"a column of {found} numbers, not {count}")
@@ -150,7 +154,7 @@ class Unpacker:
         return column
 
     def texts(self) -> list[str]:
-        """A table of strings."""
+        """Take a table of strings."""
         lengths = self.ints(below=MOST)
         text = self.part().decode("utf-8", "surrogatepass")
         ends = np.cumsum(lengths).tolist()
@@ -159,12 +163,12 @@ class Unpacker:
         return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
     def part(self) -> bytes:
-        """Bytes that somebody else understands."""
+        """Take bytes that are not interpreted here."""
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         return self._take(length)
 
     def end(self) -> None:
-        """Nothing may be left."""
+        """Raise ValueError if any bytes are left."""
         if self._at != len(self._data):
             raise ValueError("more bytes than columns")
 
@@ -185,15 +189,18 @@ def _width(least: int, most: int) -> int:
 T = TypeVar("T")
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
-_UNPLACED = 4  # an item whose index has no offset, though it is a tensor
-_MOST_DIMS = 64  # a damaged number of them would make tables without end
+_UNPLACED = 4  # flag of a tensor's item if its index has no offset
+_MOST_DIMS = 64  # a damaged number of dimensions must not make endless tables
 
 _Properties = tuple[torch.dtype, torch.layout, bool, torch.memory_format, bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Names:
-    """keys: of items and of paths, each once. paths: of those that a state dict gave one."""
+    """The keys of items and of paths, each once.
+
+    ``paths`` has the keys that have a path in a state dict.
+    """
 
     keys: tuple[str, ...]
     paths: Mapping[str, Path]
@@ -201,7 +208,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shapes:
-    """What kinds of tensors there are. sizes: global; dims: their numbers of dimensions."""
+    """The kinds of tensors: properties, global sizes, and numbers of dimensions."""
 
     properties: tuple[TensorProperties, ...]
     sizes: tuple[torch.Size, ...]
@@ -210,7 +217,16 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """One row for each item. places: -1 for objects. placed: whether its index has an offset."""
+    """One row for each item.
+
+    Attributes:
+        kinds: OBJECT, TENSOR or SHARD.
+        placed: Whether the item's index has an offset.
+        keys: Numbers into ``Names.keys``.
+        places: Numbers of places; -1 for objects.
+        most_key: The largest of ``keys``; -1 if there is none.
+        most_place: The largest of ``places``; -1 if there is none.
+    """
 
     kinds: NDArray[np.uint8]
     placed: NDArray[np.bool_]
@@ -222,7 +238,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A plan. shape_of: of each place; offsets and lengths: flat, as many as it has dimensions."""
+    """A plan.
+
+    Attributes:
+        names: Keys and paths.
+        shapes: The kinds of tensors.
+        rows: The items.
+        shape_of: The shape of each place, as a number into ``shapes``.
+        offsets: The offsets of all places in one flat column, one number per dimension.
+        lengths: Their sizes, in the same form.
+    """
 
     names: Names
     shapes: Shapes
@@ -236,7 +261,7 @@ class Columns:
 class Prints:
     """Fingerprints of the values of some keys (numbers into ``Names.keys``).
 
-    compared: whether this rank's are to be compared at all.
+    ``compared``: whether this rank's values are to be compared at all.
     """
 
     compared: bool
@@ -246,12 +271,12 @@ class Prints:
 
 @dataclass(slots=True)
 class Interned:
-    """Sections that were decoded already, by their bytes."""
+    """Decoded sections, by their bytes."""
 
     known: dict[tuple[object, bytes], object] = field(default_factory=dict)
 
     def get(self, data: bytes, decode: Callable[[bytes], T]) -> T:
-        """What ``data`` decodes to; one object for equal bytes."""
+        """Return what ``data`` decodes to; the same object for equal bytes."""
         found = self.known.get((decode, data))
         if found is None:
             found = self.known[decode, data] = decode(data)
@@ -262,7 +287,7 @@ class Interned:
 
 
 def structure_of(plan: SavePlan) -> bytes:
-    """The plan without values. StateError for items that ``SavePlanner`` does not make."""
+    """Encode the plan without values. StateError for items that ``SavePlanner`` does not make."""
     mappings = _mappings_of(plan)
     keys = [item.index.fqn for item in plan.items]
     ids = {key: n for n, key in enumerate(dict.fromkeys(itertools.chain(mappings, keys)))}
@@ -293,7 +318,10 @@ def structure_of(plan: SavePlan) -> bytes:
 
 
 def prints_of(plan: SavePlan) -> bytes:
-    """The fingerprints in the plan's LocalFacts, but those of shards: a structure has what they say."""
+    """Encode the fingerprints in the plan's LocalFacts, except those of shards.
+
+    The fingerprint of a shard only covers dtype and size, which the structure has.
+    """
     facts = plan.planner_data
     prints = facts.fingerprints if isinstance(facts, LocalFacts) else {}
     packer = Packer()
@@ -317,12 +345,12 @@ class _PlaceTable:
     """The places and shapes of a plan, each once."""
 
     def __init__(self) -> None:
-        self._known: dict[int, int] = {}  # id of a TensorWriteData: planners share them
+        self._known: dict[int, int] = {}  # by id of a TensorWriteData: several items share one
         self._places: list[tuple[int, torch.Size, torch.Size]] = []
         self._shapes: dict[tuple[_Properties, torch.Size], int] = {}
 
     def place_of(self, item: WriteItem) -> tuple[int, torch.Size]:
-        """The number of its place, and its offsets."""
+        """Return the number of the item's place, and its offsets."""
         data = item.tensor_data
         assert data is not None  # noqa: S101 - the type of the item says so
         place = self._known.get(id(data))
@@ -345,7 +373,7 @@ class _PlaceTable:
         return len(self._places) - 1
 
     def shapes(self) -> bytes:
-        """The section."""
+        """Return the section of shapes."""
         kinds = {kind: n for n, kind in enumerate(dict.fromkeys(k for k, _ in self._shapes))}
         packer = Packer()
         names = [str(part) for kind in kinds for part in (kind[0], kind[1], kind[3])]
@@ -357,7 +385,7 @@ class _PlaceTable:
         return packer.bytes()
 
     def places(self) -> bytes:
-        """The section."""
+        """Return the section of places."""
         packer = Packer()
         packer.ints(np.array([shape for shape, _, _ in self._places], np.int64), "pieces")
         packer.ints(_flat([offsets for _, offsets, _ in self._places]), "offsets of pieces")
@@ -377,7 +405,7 @@ def _mappings_of(plan: SavePlan) -> Mapping[str, Path]:
 
 
 def _pack_names(keys: Mapping[str, int], mappings: Mapping[str, Path]) -> bytes:
-    """Paths as numbers of their components; a key only where it is not its path with dots."""
+    """Encode paths as numbers of their components, and keys that are not their path with dots."""
     paths = [mappings.get(key, ()) for key in keys]
     components = list(itertools.chain.from_iterable(paths))
     table = {component: n for n, component in enumerate(dict.fromkeys(components))}
@@ -400,7 +428,7 @@ def _pack_names(keys: Mapping[str, int], mappings: Mapping[str, Path]) -> bytes:
 
 
 def decode_structure(data: bytes, interned: Interned) -> Columns:
-    """What ``structure_of`` wrote; ValueError for anything else."""
+    """Decode what ``structure_of`` wrote; ValueError for anything else."""
     whole = Unpacker(data)
     names = interned.get(whole.part(), _decode_names)
     shapes = interned.get(whole.part(), _decode_shapes)
@@ -417,7 +445,10 @@ def decode_structure(data: bytes, interned: Interned) -> Columns:
 
 
 def decode_prints(data: bytes) -> Prints:
-    """What ``prints_of`` wrote; ValueError for anything else. Keys may be too large: see ``Names``."""
+    """Decode what ``prints_of`` wrote; ValueError for anything else.
+
+    The keys may be too large for ``Names.keys``: the caller checks that.
+    """
     packed = Unpacker(data)
     compared = bool(packed.ints(count=1, below=2)[0])
     keys = packed.ints(below=MOST)
@@ -495,7 +526,7 @@ def _decode_rows(data: bytes) -> Rows:
 
 
 def _named(name: str, kind: type[T]) -> T:
-    """torch's dtype, layout or memory format of that name, and nothing else."""
+    """Return torch's dtype, layout or memory format with that name, and nothing else."""
     value = vars(torch).get(name.removeprefix("torch."))  # getattr would import what it names
     if not isinstance(value, kind):
         raise ValueError(f"{name!r} is no {kind.__name__}")  # noqa: TRY004 - a value, not a type

@@ -1,32 +1,32 @@
-"""The coordinator's decision over the save plans of all ranks, made on columns, without an object per item.
+"""Decide over the save plans of all ranks, on columns, without an object per item. Coordinator.
 
     table_of(ranks)             one numbering of keys and shapes for all ranks                    -> Table
-    world_of(ranks, domains)    compare values, give each item to a rank, check the tiling        -> World
+    world_of(table, domains)    give each item to a rank, check the tiling                        -> World
     World.bitmap(rank)          which items of its plan a rank writes
     World.metadata()            the metadata as torch's objects
     copies_for, places_for      one copy of a replicated item for each domain
-    is_tiled(pieces)            whether many tensors are tiled, for all at once, and sure where it says yes
-    fills(pieces, sizes)        the same of one box, for every tiling that there is
+    is_tiled(pieces)            whether many tensors are tiled, for all at once; a yes is certain
+    fills(pieces, sizes)        the same for one box, and for every kind of tiling
 
-A row is one item of one rank, in the order of ranks and plans. Rows of one item (same key, same offset) are
-a group. Where torch chooses a writer, its order of choosing is kept: groups in the order in which they
-appear, and of equally loaded ranks the one that torch's set of ranks yields first. What looks odd (a tiling
-that is no grid, a key that is both tensor and object) goes to torch's own planner, which decides whether it
-is an error and raises it in its own words.
+A row is one item of one rank, in the order of ranks and plans. Rows of one item (same key, same offset) form
+a group. The order in which torch chooses writers is kept: groups in the order in which they appear, and of
+equally loaded ranks the one that torch's set of ranks yields first. Unusual cases (a tiling that is not a grid, a
+key that is both tensor and object) go to torch's own planner, which decides whether they are errors and raises
+them with its own messages.
 
 torch gives an item that several ranks hold (a replicated tensor, a plain value, a shard of HSDP) to one
-writer. On one shared disk that is right. Where the disks of the ranks are apart, a rank of another node
-would find the key in ``.metadata`` and its bytes on a disk that it does not see. So each domain whose ranks
-hold an item writes it, and the ``.metadata`` of each domain points to its own copy:
+writer. On one shared disk that is right. If ranks have separate disks, a rank of another node would find the
+key in ``.metadata``, but the bytes would be on a disk that it does not see. Therefore each domain writes the
+items that its ranks hold, and the ``.metadata`` of each domain points to its own copy:
 
     domain A  rank 0 writes lr     .metadata of A: lr -> __0_0.distcp
     domain B  rank 2 writes lr     .metadata of B: lr -> __2_0.distcp
 
 Sharded items have one place for all.
 
-For ``is_tiled`` pieces are taken for the cells of a grid: along each dimension their intervals are the same or
-apart. That is so for every sharding of a mesh. Another tiling may be a good one too: the answer is no, and
-somebody has to compare the pieces pair by pair. These are pure functions; only the coordinator calls them.
+``is_tiled`` assumes that pieces are the cells of a grid: along each dimension two intervals are equal or
+disjoint. That holds for every sharding of a mesh. Another tiling may be valid too: then the answer is no, and
+the caller has to compare the pieces pair by pair. These are pure functions; only the coordinator calls them.
 """
 
 from __future__ import annotations
@@ -78,10 +78,18 @@ def copies_for(
     held: Sequence[Sequence[tuple[Item, int]]],
     kept: Sequence[set[Item]],
 ) -> list[set[Item]]:
-    """What each rank writes besides what DCP gave it, so that no domain lacks what its ranks hold.
+    """Return what each rank writes in addition, so that no domain lacks what its ranks hold.
 
-    domains: ranks of each. held: per rank, all that it could write, with sizes in bytes; items are
-    whatever is equal on all ranks that have it. kept: per rank, what it writes anyway. Of several ranks of a domain the one with the least to write takes the copy.
+    If several ranks of a domain hold an item, the one with the least to write takes the copy.
+
+    Args:
+        domains: The ranks of each domain.
+        held: Per rank, everything that it could write, with sizes in bytes. An item is any value that is equal
+            on all ranks that have it.
+        kept: Per rank, what it writes already.
+
+    Returns:
+        Per rank, the additional items.
     """
     extra: list[set[Item]] = [set() for _ in held]
     if len(domains) < 2:  # noqa: PLR2004
@@ -105,9 +113,14 @@ def copies_for(
 def places_for(
     ranks: Sequence[int], written: Sequence[Mapping[MetadataIndex, Place]]
 ) -> dict[MetadataIndex, Place]:
-    """Where a domain's readers find each item: in their own domain if it is there, else where it is.
+    """Return where a domain's readers find each item: in their domain if possible, else anywhere.
 
-    ranks: the domain's. written: per rank, where it wrote what.
+    Args:
+        ranks: The ranks of the domain.
+        written: Per rank, where it wrote each item.
+
+    Returns:
+        The place of each item.
     """
     mine = set(ranks)
     places: dict[MetadataIndex, Place] = {}
@@ -128,11 +141,23 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """All ranks' items as rows; ``starts[r]`` is rank r's first, the last entry their number.
+    """The items of all ranks as rows.
 
-    numbers: where the keys of a rank's names are in ``names``. keys: numbers into ``names``. kinds, placed: as in ``Rows``. shapes: numbers into properties and
-    sizes; -1 for objects. places: rows of offsets and lengths, which are as wide as the most
-    dimensions; -1 for objects.
+    Attributes:
+        names: All keys.
+        numbers: For the names of each rank, the positions of their keys in ``names``.
+        paths: The path of each key in its state dict.
+        properties: The properties of each shape.
+        sizes: The global size of each shape.
+        starts: The first row of each rank; the last entry is the number of rows.
+        ranks: The rank of each row.
+        keys: The key of each row, as a number into ``names``.
+        kinds: As in ``Rows``.
+        placed: As in ``Rows``.
+        shapes: The shape of each row, as a number into ``properties`` and ``sizes``; -1 for objects.
+        places: The place of each row, as a number of a row of ``offsets`` and ``lengths``; -1 for objects.
+        offsets: Where each place begins; as wide as the largest number of dimensions.
+        lengths: The sizes of each place, in the same form.
     """
 
     names: tuple[str, ...]
@@ -152,17 +177,17 @@ class Table:
 
     @cached_property
     def dims(self) -> Ints:
-        """Dimensions of each row; 0 for objects."""
+        """The number of dimensions of each row; 0 for objects."""
         dims = np.array([len(size) for size in self.sizes] + [0], np.int64)
         return dims[self.shapes]
 
     @cached_property
     def itemsizes(self) -> Ints:
-        """Bytes per element of each shape."""
+        """The bytes per element of each shape."""
         return np.array([p.dtype.itemsize for p in self.properties] + [0], np.int64)
 
     def boxes(self, column: Ints, rows: Ints) -> Ints:
-        """Offsets or lengths of some rows, objects as nothing."""
+        """Return the offsets or lengths of some rows; zeros for objects."""
         if not len(column):
             return np.zeros((len(rows), column.shape[1]), np.int64)
         found = column[self.places[rows]]
@@ -170,7 +195,7 @@ class Table:
         return found
 
     def item(self, row: int) -> WriteItem:
-        """The row as the item that it was."""
+        """Return the row as a WriteItem."""
         index = MetadataIndex(
             self.names[self.keys[row]], self._offset(row) if self.placed[row] else None
         )
@@ -182,7 +207,7 @@ class Table:
         return WriteItem(index, kind, tensor_data=data)
 
     def chunk(self, row: int) -> ChunkStorageMetadata:
-        """Where the row's piece lies in its tensor."""
+        """Return the position of the row's piece in its tensor."""
         lengths = self.lengths[self.places[row], : self.dims[row]]
         return ChunkStorageMetadata(self._offset(row), torch.Size(lengths.tolist()))
 
@@ -191,7 +216,7 @@ class Table:
 
 
 def table_of(ranks: Sequence[Columns]) -> Table:
-    """The ranks' plans behind each other, with one numbering of keys and shapes for all."""
+    """Concatenate the ranks' plans, with one numbering of keys and shapes for all of them."""
     names: dict[str, int] = {}
     kinds: dict[tuple[object, torch.Size], int] = {}
     properties: list[TensorProperties] = []
@@ -218,7 +243,7 @@ def table_of(ranks: Sequence[Columns]) -> Table:
                 if number == len(properties):
                     properties.append(p)
                 mine.append(number)
-            # The last entry is that of objects: a place of -1 finds it.
+            # The last entry is for objects: their place, -1, selects it.
             found = numbered[table] = np.array([*mine, -1], np.int64)
         return found
 
@@ -255,7 +280,7 @@ def _joined(columns: Sequence[Ints]) -> Ints:
 
 
 def _wide(flat: Ints, dims: Ints) -> Ints:
-    """One row for each place, filled up with zeros."""
+    """Return one row for each place, padded with zeros."""
     width = int(dims.max(initial=0))
     if len(dims) and int(dims.min()) == width:
         return flat.reshape(len(dims), width)
@@ -265,7 +290,10 @@ def _wide(flat: Ints, dims: Ints) -> Ints:
 
 
 def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
-    """What stock's ``ChainMap`` of all ranks' paths is: the lowest rank's, the highest rank's first."""
+    """Merge the ranks' paths as stock's ``ChainMap`` does.
+
+    The lowest rank's path of a key wins; the keys of the highest rank come first.
+    """
     tables = list({id(names): names for names in reversed(ranks)}.values())
     merged: dict[str, Path] = {key: () for names in tables for key in names.paths}
     seen = {id(names): names for names in ranks}
@@ -276,12 +304,17 @@ def _paths(ranks: Sequence[Names]) -> dict[str, Path]:
 
 @dataclass(frozen=True, eq=False)
 class World:
-    """What all ranks agreed on. Rows as in ``table``.
+    """What all ranks agreed on. Rows are numbered as in ``table``.
 
-    groups: of each row. kept: what stock has each rank write; writes: that and its domain's copies.
-    keyed: the kept rows by key, keys in the order in which they appear; ``bounds[n]`` is where the
-    n-th key's begin, ``order[n]`` its number. hints: of each group the place of its chunk in its key's
-    list; -1 of objects.
+    Attributes:
+        table: The items of all ranks.
+        groups: The group of each row.
+        kept: Which rows stock DCP would have their rank write.
+        writes: Those and the copies for their domains.
+        keyed: The kept rows by key; keys in the order in which they appear.
+        bounds: ``bounds[n]`` is where the rows of the n-th key begin in ``keyed``.
+        order: ``order[n]`` is the number of the n-th key.
+        hints: For each group the position of its chunk in its key's list; -1 for objects.
     """
 
     table: Table
@@ -294,25 +327,25 @@ class World:
     hints: Ints
 
     def bitmap(self, rank: int) -> bytes:
-        """One bit per item of the rank's plan: does it write it."""
+        """Return one bit per item of the rank's plan: whether the rank writes it."""
         a, b = self.table.starts[rank : rank + 2]
         return np.packbits(self.writes[a:b]).tobytes()
 
     def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
-        """Of every rank what it writes, as the metadata names it."""
+        """Return for every rank the items that it writes, as the metadata names them."""
         return tuple(
             tuple(self.index(row) for row in range(a, b) if self.writes[row])
             for a, b in itertools.pairwise(self.table.starts.tolist())
         )
 
     def index(self, row: int) -> MetadataIndex:
-        """A row's item, with the place of its chunk in its tensor's list."""
+        """Return a row's item, with the position of its chunk in its tensor's list."""
         hint = int(self.hints[self.groups[row]])
         named = self.table.item(row).index
         return MetadataIndex(named.fqn, named.offset, None if hint < 0 else hint)
 
     def metadata(self) -> Metadata:
-        """All tensors and objects, and the paths; without places in files."""
+        """Return all tensors and objects, and the paths, without places in files."""
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         table = self.table
         for key, a, b in zip(self.order, self.bounds[:-1], self.bounds[1:], strict=True):
@@ -331,8 +364,18 @@ class World:
 def world_of(
     table: Table, *, domains: Sequence[Sequence[int]] = (), to_lowest_rank: bool = False
 ) -> World:
-    """Who writes what. domains: the ranks of each. to_lowest_rank: of several ranks the first, else
-    the one with the least to write. StateError where the plans do not make one checkpoint.
+    """Decide which rank writes what.
+
+    Args:
+        table: The items of all ranks.
+        domains: The ranks of each domain.
+        to_lowest_rank: Whether the lowest of several ranks writes an item, instead of the least loaded.
+
+    Returns:
+        The decision.
+
+    Raises:
+        StateError: The plans do not make one checkpoint.
     """
     groups, firsts = _groups(table)
     kept = _chosen(table, groups, firsts, to_lowest_rank=to_lowest_rank)
@@ -352,7 +395,10 @@ def world_of(
 
 
 def _order_of_appearance(keys: Ints, count: int) -> Ints:
-    """Of each row the place of its key among keys as they appear. keys: below ``count``."""
+    """Return for each row the position of its key in the order in which keys first appear.
+
+    All ``keys`` are below ``count``.
+    """
     first = np.full(count, len(keys))
     first[keys[::-1]] = np.arange(len(keys))[::-1]
     order = np.empty_like(first)
@@ -361,8 +407,9 @@ def _order_of_appearance(keys: Ints, count: int) -> Ints:
 
 
 def _groups(table: Table) -> tuple[Ints, Ints]:
-    """The group of each row, and each group's first row; numbered as they appear: stock gives items
-    away in that order.
+    """Return the group of each row, and the first row of each group.
+
+    Groups are numbered as they appear, because stock assigns items in that order.
     """
     rows = np.arange(len(table.keys))
     offsets = table.boxes(table.offsets, rows)
@@ -378,10 +425,10 @@ def _groups(table: Table) -> tuple[Ints, Ints]:
 
 
 def _first_of_neighbours(keys: Ints, columns: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Of each row the first one that equals it; and the rows of keys for which that is not known.
+    """Return for each row the first row that equals it, and the rows of keys where that is unknown.
 
-    Where ranks have pieces in the order of their numbers, a key's rows rise, and equal ones are
-    neighbours: there is nothing to sort but keys.
+    If ranks have their pieces in the order of their numbers, the rows of a key rise and equal rows are
+    neighbours: only keys have to be sorted.
     """
     by_key = _sorted_numbers(keys)
     head = np.diff(keys[by_key], prepend=-1) != 0
@@ -400,7 +447,7 @@ def _first_of_neighbours(keys: Ints, columns: Sequence[Ints]) -> tuple[Ints, Int
 
 
 def _first_of_equals(columns: Sequence[Ints]) -> Ints:
-    """Of each row of these columns the first row that equals it, in whatever order they stand."""
+    """Return for each row of these columns the first row that equals it, in any order of rows."""
     for salt in range(8):
         mixed = np.zeros(len(columns[0]), np.uint64)
         for column in columns:
@@ -413,13 +460,13 @@ def _first_of_equals(columns: Sequence[Ints]) -> Ints:
 
 
 def _sorted_numbers(numbers: Ints) -> Ints:
-    """A stable argsort of small numbers: those of 16 bits are sorted without comparing them."""
+    """Return a stable argsort of small numbers; 16-bit numbers are sorted without comparisons."""
     small = int(numbers.max(initial=0)) < 1 << 16
     return np.argsort(numbers.astype(np.uint16) if small else numbers, kind="stable")
 
 
 def _mixed(column: Ints, salt: int) -> NDArray[np.uint64]:
-    """64 well mixed bits of each number (splitmix64's finish)."""
+    """Return 64 well mixed bits of each number (the last steps of splitmix64)."""
     z = column.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15 + 2 * salt)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -427,16 +474,16 @@ def _mixed(column: Ints, salt: int) -> NDArray[np.uint64]:
 
 
 def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -> Flags:
-    """Stock's deduplication: each group stays with one of the ranks that have it."""
+    """Deduplicate as stock does: each group stays with one of the ranks that have it."""
     counts = np.bincount(groups, minlength=len(firsts))
     several = np.flatnonzero(counts > 1)
     if not len(several):
         return np.ones(len(groups), np.bool_)
     last = np.empty_like(firsts)
     last[groups] = np.arange(len(groups))
-    planned = _planned_bytes(table, last)  # stock takes the size that it saw last
+    planned = _planned_bytes(table, last)  # stock uses the size of the last row of a group
     single_bytes = np.where(counts == 1, planned, 0)
-    # Bytes of what only one rank has, of all groups that appear before: they come in order of rank.
+    # Bytes of the groups before this one that only one rank has. Groups come in order of rank.
     before = np.append(0, np.cumsum(single_bytes))
     owner = table.ranks[firsts]
     begins = np.searchsorted(owner, np.arange(len(table.starts)))
@@ -453,10 +500,11 @@ def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -
             raw = ranks[a:b].tobytes()
             members = seen.get(raw)
             if members is None:
-                # As stock's set of them is walked: its order decides between equal ranks.
+                # In the order of stock's set: that order decides between equally loaded ranks.
                 members = seen[raw] = list(set(np.frombuffer(raw, np.int64).tolist()))
             at = int(owner[group])
-            # Its ranks come at or after its owner, of whom alone single items were given away before.
+            # A group's ranks come at or after its owner. Only the owner may have single items that appear
+            # before this group.
             part = int(before[group] - total[at])
             load[at] += part
             best = min(members, key=load.__getitem__)
@@ -467,7 +515,7 @@ def _chosen(table: Table, groups: Ints, firsts: Ints, *, to_lowest_rank: bool) -
 
 
 def _planned_bytes(table: Table, rows: Ints) -> Ints:
-    """What stock takes items for: of a shard the bytes of its whole tensor, and 1 for no bytes."""
+    """Return the sizes that stock assumes: for a shard those of its whole tensor, and at least 1."""
     shapes = table.shapes[rows]
     elements = np.array([size.numel() for size in table.sizes] + [0], np.int64)
     planned: Ints = np.maximum(elements[shapes] * table.itemsizes[shapes], 1)
@@ -475,14 +523,14 @@ def _planned_bytes(table: Table, rows: Ints) -> Ints:
 
 
 def _copies(table: Table, groups: Ints, kept: Flags, domains: Sequence[Sequence[int]]) -> Flags:
-    """What ranks write besides, so that no domain lacks what its ranks hold (``copies_for``)."""
+    """Return what ranks write in addition, so that no domain lacks what its ranks hold."""
     extra = np.zeros(len(groups), np.bool_)
     if len(domains) < 2:  # noqa: PLR2004
         return extra
     sizes = np.prod(table.lengths, axis=1, initial=1, where=_used(table))
     sizes = np.append(sizes, 0)[table.places] * table.itemsizes[table.shapes]
     alone = (np.bincount(groups) == 1)[groups]
-    # What one rank alone has it writes anyway; all of it is one item that nobody else can take.
+    # A rank writes in any case what only it has. All of that counts as one item that no other rank can take.
     own = np.bincount(table.ranks[alone], sizes[alone], len(table.starts) - 1).astype(np.int64)
     held: list[list[tuple[int, int]]] = [[(-1 - r, n)] for r, n in enumerate(own.tolist())]
     keeps: list[set[int]] = [{-1 - rank} for rank in range(len(own))]
@@ -499,7 +547,7 @@ def _copies(table: Table, groups: Ints, kept: Flags, domains: Sequence[Sequence[
 
 
 def _used(table: Table) -> Flags:
-    """Which dimensions of places are there at all."""
+    """Return which dimensions of each place exist."""
     dims = np.zeros(len(table.lengths), np.int64)
     placed = table.places >= 0
     dims[table.places[placed]] = table.dims[placed]
@@ -507,7 +555,7 @@ def _used(table: Table) -> Flags:
 
 
 def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None:
-    """StateError, in stock's words, for keys whose pieces do not make one tensor."""
+    """Raise StateError, with stock's message, for keys with pieces that do not make one tensor."""
     suspects = _suspects(table, keyed, bounds)
     if not len(suspects):
         return
@@ -519,7 +567,7 @@ def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None
     ]
     try:
         DefaultSavePlanner(flatten_state_dict=False).create_global_plan(plans)
-    except Exception as error:  # a tensor after an object: stock runs into it
+    except Exception as error:  # any type: stock fails in its own way on a tensor after an object
         raise StateError(
             f"the ranks' plans do not make one checkpoint: {error}",
             hint="describe the same global tensors on every rank",
@@ -527,7 +575,7 @@ def _refuse_broken(table: Table, kept: Flags, keyed: Ints, bounds: Ints) -> None
 
 
 def _suspects(table: Table, keyed: Ints, bounds: Ints) -> Ints:
-    """Keys, by their place in ``bounds``, that stock would perhaps refuse."""
+    """Return the keys, by their position in ``bounds``, that stock might refuse."""
     heads = bounds[:-1]
     counts = np.diff(bounds)
     several = np.repeat(counts > 1, counts)
@@ -535,7 +583,7 @@ def _suspects(table: Table, keyed: Ints, bounds: Ints) -> Ints:
     shapes = table.shapes[keyed]
     first = np.repeat(np.arange(len(heads)), counts)
     odd = several & (kinds != SHARD)
-    # Of pieces with one dtype and global size stock's checks are about their boxes alone.
+    # For pieces with one dtype and global size, stock only checks their boxes.
     odd |= shapes != np.repeat(shapes[heads], counts)
     tensors = np.flatnonzero(kinds != OBJECT)
     width = table.offsets.shape[1]
@@ -564,10 +612,12 @@ _AT_ONCE = 1024  # pieces that are compared with all others in one go
 
 
 def fills(pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]) -> bool:
-    """Whether these pieces, (offsets, lengths) each, fill a box of these sizes: every one inside of
-    it, none over another, nothing left out. The same piece twice counts once.
+    """Return whether these pieces, (offsets, lengths) each, fill a box of these sizes exactly.
 
-    That the volumes add up proves nothing: two pieces at one place hide a hole of their size.
+    Every piece must be inside the box, no two may overlap, and nothing may be left out. The same piece
+    twice counts once.
+
+    Equal volumes prove nothing: two pieces at one place hide a hole of their size.
     """
     if not math.prod(sizes):
         return True
@@ -588,7 +638,10 @@ def fills(pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence
 
 
 def _is_row(pieces: list[Piece], sizes: Sequence[int]) -> bool:
-    """Whether they lie behind one another along one dimension: most shardings, without numpy."""
+    """Return whether the pieces follow each other along one dimension.
+
+    That covers most shardings, without numpy.
+    """
     cut = [
         dim
         for dim, size in enumerate(sizes)
@@ -601,20 +654,20 @@ def _is_row(pieces: list[Piece], sizes: Sequence[int]) -> bool:
 
 
 def _any_overlap(pieces: list[Piece]) -> bool:
-    """Whether two of them share an element."""
+    """Return whether two of the pieces share an element."""
     begins = np.array([begin for begin, _ in pieces], np.int64)
     ends = begins + np.array([length for _, length in pieces], np.int64)
     order = np.argsort(begins[:, 0], kind="stable")
     begins, ends = begins[order], ends[order]
     for first in range(0, len(pieces), _AT_ONCE):
         low, high = begins[first : first + _AT_ONCE], ends[first : first + _AT_ONCE]
-        # Of those that begin behind the end of all of these none can meet one.
+        # Pieces that begin behind the end of all of these cannot overlap any of them.
         last = int(np.searchsorted(begins[:, 0], high[:, 0].max()))
         meets = np.ones((len(low), last - first), np.bool_)
         for dim in range(begins.shape[1]):
             meets &= low[:, dim, None] < ends[None, first:last, dim]
             meets &= begins[None, first:last, dim] < high[:, dim, None]
-        # Each meets itself.
+        # Each piece overlaps itself.
         if int(meets.sum()) > len(low) and bool(np.triu(meets, 1).any()):
             return True
     return False
@@ -623,10 +676,19 @@ def _any_overlap(pieces: list[Piece]) -> bool:
 def is_tiled(
     tensors: Ints, offsets: Ints, lengths: Ints, sizes: Ints, dims: Ints, *, filled: bool
 ) -> Flags:
-    """One answer for each different number in ``tensors``, in order; equal ones stand together.
+    """Return one answer for each different number in ``tensors``, in order.
 
-    offsets, lengths, sizes (of the whole tensor): (pieces, widest), zeros beyond ``dims``. filled:
-    whether something left out is a no.
+    Args:
+        tensors: The tensor of each piece; equal numbers are neighbours.
+        offsets: Where each piece begins: (pieces, widest), zeros beyond ``dims``.
+        lengths: The sizes of each piece, in the same form.
+        sizes: The sizes of the piece's whole tensor, in the same form.
+        dims: The number of dimensions of each piece.
+        filled: Whether the pieces have to fill the tensor.
+
+    Returns:
+        Whether each tensor is tiled. A yes is certain. A no may only mean that the pieces are not the cells of a
+        grid.
     """
     heads = np.flatnonzero(np.diff(tensors, prepend=-1))
     if not len(heads):
@@ -641,13 +703,15 @@ def is_tiled(
     several = np.repeat(counts > 1, counts)
     good &= ~several | _apart(tensors, offsets, lengths, heads, counts)
     told = np.logical_and.reduceat(good, heads)
-    # Of a number alone stock asks nothing, but that it has one piece, and that is asked elsewhere.
+    # For a tensor without dimensions stock only checks that it has one piece, and that is checked elsewhere.
     return np.asarray(told | (dims[heads] == 0), np.bool_)
 
 
 def _apart(tensors: Ints, offsets: Ints, lengths: Ints, heads: Ints, counts: Ints) -> Flags:
-    """Of each piece: its interval is that of another or apart from it along every dimension, and no
-    two pieces of its tensor begin at one place.
+    """Return for each piece whether its tensor's pieces can be cells of a grid.
+
+    Along every dimension its interval must equal that of any other piece or be disjoint from it, and no two
+    pieces of a tensor may begin at the same place.
     """
     good = np.ones(len(tensors), np.bool_)
     for start, length in zip(offsets.T, lengths.T, strict=True):
@@ -676,7 +740,7 @@ def _apart(tensors: Ints, offsets: Ints, lengths: Ints, heads: Ints, counts: Int
 
 
 def _in_order(tensors: Ints, starts: Ints, ends: Ints) -> Flags:
-    """Of each interval: it is the one before it, or begins where that ends or later."""
+    """Return for each interval whether it equals the one before it or begins at its end or later."""
     fine = np.ones(len(tensors), np.bool_)
     fine[1:] = (
         (tensors[1:] != tensors[:-1])

@@ -1,20 +1,21 @@
-"""Leaves of a state dict: what may be saved, how it is loaded, and whether all ranks have the same one.
+"""Leaves of a state dict: what may be saved, how it is loaded, and whether all ranks have the same.
 
     check_tensor, check_leaf     refuse, before any file is made, what could not be loaded again
-    load_leaf                    makes the object of its bytes, and executes nothing
+    load_leaf                    makes the object from its bytes, and executes nothing
     fingerprint_of               one number for "this rank's value of that key"
 
-Objects are made by an unpickler of our own, which knows what torch's ``weights_only`` knows and the types
-of Python and numpy on the list of ``_Makers``: they run nothing, and take no more memory than the file
-has bytes. Any other class only where ``torch.serialization.add_safe_globals`` was given it: to find it
-would import a module that the file names.
+Objects are made by an unpickler of our own. It knows what torch's ``weights_only`` knows and the types of
+Python and numpy on the list of ``_Makers``: they run nothing, and take no more memory than the file has
+bytes. It makes objects of other classes only if they were given to
+``torch.serialization.add_safe_globals``, because looking up a class would import a module that the file
+names.
 
-DCP writes a plain tensor or an object that several ranks have from one of them, and drops the
-others without a word. Equal values have equal fingerprints on every rank: they are taken from
-values, never from a pickle, whose bytes depend on which equal strings are one object and on hash
-seeds. Tensors up to 256 KiB count whole; of larger ones 64 evenly spaced pages of 4 KiB, ends
-included: a rank that really has other data differs in all of them, and a full copy of every
-replicated tensor from every device would cost more than the save.
+If several ranks have a plain tensor or an object, DCP writes it from one of them and drops the others without
+a message. Equal values have equal fingerprints on every rank. A fingerprint is computed from values, never
+from a pickle: the bytes of a pickle depend on hash seeds and on which equal strings are one object. Tensors up
+to 256 KiB are hashed whole, larger ones at 64 evenly spaced pages of 4 KiB, ends included. A rank that really
+has other data differs in all of these pages, and a full copy of every replicated tensor from every device
+would cost more than the save.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ _PAGES = 64
 
 _ATOMS = (type(None), bool, int, float, complex, str)
 _NAMED = (torch.Size, torch.dtype, torch.device, torch.layout)
-# An int of more than 255 bytes pickles with an opcode that weights_only does not know.
+# An int of more than 255 bytes is pickled with an opcode that weights_only does not know.
 _PLAIN_INT_BITS = 255 * 8 - 1
 
-# What has no parts and loads whatever its value is.
+# Types without parts that load with any value.
 _WITHOUT_PARTS = frozenset(
     {
         *(bytes, bytearray, range, uuid.UUID),
@@ -89,7 +90,7 @@ _PATHS: dict[str, type[pathlib.PurePath]] = {
     "PurePath": pathlib.PurePath,
     "PosixPath": pathlib.PosixPath,
     "PurePosixPath": pathlib.PurePosixPath,
-    # of another system it cannot be a concrete path here
+    # a concrete path of another system cannot be made here
     "WindowsPath": pathlib.PureWindowsPath,
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
@@ -97,22 +98,26 @@ _DTYPE = re.compile(r"[A-Za-z?]\d{0,9}")
 _TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 WAYS_OUT = "trusted? torch.serialization.add_safe_globals([its class]), or StorageReader(weights_only=False)"
 _BUILTINS = frozenset({"bytes", "bytearray", "complex", "set", "frozenset"})
-_PLAIN = {  # by the names of Python 2 too, which protocol 2 has
+_PLAIN = {  # under the names of Python 2 too, which protocol 2 uses
     "builtins": _BUILTINS,
     "__builtin__": _BUILTINS,
     "_codecs": frozenset({"encode"}),
     "collections": frozenset({"OrderedDict"}),
 }
 _ZIP = b"PK\x03\x04"
-_COPIES = 4  # of what a pickle holds: text becomes bytes, and bytes an array
+_COPIES = 4  # how often a pickle's content may be copied: text becomes bytes, and bytes an array
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A value that is one leaf whatever it holds: DCP does not flatten it.
+    """A value that is one leaf whatever it contains: DCP does not flatten it.
 
-    Its bytes are those of the plain value, so every reader gets that. owner: whose value it is, for
-    messages. any_rank: ranks may differ, and any one's will do.
+    Its bytes are those of the plain value, so every reader gets the plain value.
+
+    Attributes:
+        value: The value.
+        owner: The object that the value belongs to, for messages.
+        any_rank: Whether values may differ between ranks; any rank's value is good then.
     """
 
     value: Any
@@ -124,7 +129,7 @@ class Leaf:
 
 
 def check_tensor(tensor: torch.Tensor) -> str | None:
-    """Why this tensor, or local shard, could not be loaded again; None when it can."""
+    """Return why this tensor, or local shard, could not be loaded again; None if it can."""
     if tensor.is_meta:
         return "it is on the meta device and has no data; materialise it first"
     if is_wrapper_subclass(tensor):
@@ -137,10 +142,10 @@ def check_tensor(tensor: torch.Tensor) -> str | None:
 
 
 def check_leaf(leaf: object, blob: io.BytesIO | None = None) -> str | None:
-    """Why this object could not be loaded by ``load_leaf``; None when it can.
+    """Return why ``load_leaf`` could not load this object; None if it can.
 
-    Plain values are judged by their types; anything else is serialised and loaded, once. blob: its bytes,
-    where it was serialised before.
+    Plain values are judged by their types. Anything else is serialised and loaded, once. ``blob`` has the
+    object's bytes if it was serialised before.
     """
     if isinstance(leaf, Leaf):
         reason = check_leaf(leaf.value, blob)
@@ -158,7 +163,10 @@ def check_leaf(leaf: object, blob: io.BytesIO | None = None) -> str | None:
 
 
 def check_leaf_bytes(blob: io.BytesIO) -> str | None:
-    """Why the object in these bytes could not be loaded; None when it can. The stream stays where it is."""
+    """Return why the object in these bytes could not be loaded; None if it can.
+
+    The position of the stream does not change.
+    """
     at = blob.tell()
     try:
         load_leaf(blob)
@@ -170,7 +178,7 @@ def check_leaf_bytes(blob: io.BytesIO) -> str | None:
 
 
 def serialise_leaf(leaf: object) -> io.BytesIO:
-    """The bytes that stock DCP's planner makes of an object; a Leaf's are those of its value."""
+    """Return the bytes that stock DCP's planner makes of an object; of a Leaf, those of its value."""
     buffer = io.BytesIO()
     torch.save(leaf.value if isinstance(leaf, Leaf) else leaf, buffer)
     buffer.seek(0)
@@ -178,21 +186,21 @@ def serialise_leaf(leaf: object) -> io.BytesIO:
 
 
 class Objects(ArgumentChoice, parameter="objects"):
-    """What becomes of objects in a checkpoint: ``objects=`` of loads."""
+    """What a load does with objects in a checkpoint: the ``objects=`` of loads."""
 
-    LOAD = "load"  # the types of Python, numpy and torch that are data, and what the user allowed torch
+    LOAD = "load"  # load types of Python, numpy and torch that are data, and what the user allowed
     REFUSE = (
-        "refuse"  # plain values alone: numbers, text, bytes, their containers, tensors in those
+        "refuse"  # load only plain values: numbers, text, bytes, their containers, tensors in those
     )
 
 
 def load_leaf(
     blob: io.BytesIO, *, weights_only: bool = True, objects: Objects = Objects.LOAD
 ) -> Any:
-    """The object in a leaf's blob; tensors in it come to the host.
+    """Return the object in a leaf's blob; tensors in it are loaded to the host.
 
-    pickle.UnpicklingError when it would have to execute anything, or to import a module that it names, or
-    where ``objects`` refuses it.
+    pickle.UnpicklingError if it would have to execute anything or to import a module that it names, or if
+    ``objects`` refuses it.
     """
     blob.seek(0)
     is_plain_only = objects is Objects.REFUSE
@@ -213,13 +221,13 @@ def load_leaf(
     except pickle.UnpicklingError:
         raise
     except Exception as error:
-        # A pickle that fits none of the makers fails in any way: it is refused all the same.
+        # A pickle that fits none of the makers can fail with any error: it is refused in each case.
         raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
 
 
 @functools.cache
 def dtype_round_trips(dtype: torch.dtype) -> bool:
-    """True when DCP plans tensors of this dtype, and torch gets them back bit for bit."""
+    """Return whether DCP plans tensors of this dtype and torch loads them back bit for bit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "ComplexHalf is experimental": it round trips
         try:
@@ -227,13 +235,13 @@ def dtype_round_trips(dtype: torch.dtype) -> bool:
             _planned_bytes(tensor)
             memory_of(tensor)[:] = bytes([1, *bytes(len(memory_of(tensor)) - 1)])
             copied.copy_(load_leaf(serialise_leaf(tensor)))
-        except Exception:  # noqa: BLE001 - each exotic dtype fails in its own way: it is refused
+        except Exception:  # noqa: BLE001 - each exotic dtype fails with its own error: it is refused
             return False
     return bytes(memory_of(copied)) == bytes(memory_of(tensor))
 
 
 def _planned_bytes(tensor: torch.Tensor) -> int | None:
-    """What DCP takes a tensor's size to be; it knows the sizes of fewer dtypes than torch does."""
+    """Return the size that DCP plans for a tensor; it knows fewer dtypes than torch does."""
     whole = ChunkStorageMetadata(torch.Size([0]), tensor.shape)
     data = TensorWriteData(whole, TensorProperties.create_from_tensor(tensor), tensor.shape)
     item = WriteItem(MetadataIndex("t"), WriteItemType.TENSOR, tensor_data=data)
@@ -241,7 +249,7 @@ def _planned_bytes(tensor: torch.Tensor) -> int | None:
 
 
 def _is_plain(leaf: object) -> bool:
-    """True when the exact types alone show that ``load_leaf`` loads it."""
+    """Return whether the exact types alone show that ``load_leaf`` loads it."""
     kind = type(leaf)
     if kind is int:
         return bool(leaf.bit_length() <= _PLAIN_INT_BITS)  # type: ignore[attr-defined]
@@ -254,7 +262,7 @@ def _is_plain(leaf: object) -> bool:
     if kind in (dict, collections.OrderedDict):
         return all(_is_plain(k) and _is_plain(v) for k, v in leaf.items())  # type: ignore[attr-defined]
     if kind in (torch.Tensor, torch.nn.Parameter):
-        # Attributes of its own are pickled with it.
+        # Attributes that were set on the tensor are pickled with it.
         return not vars(leaf) and check_tensor(leaf) is None  # type: ignore[arg-type]
     if kind is np.ndarray or isinstance(leaf, np.generic):
         return leaf.dtype.kind in _ARRAYS  # type: ignore[attr-defined]
@@ -264,7 +272,7 @@ def _is_plain(leaf: object) -> bool:
 
 
 def _sharded_inside(leaf: object) -> str | None:
-    """The kind of a sharded tensor somewhere inside, which DCP would pickle as one rank's part."""
+    """Return the kind of a sharded tensor inside; DCP would pickle only one rank's part of it."""
     if isinstance(leaf, DTensor):
         return "DTensor"
     if is_sharded_tensor(leaf):
@@ -282,7 +290,7 @@ def _name(leaf: object) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    # torch explains in ten lines how to allow-list; the class it names is what matters here.
+    # torch explains in ten lines how to allow a class; only the name of the class matters here.
     text = str(error).replace("Weights only load failed.", "").strip()
     named = [line for line in text.splitlines() if "Unsupported" in line or "GLOBAL" in line]
     return (named or text.splitlines() or [type(error).__name__])[0].strip()[:300]
@@ -292,7 +300,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Memo(dict[int, Any]):
-    """Knows where half objects are kept."""
+    """A memo that records where unfinished objects are kept."""
 
     def __setitem__(self, place: int, value: Any) -> None:
         if type(value) is _Half:
@@ -301,8 +309,9 @@ class _Memo(dict[int, Any]):
 
 
 class _Half:
-    """An object that was created and has no state yet. build: makes it of its state. places: where the
-    memo has it.
+    """An object that was created but has no state yet.
+
+    ``build`` makes the object from its state. ``places`` are its numbers in the memo.
     """
 
     __slots__ = ("build", "places")
@@ -313,7 +322,7 @@ class _Half:
 
 
 def _users() -> dict[str, Any]:
-    """What ``torch.serialization.add_safe_globals`` was given, by its name."""
+    """Return what was given to ``torch.serialization.add_safe_globals``, by name."""
     named = (
         one if isinstance(one, tuple) else (one, f"{one.__module__}.{one.__qualname__}")
         for one in torch.serialization.get_safe_globals()
@@ -322,11 +331,11 @@ def _users() -> dict[str, Any]:
 
 
 class _Makers:
-    """What may be made, by what the pickle calls it, within one decode.
+    """What a pickle may create, by the name that the pickle uses, within one decode.
 
-    Each takes what the pickle hands over, and no more memory than that: size_bytes is the pickle's, and
-    nothing is copied more often than a few times that. Nothing is imported, and nothing of the user's
-    is called but what ``torch.serialization.add_safe_globals`` was given.
+    Each maker takes the arguments in the pickle and no more memory than they do: ``size_bytes`` is the size of
+    the pickle, and all copies together are at most a few times as large. Nothing is imported, and no code of
+    the user is called except what was given to ``torch.serialization.add_safe_globals``.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -335,7 +344,7 @@ class _Makers:
         self._users_calls = {id(made) for made in self.users.values()}
 
     def find(self, module: str, name: str) -> Any:
-        """What a pickle may name. pickle.UnpicklingError: anything else."""
+        """Return what a pickle may name. pickle.UnpicklingError for anything else."""
         if module == "torch" and isinstance(found := vars(torch).get(name), _TORCH_VALUES):
             return found
         if module.split(".", maxsplit=1)[0] == "pathlib":
@@ -346,7 +355,7 @@ class _Makers:
         return found
 
     def make(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """The call that a pickle asks for."""
+        """Make the call that a pickle requests."""
         is_method = _calls().get(id(function))
         if is_method:
             return function(self, *arguments)
@@ -355,7 +364,7 @@ class _Makers:
         return function(*arguments)
 
     def is_users(self, value: object) -> bool:
-        """Whether it is of a class that the user allowed."""
+        """Return whether the value is of a class that the user allowed."""
         return any(type(value) is kind for kind in self.users.values())
 
     def _copied(self, count: int) -> None:
@@ -369,7 +378,7 @@ class _Makers:
         return text.encode("latin-1")
 
     def _no_bytes(self) -> bytes:
-        return b""  # protocol 2 has an empty one so
+        return b""  # protocol 2 writes empty bytes as a call without arguments
 
     def _bytearray(self, data: Any = b"", encoding: str = "latin-1") -> bytearray:
         if type(data) is str:
@@ -419,7 +428,10 @@ class _Makers:
         return torch.Size(self._items(lengths))
 
     def _tensor_of_type(self, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-        """A tensor with attributes, or of a class that the user allowed; torch's own calls any function."""
+        """Make a tensor with attributes, or of a class that the user allowed.
+
+        torch's own function of this name would call any function.
+        """
         _need(
             any(function is one for one in _torch.tensor_rebuilders()) and type(arguments) is tuple
         )
@@ -459,7 +471,7 @@ class _Makers:
             raise pickle.UnpicklingError(f"it has a generator of {device}; save its get_state()")
         return _Half(build)
 
-    # numpy: what numpy itself unpickles believes sizes and offsets; here they are held against the bytes
+    # numpy: numpy's own unpickling trusts sizes and offsets; here they are compared with the bytes
 
     def _dtype(self, name: str, align: Any = False, copy: Any = True) -> _Half:  # noqa: FBT002
         _need(type(name) is str and _DTYPE.fullmatch(name) is not None)
@@ -495,7 +507,7 @@ class _Makers:
             return np.empty(shape, dtype, order=order)
         return np.frombuffer(raw, dtype).reshape(shape, order=order).copy(order)
 
-    # What is made with a look at how much was made before; called with the maker before its arguments.
+    # Methods that count what they copy; they are called with the _Makers before the arguments.
     METHODS: ClassVar[dict[tuple[str, str], Callable[..., Any]]] = {
         ("numpy", "dtype"): _dtype,
         ("_codecs", "encode"): _bytes,
@@ -521,7 +533,7 @@ class _Makers:
         METHODS["pathlib", _name] = partial(_path, kind=_kind)
 
 
-# Named as arguments only: to call one would make memory of any size.
+# Allowed as arguments only: a call of one could allocate memory of any size.
 _NAMED_ONLY: dict[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,
     ("torch", "Tensor"): torch.Tensor,
@@ -532,7 +544,7 @@ _NAMED_ONLY: dict[tuple[str, str], Any] = {
 
 @functools.cache
 def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
-    """What is called as it is."""
+    """Return the functions that are called as they are."""
     kinds = (dt.date, dt.datetime, dt.time, dt.timedelta, dt.timezone)
     return {
         **{("datetime", kind.__name__): kind for kind in kinds},
@@ -549,7 +561,7 @@ def _by_name() -> dict[tuple[str, str], Any]:
 
 @functools.cache
 def _calls() -> dict[int, bool]:
-    """What may be called, by identity: whether it is a method of ``_Makers``."""
+    """Return what may be called, by identity, and whether it is a method of ``_Makers``."""
     return {
         **{id(one): False for one in _functions().values()},
         **{id(one): True for one in _Makers.METHODS.values()},
@@ -557,7 +569,10 @@ def _calls() -> dict[int, bool]:
 
 
 def _dtype_of(named: np.dtype[Any], state: Any) -> np.dtype[Any]:
-    """A dtype of what numpy's own has as its state: made anew, so that numpy looks at the numbers."""
+    """Return a dtype with the state that numpy pickles.
+
+    It is created through numpy's constructor, so that numpy checks the numbers.
+    """
     _, order, inner, names, fields, size_bytes, *more = state
     if inner is not None:
         base, shape = inner
@@ -584,7 +599,7 @@ def _dtype_of(named: np.dtype[Any], state: Any) -> np.dtype[Any]:
 
 
 def _levels(dtype: np.dtype[Any]) -> int:
-    """How deep structures lie in each other: numpy goes through them recursively."""
+    """Return how deeply structures are nested; numpy visits them recursively."""
     base = dtype if dtype.subdtype is None else dtype.subdtype[0]
     return 1 + max(_levels(f[0]) for f in base.fields.values()) if base.fields else 0
 
@@ -600,10 +615,10 @@ def _need(is_so: bool) -> None:  # noqa: FBT001
 
 
 class _ListedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python: its opcodes can be replaced
-    """Makes what ``_Makers`` knows, and calls nothing else.
+    """An unpickler that makes what ``_Makers`` knows and calls nothing else.
 
-    A state goes to an object that waits for one (_Half), to an OrderedDict, or to an object of a class
-    that the user allowed; never to a class or a function, which would keep it.
+    A state goes to an object that waits for one (_Half), to an OrderedDict, or to an object of a class that
+    the user allowed. It never goes to a class or a function, which would keep it.
     """
 
     stack: Any
@@ -618,14 +633,14 @@ class _ListedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python: 
         self._halves = 0
 
     def load(self) -> Any:
-        """The object; pickle.UnpicklingError, and whatever damaged bytes raise."""
+        """Return the object; pickle.UnpicklingError, or any error that damaged bytes cause."""
         made = super().load()
         _need(not self._halves)
         return made
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle may name."""
-        # Python 2's names, which protocol 2 has
+        """Return what the pickle may name."""
+        # Python 2's names, which protocol 2 uses
         module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
         return self._makers.find(_compat_pickle.IMPORT_MAPPING.get(module, module), name)
 
@@ -665,7 +680,7 @@ class _ListedUnpickler(pickle._Unpickler):  # noqa: SLF001 - the one in Python: 
 
     for _code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4):
         dispatch[_code[0]] = _refused
-    # These make memory of the size that they are told before they look for the bytes.
+    # These opcodes allocate memory of the size in their argument before they look for the bytes.
     for _code in (pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER):
         dispatch[_code[0]] = _refused
     dispatch[pickle.REDUCE[0]] = _called
@@ -680,10 +695,10 @@ class _AllowListed:
 
 
 class _PlainUnpickler(_ListedUnpickler):
-    """Makes numbers, text, bytes, their containers and tensors."""
+    """An unpickler that makes only numbers, text, bytes, their containers and tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What the pickle may name."""
+        """Return what the pickle may name."""
         found = super().find_class(module, name)
         if module.startswith("torch"):
             is_plain = f"{module}.{name}" not in self._makers.users and name != "Generator"
@@ -704,7 +719,7 @@ class _Plain:
 
 
 def fingerprint_of(value: object) -> int:
-    """64 bits that are equal on all ranks that have an equal value."""
+    """Return 64 bits that are equal on all ranks that have an equal value."""
     state = xxhash.xxh3_64()
     _feed(state, value)
     return state.intdigest()
@@ -742,7 +757,7 @@ def _feed_parts(state: xxhash.xxh3_64, parts: Iterable[int]) -> None:
 def _feed_tensor(state: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
     state.update(f"Tensor {tensor.dtype} {tuple(tensor.shape)};".encode())
     if check_tensor(tensor) is not None:
-        return  # it is refused by its key; there is nothing to compare
+        return  # the planner refuses it by its key; there is nothing to compare
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes > _WHOLE_BYTES:
         tensor = _sample(tensor.detach())
@@ -750,9 +765,9 @@ def _feed_tensor(state: xxhash.xxh3_64, tensor: torch.Tensor) -> None:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced pages, gathered on the tensor's own device: one small copy to the host."""
-    # Of one that is not contiguous, which is rare, all is gathered first: the pages have to be those
-    # of another rank's contiguous one.
+    """Return evenly spaced pages, gathered on the tensor's own device: one small copy to the host."""
+    # A tensor that is not contiguous, which is rare, is made contiguous first: its pages have to be
+    # the same as those of another rank's contiguous tensor.
     flat = tensor.reshape(-1)
     page = max(1, _PAGE_BYTES // tensor.element_size())
     step = (flat.numel() - page) / (_PAGES - 1)
@@ -760,17 +775,17 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unshared_pickle(value: object) -> bytes:
-    """A pickle that does not depend on which equal parts are the same object."""
+    """Return a pickle that does not depend on which equal parts are the same object."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=4)
     pickler.fast = True
     try:
         pickler.dump(value)
-    except Exception:  # noqa: BLE001 - cycles; and what cannot be pickled is refused by its key
+    except Exception:  # noqa: BLE001 - cycles; the planner refuses by its key what cannot be pickled
         return b"?"
     return buffer.getvalue()
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of torch's says at first; its kind where it says nothing."""
+    """Return the first line of one of torch's error messages, or the error's type if it is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)

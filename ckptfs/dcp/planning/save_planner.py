@@ -1,4 +1,4 @@
-"""The save planner: torch's plan of one rank, plus every check that can be made before a file exists.
+"""The save planner: torch's plan of one rank, and all checks that need no file.
 
     Itemiser().items(flat)   the items of a flat dict, with few Python calls per tensor, and why a value
                              could not be loaded again
@@ -8,13 +8,13 @@
     SavePlanner              local plan: those items; each leaf and tensor checked; a fingerprint per key
                              global plan: fingerprints compared, then torch's deduplication and validation
 
-``ckptfs.save`` takes local plans from it and decides over them as columns (``ckptfs.dcp.write.pipeline``); torch's
-``dcp.save`` calls both. Plans are never cached: torch's cache ignores dtypes, and its key is the name of the
+``ckptfs.save`` takes local plans from it and decides on them as columns (``ckptfs.dcp.write.pipeline``);
+torch's ``dcp.save`` calls both. Plans are never cached: torch's cache ignores dtypes, and its key is the name of the
 class.
 
 Tensors of one shape and kind share the object that describes them (``TensorWriteData``). The geometry of
-DTensors is computed once for each mesh, placement and shape. What is neither a plain tensor nor a DTensor
-over one goes to torch's planner, because its author may have taught it a way of its own.
+DTensors is computed once for each mesh, placement and shape. Any value that is neither a plain tensor nor a
+DTensor over one goes to torch's planner, because its class may define its own way to be saved.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _Known = tuple[TensorWriteData, torch.Size, str | None]
 
 
 class Itemiser:
-    """Makes items, and remembers what tensors have in common. For one plan of one rank."""
+    """Makes items, and caches what tensors have in common. For one plan of one rank."""
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}  # key -> why it could not be loaded again
@@ -77,7 +77,7 @@ class Itemiser:
         self._live = torch.is_grad_enabled()
 
     def items(self, flat: Mapping[str, Any]) -> list[WriteItem]:
-        """The items of all values, in order."""
+        """Return the items of all values, in order."""
         found: list[WriteItem] = []
         known, add = self._known, found.append
         for key, value in flat.items():
@@ -115,7 +115,7 @@ class Itemiser:
         here = self._meshes.get(id(mesh))
         if here is None:
             here = self._meshes[id(mesh)] = mesh.get_coordinate() is not None
-        with torch.no_grad():  # a view that autograd follows costs more than all the rest
+        with torch.no_grad():  # a view that autograd tracks takes longer than everything else here
             local = value.to_local()
         if not here or type(local) is not torch.Tensor:
             self._other(key, value, found)
@@ -153,7 +153,7 @@ class Itemiser:
 
 
 def _local_of(value: Any) -> torch.Tensor:
-    """The memory behind a sharded tensor on this rank, or the tensor itself."""
+    """Return this rank's memory of a sharded tensor, or the tensor itself."""
     if hasattr(value, "local_shards"):
         shards = value.local_shards()
         return shards[0].tensor if shards else torch.empty(0)
@@ -209,7 +209,7 @@ class SavePlanner(DefaultSavePlanner):
                 ) from error
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's items, checked; fingerprints travel in ``planner_data``. All ranks."""
+        """Return this rank's items, checked; fingerprints are in ``planner_data``. All ranks."""
         with gc_paused():
             itemiser = Itemiser()
             items = itemiser.items(self.state_dict)
@@ -243,17 +243,17 @@ class SavePlanner(DefaultSavePlanner):
                     f"the ranks' plans do not make one checkpoint: {error}",
                     hint="describe the same global tensors on every rank",
                 ) from error
-            # Paths are in the metadata now; sending all of them back to every rank helps nobody.
+            # Paths are in the metadata now; there is no use in sending all of them back to every rank.
             return [dataclasses.replace(plan, planner_data=None) for plan in plans], metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 - torch's
-        """A leaf's bytes as stock makes them; a tensor as it is. Any thread, as often as liked."""
+        """Return a leaf's bytes as stock makes them; a tensor as it is. Any thread, repeatable."""
         if write_item.type is WriteItemType.BYTE_IO:
             return serialise_leaf(object)
         return object
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of one item of this rank's plan. Any thread."""
+        """Return the data of one item of this rank's plan. Any thread."""
         data: torch.Tensor | io.BytesIO = self.transform_object(
             write_item, self.lookup_object(write_item.index)
         )
@@ -261,7 +261,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 def _refuse_unloadable(reasons: Mapping[str, str]) -> None:
-    """StateError with every key that could be written but not read back."""
+    """Raise StateError with every key that could be written but not read back."""
     if reasons:
         told = "; ".join(f"{key!r}: {reason}" for key, reason in list(reasons.items())[:10])
         more = f"; and {len(reasons) - 10} more" if len(reasons) > 10 else ""  # noqa: PLR2004
@@ -275,10 +275,10 @@ def _refuse_unloadable(reasons: Mapping[str, str]) -> None:
 def fingerprints(
     items: Sequence[WriteItem], value_of: Callable[[WriteItem], Any]
 ) -> dict[str, int]:
-    """Key -> fingerprint, for all that DCP would deduplicate by key.
+    """Return key -> fingerprint for everything that DCP would deduplicate by key.
 
-    Of a sharded tensor the ranks must agree on dtype and global size, which DCP takes from one; its
-    value is not asked for.
+    For a sharded tensor the ranks must agree on dtype and global size, which DCP takes from one of them. Its
+    values are not needed.
     """
     found: dict[str, int] = {}
     for item in items:
@@ -296,12 +296,12 @@ def fingerprints(
 
 @functools.lru_cache(maxsize=1 << 16)
 def shard_fingerprint(dtype: torch.dtype, size: torch.Size) -> int:
-    """What ranks must agree on that have shards of one tensor."""
+    """Return a fingerprint of what ranks with shards of one tensor must agree on."""
     return fingerprint_of(("shard", str(dtype), tuple(size)))
 
 
 def refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
-    """StateError for every key whose value is not the same on all ranks that have it."""
+    """Raise StateError for every key with different values on the ranks that have it."""
     by_key: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, prints in enumerate(ranks):
         for key, value in prints.items():
@@ -322,7 +322,7 @@ def refuse_divergence(ranks: Sequence[Mapping[str, int]]) -> None:
 
 
 def _spans(ranks: Sequence[int]) -> str:
-    """0-3,7 for [0, 1, 2, 3, 7]: a thousand ranks fit in one line."""
+    """Return 0-3,7 for [0, 1, 2, 3, 7]: a thousand ranks fit in one line."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -336,20 +336,20 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 class Share(Protocol):
-    """What one rank brings to a save. The thread that saves calls these, in this order."""
+    """What one rank contributes to a save. The thread that saves calls these methods in this order."""
 
     @property
     def planner(self) -> SavePlanner:
         """Makes the global plan, on the coordinator."""
 
     def plan(self, rank: int, per_rank: Sequence[str]) -> SavePlan:
-        """This rank's plan with its own keys renamed. StateError; local."""
+        """Return this rank's plan with its own keys renamed. StateError; local."""
 
     def take_on(self, items: Sequence[WriteItem]) -> None:
-        """What of the plan this rank is to write, under the names that the planner knows."""
+        """Take the items that this rank is to write, under the names that the planner knows."""
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
-        """The data of one such item. Any thread."""
+        """Return the data of one of these items. Any thread."""
 
 
 class LiveShare:
@@ -364,7 +364,7 @@ class LiveShare:
         return local_plan(self.planner, self._state_dict, rank, per_rank)
 
     def take_on(self, items: Sequence[WriteItem]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
         """As ``Share.resolve``."""
@@ -374,6 +374,6 @@ class LiveShare:
 def local_plan(
     planner: SavePlanner, state_dict: Mapping[str, Any], rank: int, per_rank: Sequence[str]
 ) -> SavePlan:
-    """One rank's plan: flattened, checked, its own keys renamed. Local."""
+    """Return one rank's plan: flattened, checked, its own keys renamed. Local."""
     planner.set_up_planner(unwrap_stateful(state_dict), None, is_coordinator=rank == 0)
     return rename_plan(planner.create_local_plan(), per_rank, rank)

@@ -1,4 +1,4 @@
-"""State dicts: what may stand for one, how it is flattened, and the keys that a rank has for itself.
+"""State dicts: what is accepted as one, how it is flattened, and the keys of single ranks.
 
     as_state_dict(given)     a module, or another object with state_dict, in the place of a dict
     unwrap_stateful(state)   every Stateful at the top level replaced by its own state dict
@@ -7,22 +7,22 @@ Flattened as torch flattens it, in one pass:
 
     {"a": {"b": t, 3: [u, {}]}}   ->   {"a.b": t, "a.3.0": u}   and   the path of each
 
-    flat_to_save(state)    None: a ShardedTensor is inside; torch takes those apart that hold others
+    flat_to_save(state)    None: a ShardedTensor is inside; torch splits those that contain others
     flat_to_load(state)    None: that, a tensor on the meta device, or two values under one key
-    containers(state)      what is taken apart: key and path of each dict and list, empty ones too
+    containers(state)      the containers that flattening splits: key and path of each, empty ones too
 
-torch's load planner goes over the state three times: to give tensors on the meta device memory, to unwrap
-ShardedTensors in ShardedTensors, and to flatten. Most states need only the last. None says that there is
-something for the others to do.
+torch's load planner visits the state three times: to give tensors on the meta device memory, to unwrap
+ShardedTensors in ShardedTensors, and to flatten. Most states need only the last. None means that one of the
+other passes has something to do.
 
 Keys that every rank keeps for itself:
 
     state dict of rank 3, per_rank=["loader.*"]        in the checkpoint
       {"loader": {"seed": 7, "pos": 12}}       ->      loader@rank3.seed, loader@rank3.pos
 
-The mark goes to the first component, so the checkpoint unflattens into one sub-tree per rank and
-stock DCP reads it like any other key. On loading, ``view_for`` shows each rank its own sub-tree
-under the plain name, so any load planner finds it. Patterns are those of fnmatch, on flattened keys.
+The mark goes to the first component, so the checkpoint unflattens into one sub-tree per rank and stock DCP
+reads it like any other key. On loading, ``view_for`` shows each rank its own sub-tree under the plain name, so
+any load planner finds it. Patterns are those of fnmatch, on flattened keys.
 """
 
 from __future__ import annotations
@@ -65,35 +65,37 @@ __all__ = [
 
 Path = tuple[str | int, ...]
 
-ROOT = "state"  # where a state that is no dict lies in its checkpoint
+ROOT = "state"  # the key of a state that is not a dict
 
 
 class _NamedModule:
-    """A module's state under the names that it has without wrappers (DistributedDataParallel, torch.compile),
-    so that it loads with another wrapper, as ``CheckpointManager`` has it.
+    """A module with the names of its parameters that it has without wrappers.
+
+    Wrappers are, for example, DistributedDataParallel and torch.compile. A checkpoint with plain names loads
+    with another wrapper; ``CheckpointManager`` does the same.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module: torch.nn.Module = _torch.unwrapped(module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers."""
+        """Return parameters and buffers."""
         return {_torch.clean_name(name): v for name, v in self.module.state_dict().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Through the module's own, so that its hooks run."""
+        """Load through the module's own method, so that its hooks run."""
         full = {_torch.clean_name(name): name for name in self.module.state_dict()}
         self.module.load_state_dict({full.get(name, name): v for name, v in state_dict.items()})
 
 
 class _Stateless:
-    """Stands for what is no state dict."""
+    """A placeholder for a value that is not a state dict."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def state_dict(self) -> dict[str, Any]:
-        """StateError."""
+        """Raise StateError."""
         name = self._name
         raise StateError(
             f"{'an' if name[:1] in 'aeiouAEIOU' else 'a'} {name} is not a state dict",
@@ -101,22 +103,25 @@ class _Stateless:
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Never called: to load, its state is needed first."""
+        """Do nothing: this is never called, because a load calls ``state_dict`` first."""
 
 
 def module_of(value: object) -> torch.nn.Module | None:
-    """The module whose state this is; None for any other object."""
+    """Return the module that this state belongs to; None for any other object."""
     if isinstance(value, _NamedModule):
         return value.module
     return value if isinstance(value, torch.nn.Module) else None
 
 
 def as_state_dict(given: Any) -> Any:
-    """What ``save`` and ``load`` were given as a state dict: a module, an optimizer or another object with
-    state_dict and load_state_dict lies under "state", as ``CheckpointManager`` has it.
+    """Return the argument of ``save`` or ``load`` as a dict.
 
-    What is neither, such as a tensor or a list, lies there as an object whose state_dict raises StateError:
-    within a step, so that the other ranks, which may have been given what they need, hear of it.
+    A module, an optimizer or another object with state_dict and load_state_dict is put under "state", as in
+    ``CheckpointManager``.
+
+    Any other value, such as a tensor or a list, is put there as an object with a state_dict that raises
+    StateError. This happens inside a collective step, so that other ranks, which may have valid arguments,
+    receive the error too.
     """
     if isinstance(given, Mapping):
         return given
@@ -128,18 +133,18 @@ def as_state_dict(given: Any) -> Any:
 
 
 def unwrap_stateful(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A shallow copy in which every top-level Stateful is its state dict, as stock DCP does.
+    """Return a shallow copy in which every top-level Stateful is its state dict, as in stock DCP.
 
-    They are called in sorted order of their keys: state dicts that talk to other ranks would wait for
-    each other for ever where two ranks were given them in another order.
+    The objects are called in sorted order of their keys. If two ranks called them in different orders, state
+    dicts that communicate with other ranks would wait for each other without end.
     """
     found = {key: state_dict[key].state_dict() for key in stateful_keys(state_dict)}
     return {key: found.get(key, value) for key, value in state_dict.items()}
 
 
 def stateful_keys(state_dict: Mapping[str, Any]) -> list[str]:
-    """The keys of the Stateful objects, in the order in which every rank calls them."""
-    # Tensors first: asking whether something is Stateful costs more than planning it.
+    """Return the keys of the Stateful objects, in the order in which every rank calls them."""
+    # Tensors are checked first: to test whether a value is Stateful takes longer than to plan it.
     found = [
         key
         for key, value in state_dict.items()
@@ -154,12 +159,15 @@ Flat = tuple[dict[str, Any], dict[str, Path]]  # key -> leaf, key -> path, in to
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
-# Leaves in which no ShardedTensor is looked for when they are saved: it could not be saved from there.
+# Leaves that are not searched for ShardedTensors when they are saved: inside them none could be saved.
 _NOT_SHARDED = _TENSORS | _ATOMS | {complex, tuple, list, dict, DTensor}
 
 
 def flat_to_save(state: Mapping[str, Any]) -> Flat | None:
-    """As torch's ``flatten_state_dict``; ValueError for two values under one key. None: see above."""
+    """Flatten as torch's ``flatten_state_dict``; None: see the module's description.
+
+    ValueError if two values have one key.
+    """
     flat, paths = _walked(state)
     kinds = {type(value) for value in flat.values()} - _NOT_SHARDED
     if any(issubclass(kind, torch.Tensor) for kind in kinds) and any(
@@ -170,14 +178,14 @@ def flat_to_save(state: Mapping[str, Any]) -> Flat | None:
 
 
 def flat_to_load(state: Mapping[Any, Any]) -> Flat | None:
-    """As torch's load planner flattens. None: torch's own way must be taken, see above."""
+    """Flatten as torch's load planner; None: torch has to do it, see the module's description."""
     try:
         flat, paths = _walked(state)
     except ValueError:
         return None
     for value in flat.values():
         kind = type(value)
-        # Written out: a call for each of 20,000 leaves would be a third of all this.
+        # Inlined: a call for each of 20,000 leaves would take a third of the time.
         if kind in _TENSORS:
             if value.is_meta:
                 return None
@@ -187,7 +195,7 @@ def flat_to_load(state: Mapping[Any, Any]) -> Flat | None:
 
 
 def containers(state: Mapping[Any, Any]) -> Iterator[tuple[str, Path, Any]]:
-    """Key, path and value of each dict and list inside that flattening takes apart, outer ones first."""
+    """Yield key, path and value of each dict and list that flattening splits, outer ones first."""
     return _containers(state, (), "")
 
 
@@ -216,7 +224,7 @@ class _Walk:
         for key, value in values.items():
             name = str(key)
             kind = type(value)
-            if kind in _TENSORS or kind in _ATOMS:  # most are; to ask for a Mapping is slow
+            if kind in _TENSORS or kind in _ATOMS:  # most are; a test for Mapping is slow
                 whole = before + name
                 if whole in flat:
                     raise _twice(whole)
@@ -243,7 +251,7 @@ def _twice(key: str) -> ValueError:
 
 
 def _is_leaf(values: list[Any]) -> bool:
-    """Whether torch keeps a list whole: there is no tensor and no mapping in it, however deep."""
+    """Return whether torch keeps a list whole: it contains no tensor and no mapping at any depth."""
     return not any(
         isinstance(value, (torch.Tensor, Mapping))
         or (isinstance(value, list) and not _is_leaf(value))
@@ -253,7 +261,7 @@ def _is_leaf(values: list[Any]) -> bool:
 
 def _is_for_torch(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # In this order: a ShardedTensor without a shard here, or with several, cannot be asked.
+        # In this order: is_meta fails for a ShardedTensor without a shard here, or with several.
         return _torch.is_sharded_tensor(value) or value.is_meta
     if isinstance(value, (list, tuple)):
         return any(_is_for_torch(inner) for inner in value)
@@ -269,33 +277,33 @@ _MARKED = re.compile(r"(?P<root>.*?)@rank(?P<rank>\d+)(?P<rest>(\..*)?)", re.DOT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What a rank's plan carries to the coordinator: key -> path, and key -> fingerprint."""
+    """What a rank's plan sends to the coordinator: key -> path, and key -> fingerprint."""
 
     mappings: Mapping[str, Path]
     fingerprints: Mapping[str, int]
 
 
 def marked_key(key: str, path: Path, rank: int) -> tuple[str, Path]:
-    """The key and path under which rank ``rank`` keeps ``key``."""
+    """Return the key and path under which rank ``rank`` keeps ``key``."""
     root = str(path[0]) if path else key
     marked = f"{root}@rank{rank}"
     return marked + key[len(root) :], (marked, *path[1:])
 
 
 def unmarked_key(key: str) -> tuple[str, int] | None:
-    """The plain key and the rank it belongs to; None for a key of all ranks."""
+    """Return the plain key and the rank that it belongs to; None for a key of all ranks."""
     found = _MARKED.fullmatch(key)
     return None if found is None else (found["root"] + found["rest"], int(found["rank"]))
 
 
 def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
-    """The plan with every key that a pattern matches stored for this rank alone.
+    """Return the plan with every key that matches a pattern stored for this rank alone.
 
-    StateError for keys that already look like that, and for sharded tensors: their parts belong
+    StateError for keys that have such a mark already, and for sharded tensors, because their parts belong
     together.
     """
     mappings, rebuild = _mappings_of(plan)
-    # Asked of every key of every save, and few look like that.
+    # This tests every key of every save, and few have a mark; the substring test is quick.
     marked = {i.index.fqn for i in plan.items if "@rank" in i.index.fqn}
     if taken := sorted(filter(unmarked_key, marked)):
         raise StateError(
@@ -319,7 +327,7 @@ def rename_plan(plan: SavePlan, patterns: Sequence[str], rank: int) -> SavePlan:
 
 
 def original_item(item: WriteItem, rank: int) -> WriteItem:
-    """The item as the planner knows it: without the mark of ``rank``."""
+    """Return the item as the planner knows it: without the mark of ``rank``."""
     plain = unmarked_key(item.index.fqn)
     if plain is None or plain[1] != rank:
         return item
@@ -330,10 +338,10 @@ def original_item(item: WriteItem, rank: int) -> WriteItem:
 def own_keys(
     keys: Iterable[str], rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
 ) -> dict[str, str]:
-    """Marked key -> plain key, of what rank ``rank`` of ``world`` kept for itself.
+    """Return marked key -> plain key for what rank ``rank`` of ``world`` kept for itself.
 
-    StateError when a key in ``wanted`` was saved per rank by another number of ranks
-    (``saved_world``; None: as many as left a mark).
+    StateError if a key in ``wanted`` was saved per rank by another number of ranks (``saved_world``; None: the
+    number follows from the marks).
     """
     marked = {key: found for key in keys if "@rank" in key and (found := unmarked_key(key))}
     if not marked:
@@ -354,16 +362,16 @@ def own_keys(
 def view_for(
     metadata: Metadata, rank: int, world: int, saved_world: int | None, wanted: Iterable[str]
 ) -> Metadata:
-    """The metadata as rank ``rank`` of ``world`` sees it: its own keys under their plain names.
+    """Return the metadata as rank ``rank`` of ``world`` sees it: its own keys under plain names.
 
-    The other ranks' keys stay under their marked names. StateError as for ``own_keys``.
+    The other ranks' keys keep their marked names. StateError as for ``own_keys``.
     """
     mine = own_keys(metadata.state_dict_metadata, rank, world, saved_world, wanted)
     return renamed_metadata(metadata, mine) if mine else metadata
 
 
 def renamed_metadata(metadata: Metadata, mine: Mapping[str, str]) -> Metadata:
-    """The metadata with other names for some keys (as they are -> as they shall be)."""
+    """Return the metadata with other names for some keys (old name -> new name)."""
     paths: Mapping[str, Path] | None = metadata.planner_data
     return dataclasses.replace(
         metadata,
@@ -387,7 +395,7 @@ def _mappings_of(
 ) -> tuple[
     Mapping[str, Path], Callable[[list[WriteItem], Mapping[str, tuple[str, Path]]], SavePlan]
 ]:
-    """The plan's key -> path, and how to make the plan anew with some keys renamed.
+    """Return the plan's key -> path, and a function that rebuilds the plan with renamed keys.
 
     planner_data is ours (LocalFacts), stock's (a dict), or none (flatten_state_dict=False).
     """
@@ -427,6 +435,6 @@ def _matches(key: str, patterns: Sequence[str]) -> bool:
 
 
 def listed(keys: Sequence[str], most: int = 10) -> str:
-    """The first keys, and how many more there are."""
+    """Return the first keys as text, and how many more there are."""
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(repr(key) for key in keys[:most]) + more

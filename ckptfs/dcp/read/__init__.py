@@ -1,4 +1,4 @@
-"""Data files: from a plan and files to tensors, verified on the way.
+"""Read the data files of a load: from a plan and files to tensors, verified on the way.
 
     state dict --load_planner--> Reads (read_plan: which saved chunks fill which memory; boxes)
                                    |
@@ -6,11 +6,11 @@
                                                                               |
     data_file    one ranged read, compared with its digests  <----------------+
 
-Ways in:
+Entry points:
 
     load_planner     what a state dict needs of a checkpoint
     read_plan        the Reads themselves, from our plans or torch's
-    scheduler        brings their bytes
-    data_file        one open file and its requests, for whoever reads it by himself
+    scheduler        fetches their bytes
+    data_file        one open file and its requests, for callers that read a file directly
     boxes            boxes of a row-major tensor as ranges of bytes
 """

@@ -7,7 +7,7 @@ chunk 4 x 6, box rows 1-2, columns 2-4            contiguous in the file: 8-10 a
 . . . . . .
 
 pieces_of        which ranges of a chunk to read for a box
-pieces_within    what of a box lies in a range that was read
+pieces_within    the parts of a box that are inside a range that was read
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Piece", "narrowed", "pieces_of", "pieces_within", "strides_of"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``start`` to ``stop`` of a saved chunk that hold a sub-box of the asked-for box.
+    """Elements ``start`` to ``stop`` of a saved chunk: a span that contains a sub-box of the box.
 
-    offsets and lengths: the sub-box, relative to the box.
+    ``offsets`` and ``lengths`` describe the sub-box, relative to the requested box.
     """
 
     start: int
@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def is_contiguous(self) -> bool:
-        """True when the span holds the sub-box and nothing else."""
+        """Whether the span contains the sub-box and nothing else."""
         return self.stop - self.start == prod(self.lengths)
 
 
@@ -50,9 +50,18 @@ def pieces_of(
 ) -> Iterator[Piece]:
     """Cut a box of a row-major chunk into pieces that are read one by one.
 
-    sizes: of the chunk; offsets, lengths: the box in it; window: elements that a piece may span.
-    whole: contiguous pieces may be longer than the window. hole: elements between two rows that a
-    piece may span, None: any. Pieces are disjoint, cover the box, and rise in ``start``.
+    The pieces are disjoint, cover the box, and rise in ``start``.
+
+    Args:
+        sizes: The sizes of the chunk.
+        offsets: Where the box begins in the chunk.
+        lengths: The sizes of the box.
+        window: How many elements a piece may span.
+        whole: Whether contiguous pieces may be longer than the window.
+        hole: How many unused elements between two rows a piece may span. None: any number.
+
+    Yields:
+        The pieces.
     """
     strides = strides_of(sizes)
 
@@ -82,7 +91,7 @@ def pieces_of(
 
 
 def _widest_hole(box: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements that nobody asked for between two rows of a box, where they are most."""
+    """Return the largest number of unused elements between two rows of a box."""
     widest, inner = 0, 1
     for count, stride in zip(reversed(box), reversed(strides), strict=True):
         if count > 1:
@@ -94,7 +103,10 @@ def _widest_hole(box: Sequence[int], strides: Sequence[int]) -> int:
 def pieces_within(
     sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], begin: int, end: int
 ) -> Iterator[Piece]:
-    """What of a box lies in elements ``begin`` to ``end`` of its chunk: few pieces, not by the row."""
+    """Yield the parts of a box that are inside elements ``begin`` to ``end`` of its chunk.
+
+    These are few pieces, because rows that are inside completely are joined.
+    """
     strides = strides_of(sizes)
     corner = [offset * stride for offset, stride in zip(offsets, strides, strict=True)]
 
@@ -107,7 +119,7 @@ def pieces_within(
         stride, first = strides[dim], base + corner[dim]
         low = max(0, (begin - first) // stride)
         high = min(lengths[dim], -(-(end - first) // stride))
-        inner_low = max(low, -(-(begin - first) // stride))  # rows that lie within from here on
+        inner_low = max(low, -(-(begin - first) // stride))  # from here on rows are inside
         inner_high = min(high, (end - first) // stride)
         if inner_low >= inner_high:
             for row in range(low, high):
@@ -128,12 +140,12 @@ def pieces_within(
 
 
 def strides_of(sizes: Sequence[int]) -> list[int]:
-    """Strides of a row-major tensor, in elements."""
+    """Return the strides of a row-major tensor, in elements."""
     return [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
 
 
 def narrowed(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """The sub-box of a tensor, a view."""
+    """Return the sub-box of a tensor as a view."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         if tensor.shape[dim] != length:
             tensor = tensor.narrow(dim, offset, length)

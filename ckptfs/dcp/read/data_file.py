@@ -2,10 +2,10 @@
 
 open_data, read_digests    the two requests that begin a file; any thread
 DataFile                   reader and digests together; stateless, so any thread may use it
-run_request                one ranged read of it, handed to those who want its bytes
-verify_file                all of it against its digests, for tools
+run_request                one ranged read of it, and the delivery of its bytes
+verify_file                the whole file against its digests, for tools
 
-Which requests a load makes of it, cut to windows and gathered into spans:
+How a load divides a file into requests, with windows and spans:
 
     large tensor   |<------- payload, blocks of 1 MiB ------->|
     requested            |<-------------------->|
@@ -14,10 +14,10 @@ Which requests a load makes of it, cut to windows and gathered into spans:
     small items    |a||b| |c|      |d|
     requests       |<------>|      |-|                           one span: one read, three takers
 
-A *want* is a range of a file and who takes its bytes. Wants that are large are requests by
-themselves; the others are gathered with their neighbours up to a window. Verified bytes come in
-whole blocks: a range that begins or ends inside a block reads all of that block, and no block twice
-for one saved tensor, however many parts of it are requested.
+A *want* is a range of a file and the place that its bytes go to. A large want is a request by itself. Small
+wants are combined with their neighbours, up to the size of a window. Verified bytes are read in whole
+blocks: a range that begins or ends inside a block reads the whole block, and no block of a saved tensor is
+read twice, however many of its parts are requested.
 """
 
 from __future__ import annotations
@@ -70,17 +70,19 @@ __all__ = [
 ]
 
 _TOGETHER = (
-    500  # wants of one span: with what lies between them fewer buffers than one preadv takes
+    500  # wants of one span: with the gaps between them still fewer buffers than one preadv takes
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cutting:
-    """How a reader's files are cut, in bytes.
+    """How a reader's files are divided into requests; all sizes in bytes.
 
-    window: one request fetches about so much. small: a want below it is gathered with others.
-    gap: wants may lie so far apart in one span; what lies between is thrown away. together: wants
-    of one span, None: any number.
+    Attributes:
+        window: About how much one request fetches.
+        small: A want below this size is combined with others.
+        gap: How far apart two wants of one span may be; the bytes between them are read and thrown away.
+        together: How many wants one span may have. None: any number.
     """
 
     window: int
@@ -90,7 +92,7 @@ class Cutting:
 
     @staticmethod
     def of(reader: DataReader) -> Cutting:
-        """What pays for this reader: few copies on a disk, few requests over a network."""
+        """Return what pays for this reader: few copies on a disk, few requests over a network."""
         window = max(BLOCK_SIZE_BYTES, reader.window_bytes // BLOCK_SIZE_BYTES * BLOCK_SIZE_BYTES)
         if reader.reach is Reach.REMOTE and reader.concurrency > 1:
             # A request costs as much as copying a few MiB.
@@ -100,9 +102,11 @@ class Cutting:
 
 @dataclass(slots=True)
 class Owner:
-    """Whose wants these are; counts those that are missing. One thread.
+    """The item that some wants belong to, and how many of its wants are not read yet. One thread.
 
-    is_strange: a head was seen that torch does not write today; set by any thread.
+    Attributes:
+        missing: The number of wants that are not read yet.
+        is_strange: Whether a head was found that torch does not write today. Set by any thread.
     """
 
     missing: int = 0
@@ -111,12 +115,21 @@ class Owner:
 
 @dataclass(slots=True)
 class Want:
-    """Bytes ``start`` to ``stop`` of a file, for ``owner``, which errors call ``key``.
+    """Bytes ``start`` to ``stop`` of a file, for ``owner``.
 
-    out: where they belong, if that is plain memory. blocks: what they must be, block by block from
-    ``start`` on; each but the last is of the full size. check: compares all of them where blocks are of
-    any size; returns the seconds it took. take: is given the bytes (in ``out`` where there is one) when
-    they are right, and keeps no reference. All on any thread.
+    The functions are called on any thread.
+
+    Attributes:
+        start: Where the range begins in the file.
+        stop: Where it ends.
+        owner: The item that the bytes belong to.
+        key: Its name in error messages.
+        out: The memory that the bytes go to, if that is plain memory.
+        blocks: The expected digests, block by block from ``start`` on; all blocks but the last have the full
+            size.
+        check: Compares the bytes if blocks can have any size; returns the seconds it took.
+        take: Is called with the bytes (in ``out`` if that is given) once they are verified; it keeps no
+            reference to them.
     """
 
     start: int
@@ -131,9 +144,14 @@ class Want:
 
 @dataclass(slots=True)
 class Request:
-    """One ranged read: into ``out``, or where that is None into scratch memory, for all wants.
+    """One ranged read for all of its wants.
 
-    scatters: each want has its ``out``, and they lie one behind the other.
+    Attributes:
+        start: Where the range begins in the file.
+        stop: Where it ends.
+        wants: The wants that are inside it.
+        out: The memory to read into. None: scratch memory.
+        scatters: Whether each want has its ``out`` and no two wants overlap.
     """
 
     start: int
@@ -144,20 +162,20 @@ class Request:
 
     @property
     def keys(self) -> str:
-        """Whose bytes these are, for an error's text."""
+        """The keys that these bytes are for, as text for an error message."""
         keys = list(dict.fromkeys(want.key for want in self.wants))
         return repr(keys[0]) + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
 
 
 class Gatherer:
-    """Makes requests of wants, which come about in the order of the file."""
+    """Combines wants into requests. The wants come about in the order of the file."""
 
     def __init__(self, cutting: Cutting) -> None:
         self._cutting = cutting
         self._span: Request | None = None
 
     def add(self, want: Want) -> Sequence[Request]:
-        """One more want; what is complete by it."""
+        """Add a want; return the requests that are complete now."""
         cutting, span = self._cutting, self._span
         start, stop, out = want.start, want.stop, want.out
         if out is not None and stop - start > cutting.small:
@@ -178,7 +196,7 @@ class Gatherer:
         return complete
 
     def flush(self) -> Sequence[Request]:
-        """The span that was not complete yet."""
+        """Return the span that was not complete yet."""
         span, self._span = self._span, None
         if span is None:
             return ()
@@ -195,11 +213,18 @@ def payload_cuts(
     *,
     rounded: bool,
 ) -> Iterator[tuple[int, int]]:
-    """Cut the ``needed`` bytes of a payload of ``length`` into ranges (low, high), in order and disjoint.
+    """Cut the ``needed`` bytes of a payload into ranges (low, high), in order and disjoint.
 
-    needed: in any order, overlapping or not. direct: ranges that have memory of their own; what they
-    hold in whole is cut where they begin and end. rounded: each begins and ends where a block does,
-    so the first and the last may stick out of what is needed.
+    Args:
+        needed: Ranges of the payload, in any order; they may overlap.
+        direct: Ranges that have memory of their own. Cuts are made at their ends.
+        length: The length of the payload.
+        window: The largest range.
+        rounded: Whether each range has to begin and end at a block's border, so that the first and the last
+            may extend beyond what is needed.
+
+    Yields:
+        The ranges.
     """
     edges: set[int] = set()
     for start, stop in direct:
@@ -240,13 +265,14 @@ def _merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 def whole_blocks(start: int, stop: int, length: int) -> tuple[int, int]:
-    """The blocks of a payload of ``length`` that hold its bytes ``start`` to ``stop``."""
+    """Return the range of the blocks that contain bytes ``start`` to ``stop`` of a payload."""
     return start - start % BLOCK_SIZE_BYTES, min(stop + -stop % BLOCK_SIZE_BYTES, length)
 
 
 def blob_cuts(item: ItemDigests | None, length: int, window: int) -> Iterator[tuple[int, int]]:
-    """Cut a whole item of ``length`` bytes into ranges of about a window; between blocks where there
-    are digests to compare with.
+    """Cut a whole item of ``length`` bytes into ranges of about a window.
+
+    If there are digests to compare with, the cuts are between blocks.
     """
     if item is None:
         yield from ((low, min(low + window, length)) for low in range(0, length, window))
@@ -261,7 +287,7 @@ def blob_cuts(item: ItemDigests | None, length: int, window: int) -> Iterator[tu
         yield low, high
 
 
-_LARGEST_GAP_BYTES = 1 << 20  # no cutting throws away more between two wants
+_LARGEST_GAP_BYTES = 1 << 20  # no Cutting throws away more than this between two wants
 
 
 class Verify(ArgumentChoice, parameter="verify"):
@@ -273,13 +299,19 @@ class Verify(ArgumentChoice, parameter="verify"):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a checkpoint's files lie for this rank.
+    """Where this rank reads a checkpoint's files.
 
-    home: key of the directory that data paths are relative to. sidecars: path of a data file ->
-    path of its digests; empty for checkpoints that ckptfs did not write, which load unverified.
-    shared: paths that lie beside the step directories instead. layouts: path of a data file -> its
-    items by offset, where another format tells where payloads lie; digests, if there are any, lie in
-    the sidecar all the same. ranks: how many load from it at once, perhaps on one machine.
+    Attributes:
+        storage: The storage.
+        home: The key of the directory that data paths are relative to.
+        sidecars: The path of the digests of each data file. Empty for checkpoints that ckptfs did not write;
+            they load unverified.
+        verify: Whether digests are compared.
+        rank: This rank, for error messages.
+        shared: Paths of files that are not in a step directory, because several checkpoints share them.
+        layouts: The items of each data file by offset, where another format says where payloads are.
+            Digests, if there are any, are still in the sidecar.
+        ranks: How many ranks load from the checkpoint at once, perhaps on one machine.
     """
 
     storage: Storage
@@ -292,7 +324,7 @@ class Source:
     ranks: int = 1
 
     def key(self, path: str) -> str:
-        """The key of a path of the manifest."""
+        """Return the key of a path of the manifest."""
         if path in self.shared:
             return shared_key(path)
         return f"{self.home}/{path}" if self.home else path
@@ -300,7 +332,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One open data file with its digests; nothing in it changes, so threads share it."""
+    """One open data file with its digests. It does not change, so threads share it."""
 
     reader: DataReader
     source: Source
@@ -314,7 +346,7 @@ class DataFile:
         return known and self.source.verify is Verify.READ
 
     def item(self, offset: int, length: int, key: str) -> ItemDigests | None:
-        """The digests of an item; IntegrityError when the sidecar is of another file."""
+        """Return the digests of an item; IntegrityError if the sidecar belongs to another file."""
         if self.digests is None or not length:
             return None
         found = self.digests.get(offset)
@@ -325,14 +357,14 @@ class DataFile:
         return found
 
     def check_size(self, end: int) -> None:
-        """IntegrityError unless the file has ``end`` bytes."""
+        """Raise IntegrityError unless the file has at least ``end`` bytes."""
         if end > self.reader.size_bytes:
             raise self.damaged(
                 f"it has {self.reader.size_bytes} bytes, the checkpoint needs {end}: truncated"
             )
 
     def compare(self, item: ItemDigests, start: int, key: str, data: memoryview) -> float:
-        """Compare whole blocks of an item, from ``start`` of it on; the seconds it took.
+        """Compare whole blocks of an item, from its byte ``start`` on; return the seconds it took.
 
         IntegrityError names the damaged range.
         """
@@ -343,11 +375,11 @@ class DataFile:
         return time.perf_counter() - began
 
     def differs(self, low: int, high: int, key: str) -> IntegrityError:
-        """An error about bytes ``low`` to ``high`` of it."""
+        """Return an error that says that bytes ``low`` to ``high`` of the file are wrong."""
         return self.damaged(f"bytes {low} to {high}, of {key!r}, differ from what was written")
 
     def damaged(self, why: str) -> IntegrityError:
-        """An error about this file."""
+        """Return an error about this file."""
         return IntegrityError(
             f"data file {self.path} is damaged: {why}",
             uri=self.source.storage.uri(self.source.key(self.path)),
@@ -358,14 +390,14 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What one request did."""
+    """What one request did: the bytes that it read, and the seconds that verification took."""
 
     size_bytes: int
     verify_s: float
 
 
 def run_request(file: DataFile, request: Request, scratch: Scratch) -> Ran:
-    """Read one request and deliver it. Any thread. Errors name the file and the keys."""
+    """Read one request and deliver its bytes. Any thread. Errors name the file and the keys."""
     verify_s = 0.0
     data: memoryview | None = None
     if request.out is not None:
@@ -398,7 +430,7 @@ def run_request(file: DataFile, request: Request, scratch: Scratch) -> Ran:
 
 @contextlib.contextmanager
 def _named(file: DataFile, request: Request) -> Iterator[None]:
-    """Whatever the storage cannot read: for whom it was."""
+    """Add to a storage error which bytes could not be read, and for which keys."""
     try:
         yield
     except CkptfsError as error:
@@ -408,7 +440,10 @@ def _named(file: DataFile, request: Request) -> Iterator[None]:
 
 
 def _read_alone(file: DataFile, request: Request, out: memoryview) -> float:
-    """Read a want into place, comparing each block while it is in the processor's cache; seconds."""
+    """Read a want into its memory; return the seconds that verification took.
+
+    Each block is compared while it is in the processor's cache.
+    """
     [want] = request.wants
     verify_s, at = 0.0, 0
     for end in _steps(file, request, out):
@@ -419,7 +454,7 @@ def _read_alone(file: DataFile, request: Request, out: memoryview) -> float:
 
 
 def _compared(file: DataFile, want: Want, data: memoryview, start: int) -> float:
-    """Compare the blocks of ``data``, a want's first bytes, from ``start`` on; the seconds it took."""
+    """Compare the blocks of ``data``, a want's first bytes, from ``start`` on; return the seconds."""
     began = time.perf_counter()
     for at in range(start, len(data), BLOCK_SIZE_BYTES):
         block = data[at : at + BLOCK_SIZE_BYTES]
@@ -434,7 +469,7 @@ def _steps(file: DataFile, request: Request, out: memoryview) -> Iterator[int]:
 
 
 def _read_scattered(file: DataFile, request: Request, scratch: Scratch) -> None:
-    """Read each want of a span into its own place; what lies between them is thrown away."""
+    """Read each want of a span into its own memory; throw away the bytes between them."""
     waste = scratch.of(_LARGEST_GAP_BYTES)
     views = []
     at = request.start
@@ -450,7 +485,7 @@ def _read_scattered(file: DataFile, request: Request, scratch: Scratch) -> None:
 def verify_file(source: Source, path: str) -> Counters:
     """Compare every byte of every item of a data file with its digests. Local; for tools.
 
-    IntegrityError names the range; IncompleteCheckpointError: the file or its digests are missing.
+    IntegrityError names the range. IncompleteCheckpointError: the file or its digests are missing.
     """
     started = time.perf_counter()
     digests = read_digests(source, path) or {}
@@ -487,7 +522,7 @@ def _whole_file(
 
 
 def open_data(source: Source, path: str) -> DataReader:
-    """Open a data file; IncompleteCheckpointError when it is missing."""
+    """Open a data file; IncompleteCheckpointError if it is missing."""
     try:
         reader = source.storage.open_read(source.key(path))
     except NotFoundError as error:
@@ -497,15 +532,15 @@ def open_data(source: Source, path: str) -> DataReader:
             hint="restore it, or load another checkpoint",
         ) from error
     if source.ranks > 1:
-        # What is replicated all of them read: once from the disk, and not once for each.
+        # All ranks read what is replicated. It should be read from the disk once, not once per rank.
         reader.keep_cached()
     return reader
 
 
 def read_digests(source: Source, path: str) -> Mapping[int, ItemDigests] | None:
-    """The digests of a data file by item offset; where it has none its layout, or None.
+    """Return the digests of a data file by item offset; if it has none, its layout or None.
 
-    With verify="off" a damaged sidecar is no obstacle: it would only have told payload offsets.
+    With verify="off" a damaged sidecar is not an error: it would only have given payload offsets.
     """
     sidecar = source.sidecars.get(path)
     if sidecar is None:

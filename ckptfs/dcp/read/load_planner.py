@@ -1,14 +1,14 @@
-"""The load planner: every check that needs no data comes before the first byte.
+"""The load planner: every check that needs no data is made before the first byte is read.
 
-    keys      missing from the checkpoint ("missing"), or there and not asked for ("extra")
-    kinds     a tensor asked for where an object was saved ("dtype"), or the reverse
+    keys      missing from the checkpoint ("missing"), or saved but not requested ("extra")
+    kinds     a tensor requested where an object was saved ("dtype"), or the reverse
     tensors   global shape, and dtype ("dtype": torch converts)
 
-    create_reads         this rank's Reads, for ckptfs' own loads: no object of torch's per tensor
-    create_local_plan    the same as torch's ReadItems, for whoever drives it as torch does
+    create_reads         this rank's Reads, for ckptfs' own loads: no torch object per tensor
+    create_local_plan    the same as torch's ReadItems, for callers that use it as torch does
 
-Plain tensors and DTensors are planned here; what else there is (ShardedTensor, subclasses that cut
-themselves, states that torch before 2.4 flattened otherwise) torch plans. Objects load with
+Plain tensors and DTensors are planned here. torch plans everything else: ShardedTensors, subclasses that
+shard themselves, and states that torch before 2.4 flattened in another way. Objects load with
 ``weights_only=True``: a checkpoint is data, never a program.
 """
 
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-_OWN = ("state", "param_groups")  # of an optimizer
+_OWN = ("state", "param_groups")  # the keys of an optimizer's state dict
 OPTIMIZER_HINT = (
     "pass what torch's get_state_dict(model, optimizer) returns, use "
     "CheckpointManager.restore, or leave the optimizer out"
@@ -63,11 +63,11 @@ OPTIMIZER_HINT = (
 
 
 class Allowed(ArgumentChoice, parameter="allow"):
-    """What of a state dict may differ from the checkpoint."""
+    """How a state dict may differ from the checkpoint."""
 
-    EXTRA = "extra"  # keys of the checkpoint that nobody asks for
-    MISSING = "missing"  # keys that are asked for and not there: they keep their values
-    DTYPE = "dtype"  # dtypes, which are converted; an object takes the place of a tensor
+    EXTRA = "extra"  # keys of the checkpoint that no rank requests
+    MISSING = "missing"  # keys that are requested but were not saved: they keep their values
+    DTYPE = "dtype"  # dtypes, which are converted; an object replaces a tensor
     STOCK = "stock"  # what torch's dcp.load allows: "extra" and "dtype"
 
 
@@ -75,7 +75,7 @@ Allow = str | Collection[str]
 
 
 def allowed_of(allow: Allow, *, strict: bool = True) -> frozenset[Allowed]:
-    """The words of an ``allow=``, one or several. StateError for any other word."""
+    """Return the words of an ``allow=``, one or several. StateError for any other word."""
     words = {Allowed(word) for word in ([allow] if isinstance(allow, str) else allow)}
     if not strict:
         words |= {Allowed.EXTRA, Allowed.MISSING, Allowed.DTYPE}
@@ -87,11 +87,15 @@ def allowed_of(allow: Allow, *, strict: bool = True) -> frozenset[Allowed]:
 class LoadPlanner(DefaultLoadPlanner):
     """Plans a load into a state dict, in place, with any sharding.
 
-    Keys missing from the checkpoint and dtypes that differ are StateErrors, unless ``allow`` names them
-    (see ``Allowed``): then such keys keep their values (``missing``), and torch converts. strict: False
-    allows all. weights_only: False executes what the
-    objects' pickles say; only for checkpoints that you trust as you trust code. objects: "refuse" loads no
-    object but plain values, whatever ``weights_only`` says.
+    Keys that are missing from the checkpoint and dtypes that differ are StateErrors, unless ``allow`` names
+    them (see ``Allowed``): then such keys keep their values (``missing`` has their names), and torch converts.
+
+    Args:
+        strict: False allows everything.
+        allow: The allowed differences.
+        weights_only: False executes what the objects' pickles say; only for checkpoints that you trust as you
+            trust code.
+        objects: "refuse" loads no objects except plain values, whatever ``weights_only`` says.
     """
 
     def __init__(
@@ -107,10 +111,10 @@ class LoadPlanner(DefaultLoadPlanner):
         self.weights_only = weights_only
         self.objects = Objects(objects)
         self.missing: tuple[str, ...] = ()
-        # Top-level keys of objects that get their states back.
+        # Top-level keys of the objects with load_state_dict that receive what was loaded.
         self.handed_over: Collection[str] = ()
-        self._whole: dict[str, Any] = {}  # dicts and lists that are asked for as one object
-        self._made: frozenset[str] = frozenset()  # had no memory of their own, and were given some
+        self._whole: dict[str, Any] = {}  # dicts and lists that are requested as one object
+        self._made: frozenset[str] = frozenset()  # meta tensors that were given memory
 
     def set_up_planner(
         self,
@@ -118,7 +122,7 @@ class LoadPlanner(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> None:
-        """Flatten the state dict; tensors on the meta device get memory. All ranks."""
+        """Flatten the state dict; give tensors on the meta device memory. All ranks."""
         self._whole = {}
         with gc_paused():
             if (found := flat_to_load(state_dict)) is not None:
@@ -127,7 +131,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 self.metadata = metadata
                 self.is_coordinator = is_coordinator
                 return
-            # Where torch gives meta tensors memory, it makes None of every object it does not know.
+            # When torch gives meta tensors memory, it replaces every object that it does not know by None.
             kept = [*_objects((), state_dict)]
             self._made = frozenset(_without_memory("", state_dict))
             try:
@@ -138,7 +142,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 _put(state_dict, path, value)
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads. All ranks. StateError names every key that does not fit."""
+        """Return what this rank reads. All ranks. StateError names every key that does not fit."""
         assert self.metadata is not None  # noqa: S101 - torch gives it to set_up_planner
         with gc_paused():
             self._ask_for_whole(Whole(self.metadata))
@@ -154,8 +158,10 @@ class LoadPlanner(DefaultLoadPlanner):
             return plan
 
     def create_reads(self, inventory: Inventory) -> list[Read]:
-        """What this rank reads, each with the memory that it fills. All ranks, instead of
-        ``create_local_plan``; StateError as there. ManifestError: the metadata lacks a place.
+        """Return what this rank reads, each Read with the memory that it fills.
+
+        All ranks call this instead of ``create_local_plan``. StateError is raised for the same reasons.
+        ManifestError: the metadata lacks the place of an item.
         """
         with gc_paused():
             keys = inventory.keys
@@ -164,8 +170,8 @@ class LoadPlanner(DefaultLoadPlanner):
                 self._ask_for_whole(inventory)
                 self.missing = self._not_in(keys)
             if self.missing and len(self.state_dict) - len(self.missing) < len(keys):
-                # Something is asked for and not there, something else is there and not asked for:
-                # they may be the same, flattened by an older torch.
+                # Some requested keys were not saved, and some saved keys are not requested: they may
+                # be the same values, flattened by an older torch.
                 self.metadata = inventory.metadata()
                 return self._in_our_words(self.create_local_plan(), self.metadata)
             try:
@@ -179,10 +185,13 @@ class LoadPlanner(DefaultLoadPlanner):
             return reads
 
     def _ask_for_whole(self, inventory: Inventory) -> None:
-        """Ask for a dict or a list whole where it was saved as one object. A manager saves the states of
-        objects so, empty ones too, and of an empty one flattening leaves nothing that could be asked for.
+        """Request a dict or a list as a whole if it was saved as one object.
 
-        Not where tensors lie in it, which are to be filled, but for the state of an object that gets it.
+        A manager saves the states of objects like this, empty ones too. Flattening an empty one leaves no key
+        that could be requested.
+
+        A container with tensors is not requested as a whole, because its tensors are to be filled in place. The
+        exception is the state of an object that receives what was loaded.
         """
         if not self.flatten_state_dict:
             return
@@ -201,20 +210,22 @@ class LoadPlanner(DefaultLoadPlanner):
                     inside[path[:depth]].append(key)
         for key, path, value in whole:
             if any(part in keys for part in inside[path]):
-                continue  # its parts were saved too, and those are asked for
+                continue  # its parts were saved too, and they are requested
             if path[0] not in self.handed_over and any(
                 isinstance(self.state_dict[part], torch.Tensor) for part in inside[path]
             ):
-                continue  # an object in the dict's place would leave them as they are
+                continue  # replacing the dict by an object would leave its tensors unchanged
             for part in inside[path]:
                 del self.state_dict[part], self.mappings[part]
             self.state_dict[key], self.mappings[key] = value, path
-            if path[0] not in self.handed_over:  # an object knows itself what it takes
+            if path[0] not in self.handed_over:  # such an object checks by itself what it is given
                 self._whole[key] = value
 
     def refuse_empty(self, inventory: Inventory) -> None:
-        """StateError for what would be left as it is without a word, where that is allowed of its keys: an
-        optimizer before its first step, and an object within a nest, which nobody asks for its state.
+        """Raise StateError for values that ``allow`` would silently leave unchanged.
+
+        These are an optimizer before its first step, and an object with a state inside another container; such
+        an object is not asked for its state.
         """
         empty = empty_optimizers(self.original_state_dict, inventory.keys)
         if empty:
@@ -233,7 +244,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return tuple(key for key in self.state_dict if key not in keys)
 
     def _zero_missing(self) -> None:
-        """What came without memory and is not in the checkpoint: fresh memory holds anything."""
+        """Fill meta tensors that are not in the checkpoint with zeros: their memory is fresh."""
         for key in self.missing:
             value = self.state_dict[key] if key in self._made else None
             if isinstance(value, torch.Tensor):
@@ -263,7 +274,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return reads
 
     def _as_torch(self, inventory: Inventory, state_dict: dict[str, Any]) -> list[Read]:
-        """What torch itself plans: only it knows how that is cut."""
+        """Return what torch itself plans: only torch knows how these values are sharded."""
         metadata = inventory.metadata()
         plan = create_default_local_load_plan(state_dict, metadata, strict=False)
         refuse_untiled(plan, state_dict, state_dict)
@@ -278,10 +289,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     @contextlib.contextmanager
     def _as_flattened(self) -> Iterator[None]:
-        """Keep torch from flattening anew, as before 2.4, where nothing that is asked for is missing.
+        """Keep torch from flattening as before 2.4 if all requested keys were saved.
 
-        It does where anything is not asked for, such as a sharded tensor of which this rank has no
-        part, and then asks for lists of dicts whole.
+        torch does this if any saved key is not requested, for example a sharded tensor without a part on this
+        rank, and then requests lists of dicts as a whole.
         """
         flatten, saved = self.flatten_state_dict, self.metadata
         known = saved is not None and all(
@@ -294,11 +305,11 @@ class LoadPlanner(DefaultLoadPlanner):
             self.flatten_state_dict = flatten
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put one object into the state dict. StateError when it would execute code."""
+        """Put one object into the state dict. StateError if that would execute code."""
         self.load_object(read_item.dest_index.fqn, value)
 
     def load_object(self, key: str, stream: io.BytesIO) -> None:
-        """Put the object that ``stream`` holds under ``key``. StateError as ``load_bytes``."""
+        """Put the object that ``stream`` holds under ``key``. StateError as for ``load_bytes``."""
         try:
             leaf = load_leaf(stream, weights_only=self.weights_only, objects=self.objects)
         except Exception as error:
@@ -307,7 +318,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     f"the object under {key!r} is not a plain value: {error}",
                     hint='pass objects="load" to load objects that contain only data',
                 ) from error
-            # The unpickler names what it refuses in a dozen ways; all mean the same here.
+            # The unpickler describes a refusal in a dozen ways; all mean the same here.
             raise StateError(
                 f"the object under {key!r} does not load without executing code: {error}",
                 hint=WAYS_OUT,
@@ -330,7 +341,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._refuse(Whole(self.metadata))
 
     def _refuse(self, inventory: Inventory) -> None:
-        """StateError that names every key that does not fit."""
+        """Raise StateError that names every key that does not fit."""
         keys = inventory.keys
         problems = []
         self.missing = self._not_in(keys)
@@ -354,15 +365,19 @@ class LoadPlanner(DefaultLoadPlanner):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestedKeys:
-    """What one rank tells of the keys it asks for: those, or all others, whichever are fewer."""
+    """The keys that one rank requests: either these, or the saved keys that it does not request.
+
+    A rank sends the shorter of the two lists.
+    """
 
     keys: tuple[str, ...]
     is_complement: bool
 
     @classmethod
     def of(cls, saved: Collection[str], requested: Collection[str]) -> RequestedKeys:
-        """saved: keys of the checkpoint. What other ranks kept for themselves (per_rank=) is asked for
-        where this rank asks for its own.
+        """Compare the ``saved`` keys of the checkpoint with those that this rank requests.
+
+        A key that another rank kept for itself (per_rank=) counts as requested if this rank requests its own.
         """
         others = tuple(key for key in saved if not _is_requested(key, requested))
         is_complement = len(others) < len(requested)
@@ -370,7 +385,7 @@ class RequestedKeys:
 
 
 def unexpected_keys(saved: Collection[str], requested: Sequence[RequestedKeys]) -> tuple[str, ...]:
-    """Keys of the checkpoint that no rank asks for."""
+    """Return the keys of the checkpoint that no rank requests."""
     left: Collection[str] = saved
     for one in requested:
         keys = frozenset(one.keys)
@@ -382,8 +397,9 @@ def unexpected_keys(saved: Collection[str], requested: Sequence[RequestedKeys]) 
 
 
 def empty_optimizers(state: Mapping[Any, Any], saved: Collection[str]) -> list[str]:
-    """The names of optimizers that say of themselves that they have no state, where some was saved. One has
-    none before its first step: its own state_dict() then asks for nothing.
+    """Return the names of optimizers that report no state although some was saved.
+
+    An optimizer has no state before its first step: its own state_dict() then requests nothing.
     """
     found = []
     empty = [
@@ -400,7 +416,7 @@ def empty_optimizers(state: Mapping[Any, Any], saved: Collection[str]) -> list[s
 
 
 def _has_parameters(state: Any, path: Path) -> bool:
-    """Whether an optimizer lies there with parameters on this rank: a pipeline stage may have none."""
+    """Return whether the optimizer at this path has parameters here; a pipeline stage may not."""
     for part in path:
         state = state[_key_of(state, part)]
     groups = state.get("param_groups", ()) if isinstance(state, Mapping) else ()
@@ -417,7 +433,7 @@ def _tensors_of(metadata: Metadata) -> frozenset[str]:
 
 
 def _is_alike(value: Any, saved: SavedTensor | None) -> bool:
-    """Whether there is nothing to compare: a plain tensor, and the same shape and dtype saved."""
+    """Return whether a plain tensor has the saved shape and dtype, so that nothing must be checked."""
     return (
         saved is not None
         and type(value) in PLAIN
@@ -427,7 +443,7 @@ def _is_alike(value: Any, saved: SavedTensor | None) -> bool:
 
 
 def _mismatch(value: object, saved: SavedTensor | None, allowed: Collection[Allowed]) -> str | None:
-    """Why what was saved (None: an object) cannot go into ``value``; None when it can."""
+    """Return why what was saved (None: an object) cannot go into ``value``; None if it can."""
     wants_tensor = isinstance(value, torch.Tensor)
     if (saved is not None) != wants_tensor:
         if wants_tensor and Allowed.DTYPE in allowed:
@@ -444,7 +460,7 @@ def _mismatch(value: object, saved: SavedTensor | None, allowed: Collection[Allo
 
 
 def _objects(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """The leaves that are neither tensors nor plain values, and where they lie."""
+    """Yield the leaves that are neither tensors nor plain values, with their paths."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _objects((*path, key), inner)
@@ -456,7 +472,7 @@ def _objects(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...
 
 
 def _without_memory(before: str, value: Any) -> Iterator[str]:
-    """The flattened keys of tensors on the meta device."""
+    """Yield the flattened keys of tensors on the meta device."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _without_memory(f"{before}{key}.", inner)
@@ -470,8 +486,8 @@ def _without_memory(before: str, value: Any) -> Iterator[str]:
 def _put(root: Any, path: tuple[str | int, ...], leaf: object) -> None:
     """Replace the value at a flattened path.
 
-    Flattening wrote every dict key as text; an int key is found again by its text, where stock
-    DCP would add a second one beside it.
+    Flattening wrote every dict key as text. An int key is found again by its text; stock DCP would add a
+    second key next to it.
     """
     container = root
     for part in path[:-1]:

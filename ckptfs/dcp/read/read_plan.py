@@ -1,22 +1,22 @@
-"""What one rank reads: boxes of saved chunks and the memory that they fill, and whole objects.
+"""What one rank reads: boxes of saved chunks with the memory that they fill, and whole objects.
 
     Read              one piece of this rank's state, or one object
-    meetings          which saved chunks a box of a tensor meets, and where; pure
+    meetings          which saved chunks a box of a tensor overlaps, and where; pure
     read_box          the Reads of one value of a state dict (``LoadPlanner.create_reads``)
-    reads_of          the Reads of a plan of torch's, for planners that torch drives
-    refuse_untiled    what torch planned for other kinds of tensors, checked for holes
+    reads_of          the Reads of one of torch's plans, for planners that torch drives
+    refuse_untiled    checks what torch planned for other kinds of tensors for holes
 
-A plain tensor needs all of the saved one. A DTensor needs the box that lies on this rank, which is computed
+A plain tensor needs the whole saved tensor. A DTensor needs the box that is on this rank, which is computed
 once per sharding:
 
     tensor       |   chunk 0   |   chunk 1   |   chunk 2   |
     needed               |------------------|
     meetings             |-----|------------|                  chunk 0 from its middle, chunk 1 whole
 
-This is what torch's ``create_read_items_for_chunk_list`` computes, which makes an object of every pair that
-it looks at. Here many chunks are compared in one go, in columns. For the same reason a Read is a tuple and
-not a dataclass: a load of 20,000 tensors makes as many of them, and a tuple costs a third. torch's ReadItem
-says the same with three torch.Size and two MetadataIndex.
+torch's ``create_read_items_for_chunk_list`` computes the same, but makes an object of every pair that it
+looks at. Here many chunks are compared at once, in columns. A Read is a tuple and not a dataclass for the
+same reason: a load of 20,000 tensors makes as many Reads, and a tuple costs a third. torch's ReadItem
+contains the same with three torch.Size and two MetadataIndex.
 """
 
 from __future__ import annotations
@@ -55,12 +55,19 @@ __all__ = [
 
 
 class Read(NamedTuple):
-    """One piece.
+    """One piece of this rank's state, or one object.
 
-    path, offset, length: the saved item that holds it, as the metadata says, in bytes. sizes, dtype:
-    of the saved chunk; dtype is None for an object. box_offsets, box_lengths: what of the chunk is
-    asked for. target: as large as the box, None for an object. item: what torch's planners call it,
-    where one of them asked.
+    Attributes:
+        key: The key in the checkpoint.
+        path: The file of the saved item, as the metadata has it.
+        offset: Where the item begins in the file, in bytes.
+        length: Its length in bytes.
+        sizes: The sizes of the saved chunk.
+        dtype: Its dtype; None for an object.
+        box_offsets: Where the requested box begins in the chunk.
+        box_lengths: The sizes of the requested box.
+        target: A tensor of the box's size to fill; None for an object.
+        item: The item of torch's planner that requested this, if one did.
     """
 
     key: str
@@ -75,7 +82,7 @@ class Read(NamedTuple):
     item: ReadItem | None = None
 
 
-_FEW = 8  # chunks; below, making columns of them takes longer than looking at each
+_FEW = 8  # for fewer chunks, making columns takes longer than looking at each
 
 
 class Meeting(NamedTuple):
@@ -90,9 +97,10 @@ class Meeting(NamedTuple):
 def meetings(
     saved: SavedTensor, offsets: Sequence[int], sizes: Sequence[int], hint: int | None = None
 ) -> Iterator[Meeting]:
-    """The chunks that the box meets, by rising number; none where either has no elements.
+    """Yield the chunks that the box overlaps, by rising number; none if either has no elements.
 
-    hint: the chunk that may be this very box. Chunks do not overlap, so then it is the only one.
+    ``hint`` is the number of the chunk that may be this very box. Chunks do not overlap, so if it is, it is the
+    only one.
     """
     if 0 in sizes:
         return
@@ -121,7 +129,7 @@ def _is_same(saved: SavedTensor, number: int, offsets: Sequence[int], sizes: Seq
 
 
 def _candidates(saved: SavedTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Sequence[int]:
-    """Numbers of chunks among which are all that meet the box."""
+    """Return the numbers of chunks that may overlap the box; all that do are among them."""
     if len(saved.chunks) < _FEW or not sizes:
         return range(len(saved.chunks))
     boxes = [saved.box_of(chunk) for chunk in saved.chunks]
@@ -133,7 +141,7 @@ def _candidates(saved: SavedTensor, offsets: Sequence[int], sizes: Sequence[int]
     return found
 
 
-# Their memory is exactly what their shape says; a subclass may mean something else by it.
+# The memory of these types is exactly what their shape says. In a subclass it may mean something else.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 # A NamedTuple's own __new__ is a Python function.
@@ -143,14 +151,15 @@ Mine = tuple[torch.Tensor, Sequence[int]]  # a rank's part of a tensor, and wher
 
 
 class Shardings:
-    """Where the parts of DTensors lie, each sharding asked for once. For one plan."""
+    """This rank's boxes of DTensors, computed once per sharding. For one plan."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
 
     def of(self, value: Any) -> list[Mine] | None:
-        """This rank's part of a DTensor, if it has one; None where torch has to plan it: it is no
-        DTensor, or its part is cut further.
+        """Return this rank's part of a DTensor, empty if it has none; None if torch has to plan it.
+
+        torch has to plan it if it is not a DTensor, or if its part is sharded further.
         """
         if not _torch.is_dtensor(value):
             return None
@@ -180,7 +189,7 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
     if len(saved.chunks) == 1 and saved.sizes == sizes:
         begins, lengths = saved.box_of(saved.chunks[0])
         if lengths == sizes and not any(begins):
-            # All of a tensor that was saved in one piece: most of most checkpoints.
+            # A whole tensor that was saved in one piece: the usual case in most checkpoints.
             if 0 not in sizes:
                 path, at, length = inventory.place(key, begins)
                 made = (key, path, at, length, lengths, saved.dtype, begins, lengths, target, None)
@@ -201,8 +210,9 @@ def read_box(  # noqa: PLR0917 - what is asked for, and where it goes
 def untiled(
     key: str, pieces: Sequence[tuple[Sequence[int], Sequence[int]]], sizes: Sequence[int]
 ) -> IntegrityError:
-    """The error where the chunks that were saved do not fill a box exactly: what none of them holds
-    would keep the values that the tensor had before, or whatever lay in fresh memory.
+    """Return the error for saved chunks that do not fill a box exactly.
+
+    Elements that no chunk holds would keep the tensor's old values, or whatever fresh memory contains.
     """
     held, wanted = sum(math.prod(lengths) for _, lengths in pieces), math.prod(sizes)
     what = "overlap and leave a part of it out" if held >= wanted else "do not fill it"
@@ -213,8 +223,9 @@ def untiled(
 
 
 def refuse_untiled(plan: LoadPlan, values: Mapping[str, Any], keys: Container[str]) -> None:
-    """IntegrityError unless torch's plan fills every tensor of ``values`` that is among ``keys``. Torch
-    plans whatever chunks meet a tensor and counts nothing.
+    """Raise IntegrityError unless torch's plan fills every tensor of ``values`` among ``keys``.
+
+    torch plans the chunks that overlap a tensor and does not count their elements.
     """
     planned: dict[MetadataIndex, list[tuple[Sequence[int], Sequence[int]]]] = defaultdict(list)
     for item in plan.items:
@@ -230,7 +241,7 @@ def refuse_untiled(plan: LoadPlan, values: Mapping[str, Any], keys: Container[st
 
 
 def _box_of(value: Any) -> tuple[Any, ...] | None:
-    """Offsets and sizes; nothing where this rank is not in the mesh, None where torch has to plan."""
+    """Return offsets and sizes; empty if this rank is not in the mesh, None if torch has to plan."""
     if value.device_mesh.get_coordinate() is None:
         return ()
     chunks = value.__create_chunk_list__()
@@ -246,7 +257,7 @@ def _part(target: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) 
 
 
 class OwnTargets:
-    """Reads that know their tensors; nobody waits for one of them."""
+    """The targets of Reads that have their own tensors; nothing happens when one is filled."""
 
     commits = False
 
@@ -254,16 +265,19 @@ class OwnTargets:
         self.load_bytes = load_bytes
 
     def target(self, read: Read) -> torch.Tensor:
-        """Where it goes."""
+        """Return the tensor to fill."""
         assert read.target is not None  # noqa: S101 - only objects have none
         return read.target
 
     def commit(self, read: Read, target: torch.Tensor) -> None:
-        """It is there."""
+        """Do nothing: the tensor is filled."""
 
 
 class PlannerTargets:
-    """A planner of torch's: asked for each tensor when its turn comes, told when it is filled."""
+    """The targets of one of torch's planners.
+
+    The planner gives each tensor when its turn comes, and is called again when it is filled.
+    """
 
     commits = True
 
@@ -271,16 +285,16 @@ class PlannerTargets:
         self._planner = planner
 
     def target(self, read: Read) -> torch.Tensor:
-        """Where it goes."""
+        """Return the tensor to fill."""
         return target_of(self._planner, read)
 
     def commit(self, read: Read, target: torch.Tensor) -> None:
-        """It is there."""
+        """Report to the planner that the tensor is filled."""
         assert read.item is not None  # noqa: S101 - reads_of has told it
         self._planner.commit_tensor(read.item, target)
 
     def load_bytes(self, read: Read, stream: io.BytesIO) -> None:
-        """An object is there."""
+        """Give an object to the planner."""
         assert read.item is not None  # noqa: S101 - reads_of has told it
         self._planner.load_bytes(read.item, stream)
 
@@ -289,8 +303,10 @@ Targets = OwnTargets | PlannerTargets
 
 
 def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
-    """One Read per item of the plan, in its order, without a target. ManifestError: the metadata
-    does not say where it lies, or as what. StateError: only another reader can read it.
+    """Yield one Read per item of the plan, in its order, without a target.
+
+    ManifestError: the metadata does not say where the item is, or as what it was saved. StateError: only
+    another reader can read it.
     """
     for item in plan.items:
         info, key = _info(metadata, item), item.storage_index.fqn
@@ -316,7 +332,7 @@ def reads_of(plan: LoadPlan, metadata: Metadata) -> Iterator[Read]:
 
 
 def target_of(planner: LoadPlanner, read: Read) -> torch.Tensor:
-    """The planner's tensor; StateError unless it has the shape of the range."""
+    """Return the planner's tensor; StateError unless it has the shape of the box."""
     assert read.item is not None  # noqa: S101 - reads_of has told it
     target = planner.resolve_tensor(read.item).detach()
     if tuple(target.size()) != tuple(read.box_lengths):

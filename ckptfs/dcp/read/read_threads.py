@@ -1,13 +1,13 @@
-"""Reads under way at once: jobs on a few threads, their results on the thread that asked.
+"""Run several reads at the same time: jobs on a few threads, results on the calling thread.
 
     with ReadPool(8, Helping.NO) as pool:
         pool.submit(job, done)      job() on a thread; done(its result) here, at a later call
         while pool.wait(): ...      handles one result after another
 
-Where the asking thread helps it is one of the threads: it runs a job itself when enough of them wait.
-With one thread nothing is threaded: ``submit`` runs the job and its ``done`` at once. The first error
-is raised by the next call, once; no further job begins, and leaving the block waits for those that
-are under way: no thread writes into anybody's memory afterwards.
+If the calling thread helps, it is one of the threads: it runs a job itself when enough of them wait. With
+one thread nothing is threaded: ``submit`` runs the job and its ``done`` at once. The next call raises the
+first error, once. After an error no further job begins, and leaving the block waits for the jobs that are
+running: after that no thread writes into the memory of a tensor.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ _Job = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class Helping(Enum):
-    """Whether the thread that asks runs jobs, too."""
+    """Whether the calling thread runs jobs too."""
 
-    YES = "yes"  # they wait for a disk or for nothing: it would only be idle
-    NO = "no"  # they wait for a network: it has results to handle meanwhile
+    YES = "yes"  # jobs wait for a disk or for nothing: the calling thread would only be idle
+    NO = "no"  # jobs wait for a network: the calling thread has results to handle in the meantime
 
 
 class ReadPool:
-    """``count`` jobs at once, and as many again that wait. Used from one thread.
+    """Runs ``count`` jobs at once, and queues as many again. Used from one thread.
 
-    busy: so many of them, the asking thread among them where it helps, until ``widen`` says more.
+    ``busy`` is how many threads are started, the calling thread included if it helps, until ``widen``
+    raises it.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class ReadPool:
 
     @staticmethod
     def of(reader: DataReader) -> ReadPool:
-        """Those that pay for this reader and its like."""
+        """Return a pool of the size that pays for this reader and similar ones."""
         helping = Helping.YES if reader.reach is Reach.LOCAL else Helping.NO
         return ReadPool(reader.concurrency, helping, busy=reader.threads)
 
@@ -84,17 +85,17 @@ class ReadPool:
 
     @property
     def used(self) -> int:
-        """Threads that have had a part in it, this one among them where it helps."""
+        """How many threads have taken part, the calling thread included if it helps."""
         return max(1, self._started + self._helps)
 
     def widen(self, busy: int) -> None:
-        """From now on so many jobs are worth a thread, if they are more than before."""
+        """Allow ``busy`` threads from now on, if that is more than before."""
         if busy > self._busy:
             self._busy = min(busy, self.count)
             self._start_threads()
 
     def submit(self, job: Callable[[], T], done: Callable[[T], None]) -> None:
-        """Run ``job`` soon. Blocks, running one or handling results, while enough of them wait."""
+        """Run ``job`` soon. While enough jobs wait, this blocks, runs one, or handles results."""
         if self.count == 1:
             done(job())
             return
@@ -106,7 +107,7 @@ class ReadPool:
         self._handle_all()
 
     def wait(self) -> bool:
-        """Handle one result; False when nothing is under way."""
+        """Handle one result; return False if no job is left."""
         if not self._under_way:
             return False
         self._go_on()
@@ -120,7 +121,7 @@ class ReadPool:
             except RuntimeError:
                 if not self._started and not self._helps:
                     raise
-                self._can_start = False  # no more threads on this machine: those that run will do
+                self._can_start = False  # no more threads on this machine: the running ones suffice
             else:
                 self._started += 1
 
@@ -130,7 +131,7 @@ class ReadPool:
             if found is None or self._stopped.is_set():
                 return
             self._run(*found)
-            del found  # what it holds is nobody's business while idle
+            del found  # an idle thread must not keep its last job's memory alive
 
     def _run(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         try:
@@ -142,7 +143,7 @@ class ReadPool:
             self._done.put(lambda: done(result))
 
     def _go_on(self) -> None:
-        """Handle a result; where none is there yet, help, or wait for one."""
+        """Handle one result; if there is none yet, help, or wait for one."""
         if self._helps and self._done.empty() and not self._stopped.is_set():
             try:
                 found = self._waiting.get_nowait()
@@ -171,13 +172,13 @@ def _raiser(error: BaseException) -> Callable[[], None]:
 
 
 class Scratch:
-    """One reusable buffer per thread: fresh memory of every read would cost page faults."""
+    """One reusable buffer per thread, because fresh memory for every read would cost page faults."""
 
     def __init__(self) -> None:
         self._mine = threading.local()
 
     def of(self, size_bytes: int) -> memoryview:
-        """The calling thread's buffer, cut to a size; its last contents are gone."""
+        """Return the calling thread's buffer, cut to a size; its last contents are lost."""
         held: memoryview | None = getattr(self._mine, "held", None)
         if held is None or len(held) < size_bytes:
             held = memory_of(torch.empty(size_bytes, dtype=torch.uint8))

@@ -2,16 +2,16 @@
 
     payload known    whole_wants     all of it, into place: most items of most checkpoints
                      payload_wants   any parts of one saved tensor: into place, or through scratch
-                     head_want       first, where only torch's own head says that it is known
+                     head_want       read first if only torch's usual head shows where the payload is
     payload unknown  blob_wants      the whole item, for an unpickler
 
-Whole items are objects, and tensors in files without noted payloads (those of stock torch):
+Whole items are objects, and tensors in files without recorded payloads (those of stock torch):
 
     Blob           the item's bytes, from as many reads as it takes; any thread brings a piece
     load_tensor    torch.load(weights_only=True) of them, with a typed error for anything it raises
     ItemStream     the same item as a stream over the file: for disks, where seeking is cheap
 
-What is given to a want runs on any thread and never calls the planner.
+The functions that a want carries run on any thread and never call the planner.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class SavedItem:
     cutting: Cutting
 
     def check(self, low: int) -> Callable[[memoryview], float] | None:
-        """What compares whole blocks, from ``low`` of the item on; None: nothing to compare with."""
+        """Return what compares whole blocks from the item's byte ``low`` on; None without digests."""
         if self.digests is None or not self.file.verifies:
             return None
         return partial(self.file.compare, self.digests, low, self.key)
 
     def blocks(self, low: int, high: int) -> Sequence[int]:
-        """Digests of the payload's bytes from ``low`` to ``high``; none: nothing to compare with."""
+        """Return the digests of the payload's bytes ``low`` to ``high``; empty without digests."""
         if self.digests is None or not self.file.verifies:
             return ()
         first = _blocks_in(self.digests.payload_offset) + low // BLOCK_SIZE_BYTES
@@ -75,9 +75,13 @@ class SavedItem:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A saved tensor's memory: where its item lies in the file, where in that it lies, its bytes.
+    """The place of a saved tensor's memory in its file, in bytes.
 
-    is_sure: digests say so, and not only torch's usual head.
+    Attributes:
+        item: Where the item begins in the file.
+        inside: Where the payload begins within the item.
+        length: The length of the payload.
+        is_sure: True if the digests say so, False if only torch's usual head does.
     """
 
     item: int
@@ -87,7 +91,11 @@ class Payload:
 
     @staticmethod
     def of(read: Read, digests: ItemDigests | None, size_bytes: int) -> Payload | None:
-        """Where it lies, by its digests or as torch writes it now; None: only torch can tell."""
+        """Return the payload's place from the digests, or as torch writes it today.
+
+        Returns:
+            The place, or None if only torch can find it.
+        """
         if digests is not None:
             if digests.payload_length != size_bytes:
                 return None
@@ -107,7 +115,7 @@ def whole_wants(
     *,
     window_bytes: int,
 ) -> Sequence[Want]:
-    """All of a payload into ``out``, a window each."""
+    """Return wants that read a whole payload into ``out``, a window each."""
     base, length, key = read.offset + digests.payload_offset, len(out), read.key
     blocks: Sequence[int] = ()
     if file.verifies:
@@ -130,8 +138,9 @@ def whole_wants(
 
 
 def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> Want:
-    """An item without digests from its head to the end of its payload: its owner is strange, and
-    nothing is in ``out``, if the head is not torch's usual one.
+    """Return a want for an item without digests, from its head to the end of its payload.
+
+    If the head is not torch's usual one, the owner is marked as strange and ``out`` is not changed.
     """
     stop = payload.item + payload.inside + payload.length
     take = partial(_place_if_usual, owner, read, out)
@@ -139,7 +148,10 @@ def usual_want(payload: Payload, read: Read, owner: Owner, out: memoryview) -> W
 
 
 def head_want(saved: SavedItem, payload: Payload, read: Read) -> Want:
-    """The head of an item without digests; its owner is strange if it is not torch's usual one."""
+    """Return a want for the head of an item without digests.
+
+    If the head is not torch's usual one, the owner is marked as strange.
+    """
     take = partial(_look, saved.owner, read)
     return Want(payload.item, payload.item + payload.inside, saved.owner, saved.key, take=take)
 
@@ -147,9 +159,9 @@ def head_want(saved: SavedItem, payload: Payload, read: Read) -> Want:
 def payload_wants(
     saved: SavedItem, payload: Payload, parts: Sequence[tuple[Read, torch.Tensor]]
 ) -> Iterator[Want]:
-    """Ranges of a payload that fill each tensor with the box that its Read asks for; no byte twice.
+    """Yield ranges of a payload that fill each tensor with its Read's box; no byte is read twice.
 
-    parts: of one saved tensor, their tensors as large as their boxes.
+    ``parts`` belong to one saved tensor, and their tensors are as large as their boxes.
     """
     cutting, rounded = saved.cutting, saved.file.verifies
     places = [_Place.of(read, tensor, cutting, rounded=rounded) for read, tensor in parts]
@@ -183,7 +195,7 @@ def payload_wants(
 
 
 def blob_wants(saved: SavedItem, offset: int, blob: Blob) -> Iterator[Want]:
-    """Ranges that fill ``blob`` with the whole item at ``offset`` of the file."""
+    """Yield ranges that fill ``blob`` with the whole item at ``offset`` of the file."""
     compared = saved.digests if saved.file.verifies else None
     for low, high in blob_cuts(compared, len(blob.data), saved.cutting.window):
         yield Want(
@@ -210,7 +222,7 @@ def unpickle(file: DataFile, parts: Sequence[tuple[Read, torch.Tensor]], stream:
 
 
 def is_plain(target: torch.Tensor, dtype: torch.dtype | None) -> bool:
-    """Whether its memory is the values as they were saved, one after the other, on the host."""
+    """Return whether the tensor's host memory is the saved values, one after the other."""
     # Conjugated and negated views show other values than their memory holds.
     return (
         target.is_cpu
@@ -223,9 +235,13 @@ def is_plain(target: torch.Tensor, dtype: torch.dtype | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One part of a saved tensor and where it goes. spans: bytes of the payload that hold it.
+    """One part of a saved tensor, and the tensor that it fills.
 
-    memory: of the tensor, where the part is one range of the payload and nothing has to be done to it.
+    Attributes:
+        read: The part.
+        target: The tensor to fill.
+        spans: The ranges of the payload, in bytes, that contain the part.
+        memory: The tensor's memory if the part is one range of the payload and needs no conversion, else None.
     """
 
     read: Read
@@ -260,7 +276,7 @@ class _Place:
         return _Place(read, target, spans, memory_of(target) if is_direct else None)
 
     def put(self, low: int, data: memoryview) -> None:
-        """What these bytes, from ``low`` of the payload, hold of this part."""
+        """Copy what these bytes, from byte ``low`` of the payload on, contain of this part."""
         if self.memory is not None:
             first, last = max(low, self.start), min(low + len(data), self.stop)
             self.memory[first - self.start : last - self.start] = data[first - low : last - low]
@@ -285,7 +301,7 @@ def _size_of(read: Read) -> int:
 
 
 def _deliver(low: int, places: Sequence[_Place], data: memoryview) -> None:
-    """Bytes of a payload from ``low`` on, for everybody who has not read them into place."""
+    """Give the payload's bytes from ``low`` on to all parts that were not read in place."""
     for place in places:
         place.put(low, data)
 
@@ -302,14 +318,15 @@ def _place_if_usual(owner: Owner, read: Read, out: memoryview, data: memoryview)
 
 
 def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
-    # inference_mode is of one thread: tensors that were made in it refuse changes outside.
+    # inference_mode is set per thread: tensors that were made in it refuse changes outside of it.
     with torch.inference_mode(target.is_inference()):
         target.detach().copy_(values)
 
 
 class Blob:
-    """``length`` bytes of one item; ``complete(stream)`` runs when all are there, on the thread that
-    brought the last.
+    """The bytes of one item; ``complete(stream)`` runs once all of them have been read.
+
+    It runs on the thread that brought the last of them.
     """
 
     def __init__(self, length: int, complete: Callable[[io.BytesIO], None] | None = None) -> None:
@@ -319,11 +336,11 @@ class Blob:
         self._lock = threading.Lock()
 
     def out(self, low: int, high: int) -> memoryview:
-        """Where the bytes ``low`` to ``high`` of the item belong."""
+        """Return the memory for bytes ``low`` to ``high`` of the item."""
         return memoryview(self.data)[low:high]
 
     def arrived(self, count: int) -> None:
-        """So many more bytes are where they belong. Any thread; nothing arrives twice."""
+        """Count ``count`` more bytes as read. Any thread; no byte may be counted twice."""
         with self._lock:
             self._missing -= count
             is_last = not self._missing
@@ -331,12 +348,12 @@ class Blob:
             self._complete(self.stream())
 
     def stream(self) -> io.BytesIO:
-        """All bytes, to read from."""
+        """Return all bytes as a stream."""
         return io.BytesIO(self.data)
 
 
 def load_tensor(file: DataFile, stream: Any, key: str) -> torch.Tensor:
-    """The tensor that ``torch.save`` wrote into this stream; IntegrityError for anything else."""
+    """Return the tensor that ``torch.save`` wrote into this stream; else raise IntegrityError."""
     try:
         check_archive(stream)
         loaded = torch.load(stream, map_location="cpu", weights_only=True)
@@ -362,19 +379,19 @@ class ItemStream(io.RawIOBase):
         self.read_bytes = 0
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """Bytes from the item's start."""
+        """Return the position in bytes from the item's start."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """As of any stream; the end is the item's."""
+        """Move as in any stream; the end is the item's end."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = base + offset
         return self._at

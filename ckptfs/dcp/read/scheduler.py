@@ -1,4 +1,4 @@
-"""Data files read into tensors: verified in the same pass, straight into their memory.
+"""Read data files into tensors: verified in the same pass, straight into their memory.
 
     saved item --+-- payload known, host memory contiguous --> read into it, digest it there
                  +-- payload known, anything else -----------> scratch, copied into place
@@ -7,16 +7,17 @@
     calling thread   targets, wants, requests ... commit, load_bytes       in reading order
     other threads    read, compare with digests, copy                      in any order
 
-``Readers`` opens the files in order. A file begins with two requests, one that opens it and one for its
-digests; none waits for another, so that a thousand small files are not read in two thousand steps. ``Work``
-cuts the items of a load into requests, in reading order (names of files, then offsets), and commits them from
-the front. A payload that is known and needed whole becomes requests that nobody waits for; where several
-boxes of one saved tensor are needed, each window of it is read once for all of them.
+``open_in_order`` opens the files in order. A file begins with two requests, one that opens it and one for
+its digests; neither waits for the other, so a thousand small files do not take two thousand steps.
+``Work`` cuts the items of a load into requests, in reading order (names of files, then offsets), and commits
+them in that order. A payload that is known and needed as a whole needs no step after its requests, unless one
+of torch's planners has to commit it. If several boxes of one saved tensor are needed, each window of it is
+read once for all of them.
 
-A payload is known by its digests. Without them (files of stock torch) it lies where torch puts it, if the
-head of the item is as torch writes it; what looks otherwise is left to torch.load. The calling thread reads
-local files too. Memory beyond the tensors is at most a window of scratch and one of the reader's for each
-thread, and whole items (64 MiB of them, or one that is larger) until they are unpickled.
+The digests say where a payload is. Without digests (files of stock torch) it is where torch puts it, if the
+head of the item is as torch writes it; any other item is left to torch.load. The calling thread reads
+local files too. Memory in addition to the tensors is at most a window of scratch and one of the reader's for
+each thread, and whole items (64 MiB of them, or one that is larger) until they are unpickled.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ __all__ = ["fetch", "fetch_reads"]
 
 
 class Readers:
-    """Readers that are open, by path; leaving the block closes those that are left."""
+    """The open readers, by path; leaving the block closes those that are still open."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -90,19 +91,19 @@ class Readers:
             self.close(path)
 
     def open(self, path: str) -> DataReader:
-        """The reader of a file. Any thread, one for a path. IncompleteCheckpointError."""
+        """Return the reader of a file. Any thread, one per path. IncompleteCheckpointError."""
         if path not in self._open:
             self._open[path] = open_data(self._source, path)
         return self._open[path]
 
     def close(self, path: str) -> None:
-        """Nobody reads this file any more."""
+        """Close the reader of a file that is not read any more."""
         self._open.pop(path).close()
 
 
 @dataclass(slots=True)
 class _Opening:
-    """A file on its way: what its two requests have brought."""
+    """A file that is being opened: what its two requests have returned so far."""
 
     path: str
     missing: int = 2
@@ -135,7 +136,7 @@ def _open_first(source: Source, path: str, readers: Readers) -> _Opening:
 def open_in_order(
     source: Source, first: _Opening, paths: Sequence[str], readers: Readers, pool: ReadPool
 ) -> Iterator[DataFile]:
-    """The files in order; as many are on their way ahead as the pool has threads."""
+    """Yield the files in order; as many as the pool has threads are opened ahead."""
     left, ahead = deque(paths), deque([first])
     while left or ahead:
         while left and len(ahead) < pool.count:
@@ -150,14 +151,14 @@ def open_in_order(
             yield DataFile(opening.reader, source, opening.path, opening.digests)
 
 
-_BLOB_BYTES = 64 << 20  # whole items that wait for their bytes or for their turn
+_BLOB_BYTES = 64 << 20  # most memory of whole items that wait for their bytes or their turn
 
 Part = tuple[Read, torch.Tensor]
 
 
 @dataclass(slots=True)
 class _Item(Owner):
-    """One saved item on its way, and what is done when its bytes are there."""
+    """One saved item that is being read, and what is done once its bytes are there."""
 
     parts: Sequence[Part] = ()
     blob: tuple[Read, Blob] | None = None
@@ -167,9 +168,9 @@ class _Item(Owner):
 
 @dataclass(slots=True)
 class _Reading:
-    """A file that is being read: it is closed when nothing of it is missing.
+    """A file that is being read; it is closed once none of its requests is missing.
 
-    nobody: the owner of what needs no more than to be there.
+    ``nobody`` is the owner of wants that need no further step once they are read.
     """
 
     file: DataFile
@@ -181,7 +182,7 @@ class _Reading:
 
 
 class Work:
-    """Items in reading order: cut into requests, read by the threads, committed from the front."""
+    """The items of a load in reading order: cut into requests, read by threads, committed in order."""
 
     def __init__(self, pool: ReadPool, readers: Readers, targets: Targets, meter: Meter) -> None:
         self._pool = pool
@@ -190,13 +191,13 @@ class Work:
         self._meter = meter
         self._scratch = Scratch()
         self._items: deque[_Item] = deque()  # not committed yet
-        self._blob_bytes = 0  # of them
+        self._blob_bytes = 0  # memory of the whole items among them
         self.read_bytes = 0
-        self.payload_bytes = 0  # of them, bytes that somebody asked for
+        self.payload_bytes = 0  # how many of these bytes were requested
         self.verify_s = 0.0
 
     def read(self, file: DataFile, reads: Sequence[Read]) -> None:
-        """Ask for everything of one file; what is there already is committed on the way."""
+        """Request everything of one file; commit on the way what has been read by then."""
         cutting = Cutting.of(file.reader)
         reading = _Reading(file, cutting, Gatherer(cutting))
         for group in _of_one_item(reads):
@@ -212,7 +213,7 @@ class Work:
         self._close_if_done(reading)
 
     def finish(self) -> None:
-        """Return when everything is read and committed."""
+        """Return once everything is read and committed."""
         self._commit()
         while self._pool.wait():
             self._commit()
@@ -220,9 +221,9 @@ class Work:
     # -- one item ----------------------------------------------------------------------
 
     def _read_whole(self, reading: _Reading, read: Read) -> bool:
-        """A tensor that is asked for as it was saved: most items of most checkpoints.
+        """Read a tensor that is requested as it was saved: the usual case in most checkpoints.
 
-        False: nothing was done, it is not one.
+        Returns False, without having done anything, if ``read`` is not such a tensor.
         """
         if read.box_lengths != read.sizes or read.dtype is None:
             return False
@@ -258,7 +259,7 @@ class Work:
         return True
 
     def _read_tensor(self, reading: _Reading, parts: list[Part]) -> None:
-        """Boxes of one saved tensor."""
+        """Read boxes of one saved tensor."""
         read, file = parts[0][0], reading.file
         owner = _Item(parts=parts)
         filled = [part for part in parts if part[1].numel()]
@@ -271,11 +272,11 @@ class Work:
             if not payload.is_sure and filled:
                 self._add(reading, [head_want(saved, payload, read)])
             self._add(reading, payload_wants(saved, payload, filled))
-            if owner.is_strange:  # all of it came while the rest was asked for
+            if owner.is_strange:  # all of its bytes were read while the last wants were added
                 owner.is_planned = True
                 self._unpickle_strange(reading, owner)
         elif file.reader.reach is Reach.LOCAL and not file.verifies:
-            # torch reads what it needs, where it needs it: no second copy of the tensor.
+            # torch reads from the file only what it needs: no second copy of the tensor.
             self._unpickle(file, owner)
             self._items.append(owner)
         else:
@@ -293,7 +294,7 @@ class Work:
         owner.is_planned = True
 
     def _unpickle(self, file: DataFile, owner: _Item) -> None:
-        """What torch does not write so today: torch finds it."""
+        """Let torch unpickle an item that is not laid out as torch writes it today."""
         read = owner.parts[0][0]
         stream = ItemStream(file, read.offset, read.length)
         unpickle(file, owner.parts, stream)
@@ -308,7 +309,7 @@ class Work:
         length: int,
         complete: Callable[[io.BytesIO], None] | None = None,
     ) -> Blob:
-        """Memory for a whole item, when those before it leave room for it."""
+        """Return memory for a whole item, as soon as the items before it leave room for it."""
         if self._blob_bytes + length > _BLOB_BYTES:
             self._submit(reading, reading.gatherer.flush())
             self._commit()
@@ -351,7 +352,7 @@ class Work:
         self._close_if_done(reading)
 
     def _unpickle_strange(self, reading: _Reading, owner: _Item) -> None:
-        # Not before the last of its bytes: one that came later would lie over the right ones.
+        # Not before the last of its bytes: a later one would overwrite the right values.
         if owner.is_planned and not owner.missing:
             self._unpickle(reading.file, owner)
 
@@ -360,7 +361,7 @@ class Work:
             self._readers.close(reading.file.path)
 
     def _commit(self) -> None:
-        """Give on what is complete, up to the first item that is not."""
+        """Hand over what is complete, up to the first item that is not."""
         items = self._items
         while items and items[0].is_planned and not items[0].missing:
             item = items.popleft()
@@ -374,7 +375,7 @@ class Work:
 
 
 def _of_one_item(reads: Sequence[Read]) -> Iterator[Sequence[Read]]:
-    """Those that read the same saved item, together; sorted by offset as they are."""
+    """Yield the reads of each saved item together; they are sorted by offset already."""
     first, count = 0, len(reads)
     while first < count:
         last, here = first + 1, reads[first]
@@ -391,10 +392,19 @@ def fetch(
     metadata: Metadata,
     meter: Meter = SILENT,
 ) -> Counters:
-    """Read every item of this rank's plan into the planner's tensors. Local. meter: counts the bytes
-    that were asked for, and learns how many there are.
+    """Read every item of this rank's plan into the planner's tensors. Local.
 
-    The planner is asked by the calling thread only. Errors as of ``fetch_reads``.
+    Only the calling thread calls the planner. Errors are those of ``fetch_reads``.
+
+    Args:
+        source: Where to read.
+        plan: The plan.
+        planner: The planner that made it.
+        metadata: The metadata of the checkpoint.
+        meter: Gets the number of requested bytes, and counts them.
+
+    Returns:
+        What was read.
     """
     return _fetch(source, reads_of(plan, metadata), PlannerTargets(planner), meter)
 
@@ -405,11 +415,23 @@ def fetch_reads(
     load_bytes: Callable[[Read, io.BytesIO], None],
     meter: Meter = SILENT,
 ) -> Counters:
-    """Read everything into the Reads' tensors, and give the objects to ``load_bytes``, on the calling
-    thread and in reading order. Local. meter: as for ``fetch``.
+    """Read everything into the Reads' tensors. Local.
 
-    IncompleteCheckpointError: a file is missing. IntegrityError: it is short or its bytes differ; both
-    name file, key and rank. After an error nothing is read any more, and the tensors are undefined.
+    After an error nothing is read any more, and the tensors are undefined.
+
+    Args:
+        source: Where to read.
+        reads: What to read.
+        load_bytes: Takes the objects, on the calling thread and in reading order.
+        meter: As for ``fetch``.
+
+    Returns:
+        What was read.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing. It names file and rank.
+        IntegrityError: A file is too short, or bytes differ from their digests. It names file and rank, and
+            for bytes the key.
     """
     return _fetch(source, reads, OwnTargets(load_bytes), meter)
 
@@ -433,7 +455,7 @@ def _fetch(source: Source, reads: Iterable[Read], targets: Targets, meter: Meter
         error.rank = source.rank if error.rank is None else error.rank
         raise
     spent = time.perf_counter() - started
-    # Several threads verify side by side; the counters are of this one rank's time.
+    # Several threads verify at the same time; the counters show this one rank's time.
     verify_s = work.verify_s / pool.used
     return Counters(
         size_bytes=work.read_bytes,
@@ -463,7 +485,7 @@ def _read_all(
 
 
 def _requested_bytes(read: Read) -> int:
-    """What of a file it asks for; blocks that it shares with others come on top."""
+    """Return how many bytes of a file a Read requests, without the rest of shared blocks."""
     if read.dtype is None:
         return read.length
     return math.prod(read.box_lengths) * read.dtype.itemsize

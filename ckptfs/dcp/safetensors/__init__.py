@@ -3,7 +3,7 @@
     state dict --exporter--> which file, which rank --> gather, a thread that writes --> files, index
     files, index --safetensors_reader--> metadata and Reads, as if they were a checkpoint
 
-Ways in:
+Entry points:
 
     exporter             a collective export
     safetensors_reader   a directory of such files, as a load's source

@@ -1,4 +1,4 @@
-"""An export of a state dict to safetensors files: the agreement of the ranks, and what each of them writes.
+"""Export a state dict to safetensors files: the ranks' agreement, and what each of them writes.
 
     plan_export (a step)   every rank describes its tensors; the coordinator decides files and owners
     Export.write           every rank: gather in the agreed order; owners: a thread that writes
@@ -7,11 +7,11 @@
     plan_files             tensors of one set of holders -> files of up to max_bytes -> owners, least loaded
     FileWriter.put         -> a queue of one tensor -> the thread: header, tensors, digests -> FileRecords
 
-Only a rank that has a part of every tensor of a file can write it: with pipeline stages every stage writes
-files of its own. A file belongs to one rank, because no object store lets two ranks write one. Several files
-are what makes it parallel, so there are at least as many as ranks where that leaves each
-``_WORTH_A_FILE_BYTES``. ``order`` interleaves the owners: tensors are gathered one after another, by all of
-their holders together, and every owner should have something to write all the time.
+Only a rank that has a part of every tensor of a file can write it: with pipeline stages, every stage writes
+files of its own. A file is written by one rank, because no object store lets two ranks write one. The export
+is parallel only if there are several files, so there are at least as many as ranks if that leaves each
+``_WORTH_A_FILE_BYTES``. ``order`` alternates between the owners: tensors are gathered one after another, by
+all of their holders together, and every owner should always have something to write.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """One file: who writes it, and its tensors in the order of their data."""
+    """One file: the rank that writes it, and its tensors in the order of their data."""
 
     name: str
     owner: int
@@ -75,7 +75,7 @@ class PlannedFile:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its tensors."""
+        """The bytes of its tensors."""
         return sum(entry.size_bytes for entry in self.entries)
 
 
@@ -86,11 +86,20 @@ def plan_files(
     world: int,
     fqn_to_index_mapping: Mapping[str, int] | None = None,
 ) -> tuple[PlannedFile, ...]:
-    """The files, in the order of their numbers.
+    """Return the files, in the order of their numbers.
 
-    held: in the order of the state dict. fqn_to_index_mapping: key -> number of its file, from 1, as
-    torch's HuggingFaceStorageWriter takes it; max_bytes does not count then. StateError: a key has no
-    number, or nobody holds all of a file.
+    Args:
+        held: The tensors, in the order of the state dict.
+        max_bytes: The largest size of a file in bytes; ignored with ``fqn_to_index_mapping``.
+        world: The number of ranks.
+        fqn_to_index_mapping: Key -> number of its file, from 1, as torch's HuggingFaceStorageWriter takes it.
+            None: the files follow from the sizes.
+
+    Returns:
+        The files.
+
+    Raises:
+        StateError: A key has no number, or no rank holds a part of every tensor of a file.
     """
     groups = (
         _grouped(held, max_bytes, world)
@@ -122,7 +131,10 @@ def plan_files(
 
 
 def order(files: Sequence[PlannedFile]) -> Iterator[tuple[int, Entry]]:
-    """Every tensor once, with the number of its file: each owner's in order, the owners by turns."""
+    """Yield every tensor once, with the number of its file.
+
+    Each owner's tensors are in order; the owners take turns.
+    """
     lines: dict[int, Iterator[tuple[int, Entry]]] = {}
     for owner in sorted({file.owner for file in files}):
         lines[owner] = (
@@ -143,7 +155,7 @@ def order(files: Sequence[PlannedFile]) -> Iterator[tuple[int, Entry]]:
 
 
 def _grouped(held: Sequence[Held], max_bytes: int, world: int) -> dict[int, list[Held]]:
-    """Files that are filled in the order of the state dict; a larger tensor has one to itself."""
+    """Fill files in the order of the state dict; a tensor larger than a file gets its own."""
     total = _size_of(held)
     target = min(max_bytes, max(-(-total // world), _WORTH_A_FILE_BYTES))
     filling: dict[tuple[int, ...], list[Held]] = {}
@@ -176,12 +188,12 @@ def _size_of(held: Sequence[Held]) -> int:
     return sum(one.entry.size_bytes for one in held)
 
 
-_SMALL_BYTES = 16 << 20  # on object stores: one conditional put, from memory
+_SMALL_BYTES = 16 << 20  # on object stores, files up to this are one conditional put from memory
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedExport:
-    """What all ranks agreed on. aliases: tied key -> the key that is written for it."""
+    """What all ranks agreed on; ``aliases``: tied key -> the key that is written for it."""
 
     files: tuple[PlannedFile, ...]
     aliases: Mapping[str, str]
@@ -200,8 +212,8 @@ class _Item:
 class FileWriter:
     """This rank's files, written one after another by a thread of their own.
 
-    After an error it goes on taking tensors, or ``put`` would block, and with it every rank that the
-    next tensor is gathered from.
+    After an error it continues to take tensors. Otherwise ``put`` would block, and with it every rank that
+    takes part in gathering the next tensor.
     """
 
     def __init__(self, attempt: Attempt, planned: PlannedExport) -> None:
@@ -227,18 +239,18 @@ class FileWriter:
 
     def __exit__(self, *exc: object) -> None:
         if exc[1] is not None and self._thread.is_alive():
-            # What is half written is not to be closed as if it were whole.
+            # A partly written file must not be closed as if it were complete.
             self._error = self._error or StateError(f"the export was interrupted: {exc[1]}")
             self._items.put(None)
             uninterrupted(self._ended.wait)
 
     def put(self, number: int, entry: Entry, tensor: torch.Tensor) -> None:
-        """Hand over the next tensor; it must stay as it is. Waits while one waits already."""
+        """Hand over the next tensor, which must not change. Waits while another tensor is queued."""
         if self._error is None:
             self._items.put(_Item(number, entry, host_tensor(tensor)))
 
     def finish(self) -> list[FileRecord]:
-        """All files are durable; raises what writing one raised."""
+        """Return once all files are durable; raise what writing one raised."""
         if self._mine:
             self._items.put(None)
             self._ended.wait()
@@ -298,7 +310,7 @@ class FileWriter:
                     writer.lend(data)
                     del data
                 if self._guard is not None:
-                    self._guard.check()  # whoever lost the name stops before the file is whole
+                    self._guard.check()  # stop before the file is complete if the name was lost
         self._records += self._with_digests(file.name, size, items)
 
     def _next(self, entry: Entry) -> memoryview:
@@ -311,7 +323,7 @@ class FileWriter:
         return memory_of(item.data)
 
     def _with_digests(self, name: str, size: int, items: Sequence[ItemDigests]) -> list[FileRecord]:
-        """The records of a file and of its sidecar, which lies below the save's own id."""
+        """Write the sidecar of a file, below the save's own id; return the records of both."""
         storage, folder = self._attempt.storage, f"{self._attempt.directory}/"
         path = f"{self._attempt.save_id}/{name}.xxh3"
         data = encode_digests(FileDigests(tuple(items)))
@@ -330,7 +342,7 @@ def _digested(offset: int, data: memoryview) -> ItemDigests:
     return ItemDigests(offset, len(data), 0, len(data), digester.finish())
 
 
-# Dtypes that gloo or NCCL do not move, and ones of the same width that both do: bits are only copied.
+# Dtypes that gloo or NCCL do not support, and ones of equal width that both do: only bits are copied.
 _CARRIERS = {
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,
@@ -347,8 +359,13 @@ _CARRIERS = {
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """A tensor as one rank has it. tied_to: the first key with the same memory, "" for none, None
-    where this rank has no element of it. fingerprint: of a plain tensor's values.
+    """A tensor as one rank has it.
+
+    Attributes:
+        entry: Key, dtype and shape.
+        is_sharded: Whether it is a DTensor.
+        tied_to: The first key with the same memory; "" if there is none, None if this rank has no element.
+        fingerprint: The fingerprint of a plain tensor's values; None for a DTensor.
     """
 
     entry: Entry
@@ -366,9 +383,12 @@ def plan_export(
     metadata: Mapping[str, str],
     beside: Collection[str] = (),
 ) -> PlannedExport:
-    """Collective. Files and their owners, with every check that needs no file. StateError.
+    """Agree on the files and their owners, with every check that needs no file. Collective.
 
-    beside: names of further files.
+    ``max_bytes`` and ``fqn_to_index_mapping`` are as for ``plan_files``; ``metadata`` is put into the header
+    of each file; ``beside`` has the names of further files in the directory.
+
+    StateError: a value cannot be exported, the ranks disagree, or a name is not possible.
     """
 
     def describe() -> list[_Described]:
@@ -422,7 +442,7 @@ def _describe(state_dict: Mapping[str, Any]) -> list[_Described]:
 
 
 def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[str, str]]:
-    """Every key once with its holders, and what is tied on all of them."""
+    """Return every key once with its holders, and the keys that are tied on all of them."""
     ranks: dict[str, list[int]] = defaultdict(list)
     said: dict[str, list[_Described]] = defaultdict(list)
     for rank, described in enumerate(answers):
@@ -456,7 +476,7 @@ def _agreed(answers: Sequence[Sequence[_Described]]) -> tuple[list[Held], dict[s
 
 
 def _is_plain(name: str) -> bool:
-    """A relative path that stays in its directory, on every storage."""
+    """Return whether it is a relative path that stays in its directory, on every storage."""
     parts = name.split("/")
     return not ({"", ".", ".."} & set(parts)) and not any(c in name for c in "\\\0:")
 
@@ -467,7 +487,7 @@ def _text(one: _Described) -> str:
 
 
 class Export:
-    """What one rank does of it: ``write`` and ``finish`` for ``Attempt.commit``."""
+    """One rank's part of an export: ``write`` and ``finish`` for ``Attempt.commit``."""
 
     def __init__(
         self,
@@ -484,7 +504,7 @@ class Export:
     def write(self) -> WrittenPart:
         """Gather every tensor in the agreed order and write this rank's files; durable on return.
 
-        A rank whose files cannot be written goes on gathering: the others need it for theirs.
+        A rank that fails to write its files continues to gather, because the others need it for theirs.
         """
         started = time.perf_counter()
         rank = self._attempt.seat.control.rank
@@ -494,11 +514,11 @@ class Export:
             for number, entry in order(files):
                 value = self._state.get(entry.key)
                 if value is None:
-                    continue  # of another pipeline stage
+                    continue  # it belongs to another pipeline stage
                 whole = _gathered(value) if isinstance(value, DTensor) else value
                 if files[number].owner == rank:
                     mine.put(number, entry, whole)
-                del whole  # or two of them would lie in memory while the next one is gathered
+                del whole  # otherwise two of them would be in memory while the next one is gathered
             records = mine.finish()
         if rank == 0:
             records += [mine.small(name, data) for name, data in self._small_files().items()]
@@ -514,7 +534,7 @@ class Export:
         return WrittenPart(tuple(records), counters)
 
     def finish(self, parts: list[WrittenPart]) -> Mapping[str, bytes]:
-        """On the coordinator: every planned file is there, once."""
+        """Check that every planned file was written once. Coordinator."""
         found = Counter(record.path for part in parts for record in part.files)
         wrong = [file.name for file in self._planned.files if found[file.name] != 1]
         if wrong:
@@ -538,7 +558,7 @@ class Export:
 
 
 def _gathered(value: DTensor) -> torch.Tensor:
-    """The whole tensor, on every rank of its mesh. Collective on that."""
+    """Return the whole tensor, on every rank of its mesh. Collective on that mesh."""
     carrier = _CARRIERS.get(value.dtype)
     if carrier is None or any(placement.is_partial() for placement in value.placements):
         return value.full_tensor()

@@ -1,12 +1,13 @@
-"""The safetensors format, and the index of a checkpoint in several of its files. Pure.
+"""The safetensors format, and the index of a checkpoint in several files. Pure.
 
     model.safetensors              | 8 bytes: n | n bytes of JSON | tensors, one after another |
     model.safetensors.index.json   {"metadata": {"total_size": N}, "weight_map": {key: file name}}
 
-JSON: key -> {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, and "__metadata__", text
-to text. ``encode_header`` puts wide dtypes first, so that every tensor is aligned, as the format's own
-library does. Decoders believe nothing: what lies outside the file, overlaps, leaves holes, or has
-another size than its shape says is a ManifestError before a byte of data is read.
+JSON: key -> {"dtype": "BF16", "shape": [...], "data_offsets": [begin, end]}, and "__metadata__", text to
+text. ``encode_header`` puts wide dtypes first, so that every tensor is aligned, as the format's own library
+does. Decoders trust nothing: a tensor that extends beyond the file, overlaps another, leaves a hole before
+it, or has another size than its shape gives is a ManifestError, or for a file that is too short an
+IntegrityError, before a byte of data is read.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file. start: of its bytes, counted from the beginning of the file."""
+    """One tensor of a file; ``start`` is the offset of its bytes from the beginning of the file."""
 
     key: str
     dtype: torch.dtype
@@ -75,13 +76,16 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its data."""
+        """The bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself. size_bytes: of length and JSON; the data begins there."""
+    """The header of a file.
+
+    ``size_bytes`` is the size of the length field and the JSON; the data begins there.
+    """
 
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
@@ -89,17 +93,17 @@ class Header:
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
-    """The format's name of a dtype, None where it has none."""
+    """Return the format's name of a dtype; None if it has none."""
     return _NAMES.get(dtype)
 
 
 def dtype_of(name: object) -> torch.dtype | None:
-    """The dtype of a name, None where torch has none."""
+    """Return the dtype with a name; None if torch has none."""
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
 def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, Header]:
-    """The first bytes of a file, and the entries in the order in which their data has to follow."""
+    """Return the first bytes of a file, and its header with the entries in the order of their data."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     ordered = sorted(entries, key=lambda entry: -entry.dtype.itemsize)
     at = 0
@@ -121,7 +125,10 @@ def encode_header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tupl
 
 
 def header_size(head: bytes | bytearray, file_size: int, where: object) -> int:
-    """Bytes of length and JSON, from the first 8 bytes of a file. IntegrityError, ManifestError."""
+    """Return the size of length field and JSON, from a file's first 8 bytes.
+
+    IntegrityError: the file is too short. ManifestError: it is another kind of file.
+    """
     if file_size < LENGTH.size or len(head) < LENGTH.size:
         raise _short(where, f"it has {file_size} bytes")
     [length] = LENGTH.unpack_from(head)
@@ -133,7 +140,10 @@ def header_size(head: bytes | bytearray, file_size: int, where: object) -> int:
 
 
 def decode_header(raw: bytes, file_size: int, where: object) -> Header:
-    """What the file at ``where`` says of itself; raw: its first ``header_size`` bytes."""
+    """Decode the header of the file at ``where`` from its first ``header_size`` bytes, ``raw``.
+
+    IntegrityError: the file is too short. ManifestError: it is another kind of file.
+    """
     size = header_size(raw, file_size, where)
     if len(raw) != size:
         raise _short(where, f"{len(raw)} bytes of a header of {size} were read")
@@ -158,13 +168,16 @@ def decode_header(raw: bytes, file_size: int, where: object) -> Header:
 
 
 def encode_index(files: Mapping[str, str], total_size_bytes: int) -> bytes:
-    """The index of several files. files: key -> file name."""
+    """Return the index of several files; ``files``: key -> file name."""
     index = {"metadata": {"total_size": total_size_bytes}, "weight_map": dict(files)}
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def decode_index(raw: bytes, where: object) -> dict[str, str]:
-    """key -> file name. ManifestError; also for a name that leads out of the directory."""
+    """Return key -> file name.
+
+    ManifestError: it is not an index, or a name leads out of the directory.
+    """
     found = _json(raw, where).get("weight_map")
     if not _is_text_map(found):
         raise _foreign(where, "weight_map is no map of keys to file names")
@@ -192,7 +205,7 @@ def _entry(key: str, fields: Any, data_start: int, where: object) -> Entry:
 
 def _json(raw: bytes, where: object) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # The last of two would win, silently.
+        # Of two equal keys the last one would win silently.
         if len({key for key, _ in pairs}) < len(pairs):
             raise ValueError("a key exists twice")
         return dict(pairs)
@@ -211,7 +224,7 @@ def _is_text_map(value: Any) -> TypeGuard[dict[str, str]]:
 
 
 def _are_sizes(value: Any) -> bool:
-    # bool is an int, and true is no length
+    # bool is a subclass of int, but true is no length
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 

@@ -1,10 +1,10 @@
-"""A directory of safetensors files, as the readers of checkpoints need it: metadata and places.
+"""Read a directory of safetensors files as a checkpoint: its metadata and the places of tensors.
 
     index, or the files that are there  ->  headers  ->  Metadata (torch's), places of payloads
 
-Written by anybody: one file, several with an index, or the shards of torch's HuggingFaceStorageWriter,
-which say in their own metadata where in its tensor each lies. Nothing of what they say is believed
-before it was held against the file's size, and against its digests where we wrote it.
+Any program may have written the directory: one file, several with an index, or the shards of torch's
+HuggingFaceStorageWriter; each of those says in its metadata where in the whole tensor it belongs. What a file
+says is used only after it was compared with the file's size, and with its digests if ckptfs wrote the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A box of a tensor: where it lies in the tensor, and in which file."""
+    """A box of a tensor: the file that holds it, its offsets in the tensor, and its entry."""
 
     file: str
     offsets: tuple[int, ...]
@@ -61,7 +61,10 @@ class _Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All tensors of a directory. aliases: a tied key -> the key under which its bytes lie."""
+    """All tensors of a directory.
+
+    ``aliases``: a tied key -> the key that its bytes are stored under.
+    """
 
     chunks: Mapping[str, tuple[_Chunk, ...]]
     aliases: Mapping[str, str]
@@ -87,7 +90,7 @@ class Layout:
         return Metadata(state_dict_metadata=described, storage_data=places)
 
     def source(self, source: Source) -> Source:
-        """``source`` with the places of all payloads."""
+        """Return ``source`` with the places of all payloads."""
         layouts: dict[str, dict[int, ItemDigests]] = defaultdict(dict)
         for chunk in (chunk for chunks in self.chunks.values() for chunk in chunks):
             start, size = chunk.entry.start, chunk.entry.size_bytes
@@ -97,9 +100,10 @@ class Layout:
 
 
 def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
-    """Local. Read the index and every header. NotFoundError: there is no safetensors file.
+    """Read the index and every header. Local.
 
-    IncompleteCheckpointError: a file or a shard is missing. ManifestError, IntegrityError: it is none.
+    NotFoundError: there is no safetensors file. IncompleteCheckpointError: a file or a shard is missing.
+    ManifestError, IntegrityError: a file is damaged or of another kind.
     """
     listed = _names(storage, found)
     where = storage.uri(found.home)
@@ -110,7 +114,7 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
         )
         names = sorted(set(weight_map.values()))
     else:
-        # As transformers does: this one name, if it is there, is the whole.
+        # As in transformers: a file with this name, if it exists, is the whole checkpoint.
         shards = sorted(name for name in listed if name.endswith(SUFFIX))
         names = ["model.safetensors"] if "model.safetensors" in shards else shards
     if not names:
@@ -127,13 +131,15 @@ def read_layout(storage: Storage, found: Found, verify: Verify) -> Layout:
 
 
 def read_file_layout(source: Source, name: str) -> Layout:
-    """Local. The tensors of one file by itself. Errors as for ``read_layout``."""
+    """Read the tensors of one file by itself. Local. Errors as for ``read_layout``."""
     return _laid_out({name: _read_header(source, name)}, None, source.storage.uri(source.home))
 
 
 def with_aliases(layout: Layout, asked: Iterable[str]) -> Layout:
-    """The layout as the loader sees it, whose ranks ask for these keys: tied ones under the names
-    asked for. A tied group that nobody asks for keeps its own name.
+    """Return the layout with tied tensors under the keys that are requested.
+
+    ``asked`` are the keys that the ranks of a load request. If no key of a tied group is requested, the group
+    keeps its stored key.
     """
     wanted = set(asked)
     groups: dict[str, list[str]] = defaultdict(list)
@@ -194,7 +200,7 @@ def _laid_out(
             hint=f"{len(lost)} keys are missing",
         )
     for key, chunks in found.items():
-        # Uneven sharding leaves ranks without a row: they say where it would have been.
+        # Uneven sharding leaves some ranks without a row; their files have an empty chunk.
         found[key] = [c for c in chunks if c.entry.size_bytes] or chunks[:1]
         _check_chunks(key, found[key], where)
     aliases = {
@@ -207,7 +213,10 @@ def _laid_out(
 
 
 def _check_chunks(key: str, chunks: Sequence[_Chunk], where: object) -> None:
-    """Every element is there, once. A hole would be loaded as whatever the memory held before."""
+    """Check that every element exists exactly once.
+
+    A hole would keep whatever the memory contained before.
+    """
     if len({(c.entry.dtype, len(c.entry.shape)) for c in chunks}) > 1:
         raise ManifestError(f"the shards of {key!r} are of different tensors", uri=str(where))
     total, there = math.prod(_size_of(chunks)), sum(math.prod(c.entry.shape) for c in chunks)
@@ -232,7 +241,7 @@ def _size_of(chunks: Sequence[_Chunk]) -> tuple[int, ...]:
 
 
 def _offsets(header: Header, where: object) -> dict[str, tuple[int, ...]]:
-    """Where the tensors of a shard that torch wrote lie in their own: key -> offsets."""
+    """Return key -> offsets in the whole tensor, for a file of shards that torch wrote."""
     text = header.metadata.get(_SHARDING)
     if text is None:
         return {}

@@ -1,9 +1,9 @@
 """The copy of the state that ``async_save`` writes from, made while training waits.
 
-    tensors --pack--> where each lies in the copy --stage--> buffers (host memory, bounded, kept)
+    tensors --pack--> the place of each in the copy --stage--> buffers (host memory, bounded, kept)
 
-Ways in:
+Entry points:
 
-    staging    makes the copy, and hands it out as a rank's share of a save
-    buffers    ``HostBuffers``: what saves borrow, of which there is never more than a bound
+    staging    makes the copy, and provides it as a rank's share of a save
+    buffers    ``HostBuffers``: the memory that saves borrow; it never exceeds a bound
 """

@@ -1,15 +1,15 @@
-"""HostBuffers: host memory that saves borrow, of which there is never more than a bound.
+"""HostBuffers: host memory that saves borrow; all of it together never exceeds a bound.
 
     lease = buffers.lease(size_bytes)      waits while other saves hold what is needed
     lease.memory                           a flat uint8 tensor
     lease.release()                        for the next save: its pages are there already
     buffers.reserve(size_bytes)            a thread touches memory that the next lease gets
 
-    available_bytes()    what the host and this process's cgroup still give, None where unknown
+    available_bytes()    what the host and this process's cgroup still have, None where unknown
     host_memory(n)       n bytes, aligned to huge pages, not inherited by forked children
 
-Touching fresh pages costs ten times what copying into old ones does, so memory is kept from save to
-save, and given back by ``close`` or when a larger piece needs its place. Any thread. The child of a fork
+Touching fresh pages takes ten times as long as copying into old ones. So memory is kept from save to save,
+and freed by ``close`` or when a larger piece needs its place. Any thread may use a pool. The child of a fork
 begins with an empty pool.
 """
 
@@ -37,12 +37,12 @@ __all__ = ["HostBuffers", "Lease"]
 logger = logging.getLogger("ckptfs.dcp")
 
 _HUGE_BYTES = 2 << 20
-_TOUCH_BYTES = 2 * _HUGE_BYTES  # at once, by a reservation: a lease waits no longer than for these
+_TOUCH_BYTES = 2 * _HUGE_BYTES  # touched at once by a reservation; the longest wait of a lease
 _CGROUP = "/sys/fs/cgroup"
 
 
 def available_bytes() -> int | None:
-    """Bytes that can be had without pushing anybody out: the host's and the container's, the less."""
+    """Return the bytes available without swapping: the smaller number of host and container."""
     found = [n for n in (_host_bytes(), _cgroup_bytes()) if n is not None]
     return min(found, default=None)
 
@@ -54,14 +54,14 @@ def _host_bytes() -> int | None:
                 if line.startswith("MemAvailable:"):
                     return int(line.split()[1]) << 10
     except (OSError, ValueError):
-        pass  # not Linux: what sysconf knows has to do
+        pass  # not Linux: use what sysconf knows
     with contextlib.suppress(OSError, ValueError):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None
 
 
 def _cgroup_bytes() -> int | None:
-    """What the container's limit leaves; None without one. File cache that it could drop counts."""
+    """Return what the container's limit leaves, including droppable cache; None without a limit."""
     try:
         limit = _number(f"{_CGROUP}/memory.max")
         used = _number(f"{_CGROUP}/memory.current")
@@ -79,16 +79,16 @@ def _number(path: str) -> int:
 
 
 def host_memory(size_bytes: int) -> torch.Tensor:
-    """A flat uint8 tensor over fresh memory. OSError (ENOMEM) where the system refuses.
+    """Return a flat uint8 tensor over fresh memory. OSError (ENOMEM) if the system refuses.
 
-    Pages come when they are touched first, 2 MiB at a time where the kernel gives huge ones.
+    Pages are allocated on first touch, 2 MiB at a time where the kernel gives huge ones.
     """
     # Private: shared memory, which is mmap's default, has huge pages on few systems.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, max(1, size_bytes) + _HUGE_BYTES, flags=flags)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # Without DONTFORK a data loader forked during a save would make us copy every page that
-        # the next save stages.
+        # Without DONTFORK, a data loader that is forked during a save would force the kernel to copy
+        # every page that the next save stages into.
         with contextlib.suppress(OSError, AttributeError):
             memory.madvise(getattr(mmap, advice))
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -97,14 +97,19 @@ def host_memory(size_bytes: int) -> torch.Tensor:
 
 
 _UNKNOWN_BYTES = 1 << 30
-_SHARE = 2  # by default, one half of what is available, shared by the ranks of the node
+_SHARE = 2  # by default, half of what is available, divided among the ranks of the node
 
 
 class _Slab:
-    """One piece of memory, for as long as a list or a lease holds it.
+    """One piece of memory; it exists as long as a list or a lease holds it.
 
-    is_unused: reserved, and no lease had it so far. is_touched: it has all its pages. stop: the thread that
-    touches its pages leaves it alone.
+    Attributes:
+        memory: The memory.
+        size_bytes: Its size.
+        is_pinned: Whether it is page-locked.
+        is_unused: Whether it was reserved and no lease has had it so far.
+        is_touched: Whether it has all its pages.
+        stop: Set to make the thread that touches its pages leave it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -116,14 +121,14 @@ class _Slab:
         self.stop = False
 
     def pin(self, device: int | None = None) -> None:
-        """Page-lock it for an accelerator, where that can be had; for ``device``, or this thread's."""
+        """Page-lock it for an accelerator if possible: for ``device``, or this thread's device."""
         unpin = _torch.pin_host_memory(self.memory, device)
         if unpin is not None:
             self.is_pinned = True
             weakref.finalize(self, unpin)  # before the memory goes
 
     def touch(self) -> int:
-        """Have pages for all of it, until ``stop``; returns for how many bytes. No other thread may use it."""
+        """Touch all pages, until ``stop``; return the bytes. No other thread may use the memory."""
         touched = 0
         while touched < self.size_bytes and not self.stop:
             piece = self.memory[touched : touched + _TOUCH_BYTES]
@@ -135,10 +140,14 @@ class _Slab:
 
 @dataclass(slots=True)
 class Lease:
-    """A borrowed piece. memory: flat, uint8; it may be longer than was asked for.
+    """A borrowed piece of memory.
 
-    is_touched: all of it has pages; set it where it was filled. touch_later: a thread touches the rest of it
-    after the release.
+    Attributes:
+        memory: Flat, uint8; it may be longer than requested.
+        size_bytes: Its size.
+        is_pinned: Whether it is page-locked.
+        is_touched: Whether all of it has pages; the borrower sets this once it has filled it.
+        touch_later: Whether a thread touches the rest of it after the release.
     """
 
     memory: torch.Tensor
@@ -149,28 +158,29 @@ class Lease:
     touch_later: bool = False
 
     def release(self) -> None:
-        """Give it back; nobody may read or write it any more. Harmless twice."""
+        """Give it back; it must not be read or written any more. Calling this twice does no harm."""
         give_back, self._give_back = self._give_back, _nothing
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         give_back(self)
 
 
 class _TouchingThreads:
-    """The threads of this process that touch memory: at the end of the interpreter they are waited for, since
-    one that came back from torch later would end the process with an abort.
+    """The threads of this process that touch memory; at the end of the interpreter they are joined.
+
+    A thread that returned from torch after that would abort the process.
     """
 
     def __init__(self) -> None:
         self._slabs: dict[threading.Thread, _Slab] = {}
         self._lock = threading.Lock()
         self._ended = False
-        # By the import, so that it comes after what ends saves, and nothing starts a thread later.
+        # Registered at import, so that it runs after the functions that end saves: they start no thread later.
         atexit.register(self._leave)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
     def start(self, slab: _Slab, touch: Callable[[], None]) -> None:
-        """RuntimeError where no thread can be had."""
+        """Start a thread that calls ``touch``. RuntimeError if no thread can be started."""
 
         def run() -> None:
             try:
@@ -211,14 +221,14 @@ def _check(bound_bytes: int | None) -> None:
 
 
 def _nothing(_: Lease) -> None:
-    """Released already."""
+    """Do nothing: the lease is released already."""
 
 
 class HostBuffers:
     """A pool of host memory for staging, shared by the saves of one process.
 
-    bound_bytes: the most that it ever holds; None is half of what the host has available at the first
-    lease, divided by the ranks of this node (local_ranks). 0: nothing is ever staged.
+    ``bound_bytes`` is the most that it ever holds. None is half of what the host has available at the first
+    lease, divided by the ranks of this node (``local_ranks``). With 0 nothing is ever staged.
     """
 
     def __init__(self, bound_bytes: int | None = None, *, local_ranks: int = 1) -> None:
@@ -239,13 +249,13 @@ class HostBuffers:
         with self._lock():
             if self._bound is None:
                 available = available_bytes()
-                # Where nobody tells, this is little enough for any machine that trains.
+                # If it is unknown what is available, this is small enough for any machine that trains.
                 free = _UNKNOWN_BYTES if available is None else available + self._held()
                 self._bound = free // _SHARE // self._local_ranks
             return self._bound
 
     def resize(self, bound_bytes: int | None) -> None:
-        """Another bound from now on, as in the constructor; idle memory above it goes."""
+        """Set another bound, as in the constructor; idle memory above it is freed."""
         _check(bound_bytes)
         with self._lock():
             self._bound = bound_bytes
@@ -255,7 +265,7 @@ class HostBuffers:
 
     @property
     def held_bytes(self) -> int:
-        """Memory that it holds now, idle or leased."""
+        """The memory that it holds now, idle or leased."""
         with self._lock():
             return self._held()
 
@@ -265,18 +275,26 @@ class HostBuffers:
         return self._peak
 
     def lease(self, size_bytes: int, *, pinned: bool = False) -> Lease:
-        """Borrow at least ``size_bytes``, at most ``bound_bytes``. Blocks while others hold it.
+        """Borrow at least ``size_bytes``, at most ``bound_bytes``; block while other saves hold it.
 
-        pinned: page-locked for an accelerator, where that can be had. StateError for more than the
-        bound; OSError (ENOMEM) where the system gives no memory.
+        Args:
+            size_bytes: How much.
+            pinned: Whether to page-lock it for an accelerator, if possible.
+
+        Returns:
+            The lease.
+
+        Raises:
+            StateError: ``size_bytes`` is above the bound.
+            OSError: The system gives no memory (ENOMEM).
         """
         with self._lock():
             self._check_size(size_bytes)
             while (slab := self._take(size_bytes)) is None:
-                # What is being touched is taken as it is, or makes room, as soon as its thread is off it.
+                # A piece that is being touched is taken as it is, or freed, once its thread has left it.
                 if self._stop_touching() or not self._make_room(size_bytes):
                     self._changed.wait()
-                    self._check_size(size_bytes)  # resized meanwhile: it would wait for ever
+                    self._check_size(size_bytes)  # after a resize the wait might never end
                     continue
                 self._drop_unused()
                 slab = _Slab(size_bytes)
@@ -295,14 +313,14 @@ class HostBuffers:
         )
 
     def reserve(self, size_bytes: int, *, pinned: bool = False) -> Future[int]:
-        """Have memory for a lease of ``size_bytes``, or of the bound, before it comes. Never waits.
+        """Provide memory for a lease of ``size_bytes``, or of the bound, in advance. Never waits.
 
-        A thread touches it. Nothing is done where there is a piece of that size already, or where saves hold
-        too much of the bound. A lease that comes before all is touched takes it as it is. Raises nothing:
-        what cannot be had is logged.
+        A thread touches it. Nothing is done if there is a piece of that size already, or if saves hold too
+        much of the bound. A lease that comes before all of it is touched takes it as it is. Nothing is
+        raised: if memory or a thread cannot be had, that is logged.
 
         Returns:
-            Done when the thread is, with how many bytes it touched.
+            A future that is done when the thread is, with the number of bytes that it touched.
         """
         done: Future[int] = Future()
         done.set_running_or_notify_cancel()
@@ -322,20 +340,20 @@ class HostBuffers:
         return done
 
     def close(self) -> None:
-        """Give idle memory back now, and leased memory when it is released."""
+        """Free idle memory now, and leased memory when it is released."""
         with self._lock():
             self._closed = True
             self._stop_touching()
             self._idle.clear()
 
     def _to_reserve(self, size_bytes: int) -> _Slab | None:
-        """A piece for a thread to touch; None where there is one, or no room for it."""
+        """Return a piece for a thread to touch; None if there is one already, or no room for it."""
         size_bytes = min(size_bytes, self.bound_bytes)
         if self._closed or size_bytes <= 0:
             return None
         if any(slab.size_bytes >= size_bytes for slab in self._slabs()):
             return None
-        self._stop_touching()  # what is smaller was for another state
+        self._stop_touching()  # smaller pieces were for another state
         self._drop_unused()
         if not self._make_room(size_bytes):
             return None
@@ -346,7 +364,7 @@ class HostBuffers:
         return slab
 
     def _touch(self, slab: _Slab, pin: Callable[[], None] | None, done: Future[int]) -> None:
-        """The thread of a reservation."""
+        """Run the thread of a reservation."""
         touched = 0
         try:
             touched = slab.touch()
@@ -359,7 +377,7 @@ class HostBuffers:
             done.set_result(touched)
 
     def _put_back(self, slab: _Slab) -> None:
-        """No thread touches it any more: a lease that waits may have it, or the next one."""
+        """Make a piece that no thread touches any more available to waiting and later leases."""
         with self._lock():
             if slab in self._touched:
                 self._touched.remove(slab)
@@ -368,7 +386,7 @@ class HostBuffers:
             self._changed.notify_all()
 
     def _stop_touching(self) -> bool:
-        """Have threads leave what they touch; whether there are any."""
+        """Tell threads to leave what they touch; return whether there are any."""
         for slab in self._touched:
             slab.stop = True
         return bool(self._touched)
@@ -380,7 +398,7 @@ class HostBuffers:
             )
 
     def _take(self, size_bytes: int) -> _Slab | None:
-        """The smallest idle piece that is large enough."""
+        """Return the smallest idle piece that is large enough; None if there is none."""
         fitting = [slab for slab in self._idle if slab.size_bytes >= size_bytes]
         if not fitting:
             return None
@@ -389,13 +407,13 @@ class HostBuffers:
         return best
 
     def _make_room(self, size_bytes: int) -> bool:
-        """Drop idle pieces until ``size_bytes`` more fit under the bound; whether they do."""
+        """Drop idle pieces until ``size_bytes`` more fit under the bound; return whether they do."""
         while self._idle and self._held() + size_bytes > self.bound_bytes:
             self._idle.pop(0)
         return self._held() + size_bytes <= self.bound_bytes
 
     def _drop_unused(self) -> None:
-        """What was reserved is too small for the state that came."""
+        """Drop reserved pieces: they are too small for the state that came."""
         self._idle = [slab for slab in self._idle if not slab.is_unused]
 
     def _slabs(self) -> list[_Slab]:

@@ -1,4 +1,4 @@
-"""Staging: what a save needs of the caller's state, taken so that the caller may go on.
+"""Staging: take from the caller's state what a save needs, so that training may continue.
 
     caller    stage(state)   plan, serialise leaves, copy tensors into a lease          -> Staged
     thread    save_at(Staged, ...)   the ranks agree, write from the copy, commit
@@ -11,7 +11,7 @@
     thread    plans with the other ranks, writes items from the caller's own tensors, from the first on ...
     caller    ... copies, from the last on, what is neither written nor read, and returns when nothing is left
 
-No rank is talked to here, so ranks may be in different modes. What fails here is kept in the Staged
+Staging does not talk to other ranks, so ranks may be in different modes. An error here is kept in the Staged
 and raised by ``plan``, inside the ranks' common step: then it fails on all of them.
 """
 
@@ -54,8 +54,8 @@ __all__ = [
 ]
 
 _PIECE_BYTES = 4 << 20
-# Memory that nobody has touched yet: how much of it is worth the trouble, and how long the copy has to come about
-# before the writer takes what it needs from the caller's own tensors.
+# For memory that was not touched yet: from which size "late" copies pay, and how long the writer waits for a copy
+# before it reads the caller's own tensors.
 _FRESH_BYTES = 64 << 20
 _PATIENCE_S = 0.25
 ALIGN_BYTES = 64  # a cache line, and a multiple of every dtype's size
@@ -63,8 +63,14 @@ ALIGN_BYTES = 64  # a cache line, and a multiple of every dtype's size
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One copy to make. keys: of the tensors in it. whole: it is all of that tensor; None: flat bytes that
-    several are views of.
+    """One copy to make.
+
+    Attributes:
+        source: What is copied.
+        offset: Where it goes in the memory, in bytes.
+        size_bytes: Its size.
+        keys: The keys of the tensors in it.
+        whole: The key of the tensor that it is a copy of. None: flat bytes that several tensors are views of.
     """
 
     source: torch.Tensor
@@ -74,7 +80,7 @@ class _Copy:
     whole: Hashable = None
 
     def pieces(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Sources and targets in ``memory``, of a few MiB each; all at once where it is not contiguous."""
+        """Yield sources and targets in ``memory``, of a few MiB each; one piece if not contiguous."""
         source, size = self.source, self.size_bytes
         if not (_is_plain(source) and source.is_contiguous()):
             spot = _Spot(self.offset, source.dtype, source.shape)
@@ -99,7 +105,7 @@ class _Spot:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Copies to make, and where each tensor is afterwards. size_bytes: memory that it takes."""
+    """Copies to make, and the place of each tensor afterwards; ``size_bytes`` is the memory needed."""
 
     copies: tuple[_Copy, ...]
     spots: Mapping[Hashable, _Spot]
@@ -122,7 +128,7 @@ class _Span:
 
 
 def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
-    """Give every tensor a place. They may lie anywhere, overlap, be views or be empty."""
+    """Give every tensor a place. They may be anywhere, overlap, be views or be empty."""
     spans: dict[tuple[torch.device, int], list[_Span]] = defaultdict(list)
     odd: dict[Hashable, list[tuple[Hashable, torch.Tensor]]] = defaultdict(list)
     for key, given in tensors.items():
@@ -146,17 +152,17 @@ def pack(tensors: Mapping[Any, torch.Tensor]) -> Packing:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values as they are."""
+    """Return whether the tensor's memory contains its values unchanged."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def packed_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """No less than the size of any packing of these; counts shared memory as often as it occurs."""
+    """Return a bound on the size of any packing of these; shared memory counts each time."""
     return sum(t.numel() * t.element_size() + 2 * ALIGN_BYTES for t in tensors)
 
 
 def _identity(tensor: torch.Tensor) -> Hashable:
-    """Equal for tensors that are the same view of the same memory."""
+    """Return a key that is equal for tensors that are the same view of the same memory."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -169,7 +175,7 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 
 def _runs(spans: list[_Span]) -> list[list[_Span]]:
-    """Spans of one storage, those that touch or overlap together."""
+    """Group the spans of one storage: those that touch or overlap are in one group."""
     if len(spans) == 1:
         return [spans]
     runs: list[list[_Span]] = []
@@ -185,7 +191,7 @@ def _runs(spans: list[_Span]) -> list[list[_Span]]:
 
 def _place_run(run: list[_Span], at: int, copies: list[_Copy], spots: dict[Hashable, _Spot]) -> int:
     begin, end = run[0].begin, max(span.end for span in run)
-    # As far from a cache line as in the storage: every dtype in the run keeps its alignment.
+    # The same distance from a cache line as in the storage: every dtype in the run keeps its alignment.
     at += (begin - at) % ALIGN_BYTES
     first = run[0].tensor
     if len(run) == 1:
@@ -219,7 +225,7 @@ def _place_odd(
 def copy_into(
     memory: torch.Tensor, packing: Packing, *, is_pinned: bool
 ) -> dict[Hashable, torch.Tensor]:
-    """Make the copies; the tensors in ``memory``, contiguous, good for as long as it is."""
+    """Make the copies; return the tensors in ``memory``, contiguous, valid as long as it is."""
     devices = set()
     with torch.no_grad():
         tensors = {key: _tensor_at(memory, spot) for key, spot in packing.spots.items()}
@@ -246,7 +252,7 @@ def _tensor_at(memory: torch.Tensor, spot: _Spot) -> torch.Tensor:
 
 
 def _contiguous(shape: torch.Size) -> list[int]:
-    """The strides of a contiguous tensor; asking torch for them costs as much as a small copy."""
+    """Return the strides of a contiguous tensor; torch takes as long for them as for a small copy."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)
@@ -257,12 +263,12 @@ def _contiguous(shape: torch.Size) -> list[int]:
 _Leaves = dict[MetadataIndex, io.BytesIO]
 _Tensors = dict[MetadataIndex, torch.Tensor]
 
-_WAKE_S = 1.0  # the longest that a Ctrl-C goes unnoticed while the caller is held
+_WAKE_S = 1.0  # the longest that a Ctrl-C goes unnoticed while the caller is blocked
 
 
 @dataclass(slots=True)
 class _FlatState:
-    """One rank's state, flattened: its plan, and what each item of it is."""
+    """One rank's state, flattened: its plan, and the value of each item."""
 
     plan: SavePlan
     leaves: _Leaves = field(default_factory=dict)
@@ -277,10 +283,19 @@ def stage(
     *,
     compare_ranks: bool,
 ) -> Staged:
-    """Local; the caller's thread. Copy what fits the bound; never raises but Ctrl-C and its like.
+    """Copy as much of the state as fits the bound. Local; the caller's thread.
 
-    compare_ranks: whether other ranks take part, whose values are compared with these. Blocks while
-    earlier saves hold the buffers. Then submit the save, and call ``Staged.wait``.
+    Blocks while earlier saves hold the buffers. After this, submit the save, and call ``Staged.wait``. Raises
+    nothing but Ctrl-C and the like: other errors are in the result.
+
+    Args:
+        state_dict: The state.
+        buffers: The memory to copy into.
+        pending: The save.
+        compare_ranks: Whether other ranks take part, so that values have to be compared with theirs.
+
+    Returns:
+        What was staged.
     """
     try:
         with torch.no_grad():
@@ -292,28 +307,31 @@ def stage(
 
 @dataclass(frozen=True, slots=True)
 class CopySize:
-    """How much memory the copy of a state takes, and whether anything of it comes from an accelerator."""
+    """How much memory the copy of a state takes, and whether some of it is on an accelerator."""
 
     size_bytes: int
     on_device: bool
 
 
 def size_of_copy(state_dict: Mapping[str, Any]) -> CopySize:
-    """Local. What ``stage`` would borrow for this state, where all of it fits. Raises as a plan does."""
+    """Return what ``stage`` would borrow for this state if all of it fits. Local.
+
+    Raises what a plan raises.
+    """
     with torch.no_grad(), gc_paused():
         packing = pack(_take(state_dict, compare_ranks=False).tensors)
     return CopySize(packing.size_bytes, packing.on_device)
 
 
 def size_of_tensors(value: Any) -> CopySize:
-    """Local. No less than the copy of these dicts and lists takes; asks no object for its state."""
+    """Return a bound on the copy of these dicts and lists. Local; calls no ``state_dict()``."""
     with torch.no_grad():
         tensors = [*_tensors_in(value)]
     return CopySize(packed_bytes(tensors), any(t.device.type != "cpu" for t in tensors))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """What this rank holds of every tensor in dicts and lists."""
+    """Yield this rank's part of every tensor in dicts and lists."""
     if isinstance(value, Mapping):
         for inner in value.values():
             yield from _tensors_in(inner)
@@ -327,7 +345,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def failed(error: BaseException, pending: PendingSave) -> Staged:
-    """What stands for a state that could not be staged: its plan raises the error."""
+    """Return a Staged for a state that could not be staged: its plan raises the error."""
     return Staged(_FlatState(SavePlan([])), pending, error=error)
 
 
@@ -345,7 +363,7 @@ def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
             else:
                 taken.tensors[item.index] = planner.lookup_object(item.index)
         if compare_ranks:
-            # Of objects now: the caller may change them. Of tensors later, from the copy.
+            # Objects are fingerprinted now, because the caller may change them; tensors later, from the copy.
             early = [item for item in taken.plan.items if item.type is not WriteItemType.TENSOR]
             taken.prints = fingerprints(early, lambda item: values[item.index.fqn])
     return taken
@@ -354,14 +372,14 @@ def _take(state_dict: Mapping[str, Any], *, compare_ranks: bool) -> _FlatState:
 def _copied(
     taken: _FlatState, buffers: HostBuffers, pending: PendingSave, *, compare_ranks: bool
 ) -> Staged:
-    """All of it copied where it fits the bound; else live."""
+    """Copy everything if it fits the bound; else leave the tensors to ``Staged.wait``."""
     with gc_paused():
         packing = pack(taken.tensors)
     leaves_bytes = sum(leaf.getbuffer().nbytes for leaf in taken.leaves.values())
     room = max(0, buffers.bound_bytes - leaves_bytes)
     fits = packing.size_bytes <= room
-    # Borrowed before the save is queued, in both cases: a save that waited for buffers while its
-    # turn had come could wait for one that is queued behind it.
+    # In both cases the memory is borrowed before the save is queued: a save that waited for buffers
+    # after its turn had come could wait for one that is queued behind it.
     lease = buffers.lease(packing.size_bytes if fits else room, pinned=packing.on_device)
     staged = Staged(taken, pending, lease, room, compare_ranks=compare_ranks)
     try:
@@ -377,14 +395,18 @@ def _copied(
     return staged
 
 
-class _Over(Exception):  # noqa: N818 - no error: all that was to be read was read
-    """The save is over."""
+class _Over(Exception):  # noqa: N818 - not an error: everything that had to be read was read
+    """The save is over on this rank."""
 
 
 class Staged:
     """What was taken of one rank's state; a ``Share``. Closed when the save is over on this rank.
 
-    size_bytes: of copies and leaves. error: what staging raised.
+    Attributes:
+        error: What staging raised; None if it succeeded.
+        planner: Makes the global plan, on the coordinator.
+        size_bytes: The bytes of copies and leaves.
+        complete: Whether everything was staged, after ``wait``.
     """
 
     def __init__(
@@ -406,7 +428,7 @@ class Staged:
         self._lease = lease
         self._news = threading.Condition()
         self._ready: dict[Any, torch.Tensor] = {}
-        self._live: _Tensors | None = dict(taken.tensors)  # None: nothing of the caller's is read
+        self._live: _Tensors | None = dict(taken.tensors)  # None: the caller's tensors are not read
         self._room_bytes = room_bytes
         self._used_bytes = 0
         self._taken_on = False
@@ -424,12 +446,12 @@ class Staged:
         """Copy every tensor now."""
         self._copy(packing)
         assert self._lease is not None  # noqa: S101 - it was made with one
-        # A page more or less is no reason to look again.
+        # A few pages more or less do not matter.
         self._lease.is_touched |= self._lease.size_bytes <= packing.size_bytes + _PIECE_BYTES
         self._forget_live()
 
     def copy_late(self, packing: Packing) -> None:
-        """Have ``wait`` copy every tensor that is not written before."""
+        """Let ``wait`` copy every tensor that is not written before."""
         assert self._lease is not None  # noqa: S101 - it was made with one
         self._lease.touch_later = True
         self._late = packing
@@ -440,7 +462,7 @@ class Staged:
         self._live = {k: v for k, v in (self._live or {}).items() if k not in empty}
 
     def wait(self) -> None:
-        """Return when the tensors may be changed: what is left was copied, or the save is over.
+        """Return when the tensors may be changed: the rest was copied, or the save is over.
 
         Whatever is raised here, Ctrl-C included, fails the save on all ranks.
         """
@@ -463,14 +485,14 @@ class Staged:
             self._forget_live()
 
     def _copy_remaining(self, packing: Packing) -> None:
-        """Copy what is neither written nor being read; return when nothing of the caller's is needed."""
+        """Copy what is neither written nor being read; return once no caller's tensor is needed."""
         lease = self._lease
         if lease is None:
             return  # the save is over already
         memory, copied, rest = lease.memory, 0, [*packing.copies]
         while rest:
             read, todo = [], rest
-            while todo:  # from the last on: the writer begins at the front
+            while todo:  # from the last to the first, because the writer begins with the first
                 copy = todo.pop()
                 if self._is_read(copy):
                     read.append(copy)
@@ -490,12 +512,12 @@ class Staged:
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         with self._news:
-            # By the second, as in ``_next_window``.
+            # With a timeout, as in ``_next_window``.
             while not self._news.wait_for(lambda: self._over or is_so(), timeout=_WAKE_S):
                 pass
 
     def _is_read(self, copy: _Copy) -> bool:
-        """Whether all that is needed of it is being read."""
+        """Return whether all tensors of the copy that are still needed are being read."""
         with self._news:
             needed = [key for key in copy.keys if key in (self._live or {})]
             return self._over is None and bool(needed) and self._reading.issuperset(needed)
@@ -504,7 +526,7 @@ class Staged:
         return self._over is None and any(key in (self._live or {}) for key in copy.keys)
 
     def _fill(self, copy: _Copy, memory: torch.Tensor) -> bool:
-        """Make the copy, as long as somebody needs it; whether it was made."""
+        """Make the copy as long as it is needed; return whether it was made."""
         for source, target in copy.pieces(memory):
             with self._news:
                 if not self._is_needed(copy):
@@ -527,13 +549,14 @@ class Staged:
             self._news.notify_all()
 
     def _next_window(self) -> _Tensors | None:
-        """Wait until what nobody reads yet fits, and hold off readers: it. None: nothing is left.
+        """Wait until what is not being read fits, then hold off readers and return it.
 
-        More than once where an item was looked at and put back after the others were copied.
+        None if nothing is left. Called more than once if an item was looked at and put back after the others
+        were copied.
         """
         with self._news:
-            # By the second: Python hears of a Ctrl-C that came just before the thread went to sleep only
-            # when it wakes, and the save that the caller waits for may hang.
+            # With a timeout: if Ctrl-C came just before the thread went to sleep, Python handles it only
+            # when the thread wakes, and the save that the caller waits for may hang.
             while not self._news.wait_for(self._goes_on, timeout=_WAKE_S):
                 pass
             if self._over is not None or not self._live:
@@ -542,24 +565,27 @@ class Staged:
             return self._unread()
 
     def give_up(self, why: BaseException) -> None:
-        """Nothing more may be read: the save fails, and a caller in ``wait`` returns."""
+        """Let nothing more be read: the save fails, and a caller in ``wait`` returns."""
         with self._news:
             self._over = self._over or why
             self._news.notify_all()
 
     @property
     def cut_short(self) -> BaseException | None:
-        """Why not all was staged, after ``wait``: staging failed, or the save before it was done."""
+        """Why not everything was staged, after ``wait``: staging failed, or the save did before."""
         if self.error is not None:
             return self.error
         return None if self.complete else self._over
 
     def _goes_on(self) -> bool:
-        """Whether a caller in ``wait`` has something to do, or nothing more."""
+        """Return whether a caller in ``wait`` can copy the rest or has nothing more to do."""
         return self._over is not None or not self._live or self._fits()
 
     def _fits(self) -> bool:
-        """Whether there is something that nobody reads yet, and it fits. What is read ends by itself."""
+        """Return whether some tensors are not being read and they fit.
+
+        Tensors that are being read are released by the writer.
+        """
         rest = self._unread()
         room_bytes = self._room_bytes - self._used_bytes
         return self._taken_on and bool(rest) and packed_bytes(rest.values()) <= room_bytes
@@ -577,7 +603,7 @@ class Staged:
             self.size_bytes += packing.size_bytes
 
     def _forget_live(self) -> None:
-        # Or the caller's tensors, perhaps replaced by now, would live as long as the save.
+        # Otherwise the caller's tensors, perhaps replaced by now, would live as long as the save.
         with self._news:
             self._live = None
             self._taken.tensors = {}
@@ -598,7 +624,7 @@ class Staged:
         return rename_plan(plan, per_rank, rank)
 
     def _compared(self, items: Sequence[WriteItem]) -> dict[str, int]:
-        """Fingerprints, of copies or of the caller's own tensors, for which the caller stays."""
+        """Return fingerprints of copies or of the caller's own tensors; the caller waits for that."""
         with self._news:
             self._comparing = True
         try:
@@ -609,7 +635,7 @@ class Staged:
                 self._news.notify_all()
 
     def take_on(self, items: Sequence[WriteItem]) -> None:
-        """As ``Share.take_on``: the rest is nobody's any more."""
+        """As ``Share.take_on``: tensors that this rank does not write are not needed any more."""
         with self._news:
             if self._live is not None:
                 mine = {item.index for item in items}
@@ -618,7 +644,7 @@ class Staged:
             self._news.notify_all()
 
     def resolve(self, item: WriteItem) -> Loan:
-        """As ``Share.resolve``. A copy that stays, or the caller's own tensor until it is written."""
+        """As ``Share.resolve``: a copy that stays, or the caller's own tensor until it is written."""
         index = item.index
         size = 0 if item.tensor_data is None else item.tensor_storage_size() or 0
         if item.type is WriteItemType.BYTE_IO:
@@ -634,8 +660,8 @@ class Staged:
             ready = self._ready.get(index)
             if ready is None:
                 self._reading.add(index)
-                self._news.notify_all()  # what is left may fit now
-        # From here until ``done`` the caller does not return.
+                self._news.notify_all()  # the rest may fit now
+        # From here until ``done`` is called, ``wait`` does not return.
         done = partial(self._wrote, index, size)
         if ready is not None:
             return Loan(ready, done=done)
@@ -643,8 +669,10 @@ class Staged:
         return Loan(self._tensor(index), stays=False, done=done, back=back)
 
     def _patience_s(self, index: MetadataIndex) -> float | None:
-        """How long the writer waits for a copy; None: until it is there. What is not contiguous would be copied
-        once more to be written, into memory that no bound counts.
+        """Return how long the writer waits for a copy; None: until it is there.
+
+        A tensor that is not contiguous would be copied once more to be written, into memory outside of the
+        bound.
         """
         tensor = (self._live or {}).get(index)
         if tensor is not None and not (_is_plain(tensor) and tensor.is_contiguous()):
@@ -665,7 +693,7 @@ class Staged:
         self._pending.wrote(size_bytes)
 
     def _let_go(self, index: MetadataIndex, *, written: bool) -> None:
-        """Nobody reads the caller's tensor any more; not written: it will be resolved again."""
+        """Stop reading the caller's tensor; if it was not written, it will be resolved again."""
         with self._news:
             if index not in self._reading:
                 return
@@ -678,7 +706,7 @@ class Staged:
             self._news.notify_all()
 
     def close(self) -> None:
-        """The save is over on this rank, nobody reads anything any more. Harmless twice."""
+        """End the save on this rank; nothing is read any more. Calling this twice does no harm."""
         self.give_up(_Over())
         with self._news:
             self._news.wait_for(lambda: not self._filling)  # a piece at most
@@ -689,7 +717,10 @@ class Staged:
 
 
 def _told(error: BaseException) -> Exception:
-    """Ctrl-C on one rank is a failure for the others; there it must not end a thread."""
+    """Return the error to raise in the other ranks' common step.
+
+    Ctrl-C on one rank is a failure for the others; there it must not end a thread.
+    """
     if isinstance(error, Exception):
         return error
     return StateError(f"staging was interrupted by {type(error).__name__}")

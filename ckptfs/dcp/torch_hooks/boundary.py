@@ -1,10 +1,11 @@
-"""What crosses between torch and the hooks of ``StorageWriter`` and ``StorageReader``.
+"""What is shared by the hooks of ``StorageWriter`` and ``StorageReader`` towards torch.
 
     crossing                     errors: plain, and sure to be unpickled on the other ranks
-    StockPlace, one_place        where a checkpoint is, in the words of stock's readers and writers
+    StockPlace, one_place        where a checkpoint is, as stock's readers and writers name it
 
-torch gathers what a hook raised by pickling it. An exception whose class has its own ``__init__``
-pickles and does not unpickle: the coordinator dies of it and every other rank loses the connection.
+torch pickles what a hook raised, to gather it. If an exception's class has its own ``__init__``, the
+exception can be pickled but often not unpickled: the coordinator fails with that error, and every other rank
+loses the connection.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ Given = str | os.PathLike[str] | Uri | None  # a place as a user wrote it
 
 @contextlib.contextmanager
 def crossing(rank: int | None) -> Iterator[None]:
-    """Let errors out of a hook in a form that arrives on every rank; names the rank."""
+    """Raise errors of a hook in a form that arrives on every rank; add the rank."""
     try:
         yield
     except CkptfsError as error:
         if error.rank is None:
             error.rank = rank
-        raise  # ours all pickle, whatever their constructors take
+        raise  # all of ckptfs's errors can be unpickled, whatever arguments their constructors take
     except Exception as error:
         raise _plain(error, rank) from error
 
 
 def one_place(uri: Given, path: Given) -> Given:
-    """``path`` is stock's word for ``uri``. StateError: both."""
+    """Return ``uri``, or ``path``, which is stock's name for it. StateError if both are given."""
     if uri is not None and path is not None:
         raise StateError("uri and path name the same argument", hint="pass one of them")
     return path if uri is None else uri
 
 
 class StockPlace:
-    """Where a checkpoint is, in the words that stock's readers and writers have for it.
+    """Where a checkpoint is, with the attributes that stock's readers and writers have for it.
 
-    A class that derives from this keeps what its user gave in ``_uri``; None: nothing was given yet.
+    A derived class keeps what its user gave in ``_uri``; None: nothing was given yet.
     """
 
     _uri: Given
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """What the user gave, credentials masked; "" where nothing was given yet."""
+        """What the user gave, credentials masked; "" if nothing was given yet."""
         if self._uri is None:
             return ""
         parsed = Uri.parse(self._uri)
@@ -66,7 +67,7 @@ class StockPlace:
 
     @property
     def path(self) -> Any:
-        """As stock has it: a Path on a mounted filesystem, else the URI. None: nothing was given yet."""
+        """As in stock: a Path on a mounted filesystem, else the URI; None if nothing was given yet."""
         if self._uri is None:
             return None
         parsed = Uri.parse(self._uri)
@@ -74,7 +75,7 @@ class StockPlace:
 
     @property
     def fs(self) -> Any:
-        """torch's own FileSystem, for ``path``. AttributeError where that is no Path."""
+        """torch's own FileSystem, for ``path``. AttributeError if ``path`` is not a Path."""
         if self._uri is not None and Uri.parse(self._uri).is_local:
             return _torch.local_filesystem()
         raise AttributeError(
@@ -83,7 +84,7 @@ class StockPlace:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a URI, and some storage serves its protocol. No I/O."""
+        """Whether ``checkpoint_id`` is a URI with a protocol that some storage serves. No I/O."""
         try:
             return is_served(Uri.parse(checkpoint_id))
         except UriError:
@@ -91,14 +92,14 @@ class StockPlace:
 
     @property
     def _shown(self) -> str:
-        """The URI, credentials masked; "" where nothing was given yet."""
+        """The URI, credentials masked; "" if nothing was given yet."""
         return "" if self._uri is None else str(Uri.parse(self._uri))
 
 
 def _plain(error: Exception, rank: int | None) -> Exception:
     try:
         twin = pickle.loads(pickle.dumps(error))  # noqa: S301 - made on this line
-    except Exception:  # noqa: BLE001 - whatever its __reduce__ raises: it does not travel
+    except Exception:  # noqa: BLE001 - whatever its __reduce__ raises: it cannot be sent
         twin = None
     if type(twin) is type(error):
         return error

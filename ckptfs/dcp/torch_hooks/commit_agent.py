@@ -1,4 +1,4 @@
-"""The agent: a thread on every rank that makes the commit's collective calls under torch's dcp.save.
+"""The agent: a thread on every rank that makes the collective calls under torch's dcp.save.
 
     torch's hooks                             agent threads, on a control of their own
     set_up_storage_writer   every rank   ->   announce (store), wait for orders
@@ -6,15 +6,16 @@
     write_data              every rank   ->   commit: step "write" takes what was written
     finish                  coordinator  ->     ... decides with the metadata, seals, projects
 
-torch calls two hooks on the coordinator alone, and a hook of all ranks that waits for other ranks
-hangs when one of them raised before it. So hooks never wait for ranks, only for their own agent;
-agents wait for each other in ``control.step``, which ends on all of them. Participants are the
-plans that torch gathered, never the world: dcp.save(no_dist=True) and subgroups look the same.
+torch calls two hooks on the coordinator alone. A hook of all ranks that waited for other ranks would hang if
+one of them had raised before it. So hooks never wait for ranks, only for their own agent; agents wait for
+each other in ``control.step``, which ends on all of them. The participants are the ranks with plans that
+torch gathered, never the world: so dcp.save(no_dist=True) and subgroups need no special treatment.
 
-A save that torch gives up between two hooks tells nobody. Its agents are told by ``Handover.cancel``,
-at the writer's next reset or when it is dropped, when the thread that called its hooks begins another
-save into the same run or has ended, at the latest after ``timeout_s``. Whoever saves into the same run then waits until
-the agent has ended, and with it what it claimed.
+If torch gives up a save between two hooks, it does not report that. The save's agents learn it from
+``Handover.cancel``. This is called at the writer's next reset or when the writer is dropped; when the thread
+that called the hooks begins another save into the same run; and, if that thread has ended, when any save of
+the process begins. At the latest the agents give up after ``timeout_s``. The next save into the same run
+waits until the agent has ended, because then the agent's claims have ended too.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ logger = logging.getLogger("ckptfs.dcp")
 
 T = TypeVar("T")
 
-_HELLO_S = 30.0  # a hello was written before torch gathered the plans: it is there, or never
-_TELLING_S = 30.0  # a lease moves every 5 s, and its last look comes before this
+_HELLO_S = 30.0  # a hello is written before torch gathers the plans: it is there by now, or never
+_TELLING_S = 30.0  # time left to report who has the run; a lease moves every 5 s
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """The coordinator's order: how many ranks take part, and what their control is called."""
+    """The coordinator's order: how many ranks take part, and the name of their control."""
 
     size: int
     name: str
@@ -72,8 +73,9 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the user asked for; equal on all ranks but for ``common``, which the seats of this process
-    at a held run share.
+    """What the user asked for.
+
+    It is equal on all ranks, except for ``common``, which all seats of this process at a held run share.
     """
 
     uri: str | os.PathLike[str] | Uri
@@ -81,12 +83,12 @@ class Task:
     spec: SaveSpec  # its name and step are filled in from the agreed URI
     timeout_s: float
     common: Common | None = None
-    channel: str = ""  # tells these ranks from other groups that talk over the same store
+    channel: str = ""  # distinguishes these ranks from other groups that use the same store
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Handover:
-    """Where a rank's hooks and its agent hand things over. One save."""
+    """The values that a rank's hooks and its agent pass to each other. One save."""
 
     task: Task
     rank: int
@@ -100,29 +102,31 @@ class Handover:
     given_up: bool = False
 
     def cancel(self, why: str) -> None:
-        """Tell an agent that still waits for a hook that it will not come. Any time, any thread."""
+        """End an agent's wait for a hook that will not come. Any time, any thread."""
         self.given_up = True
         for future in (self.order, self.part, self.files):
             _fail(future, StateError(f"the save was abandoned: {why}", rank=self.rank))
 
     def hand_over(self, future: Future[T], value: T) -> None:
-        """From a hook to the agent. StateError: the save was given up meanwhile."""
+        """Pass a value from a hook to the agent. StateError if the save was given up before that."""
         _fulfil(future, value)
         error = future.exception()
         if error is not None:
             raise error
 
     def fail(self, future: Future[Any], error: BaseException) -> None:
-        """A hook failed: its agent hears of it at once, unless it was told something before."""
+        """Pass a hook's error to its agent, unless the agent has an answer already."""
         _fail(future, error)
 
     def why_given_up(self) -> BaseException | None:
-        """The reason, where this save was given up before its part was handed over or failed."""
+        """Return why this save was given up, if that was before its part was passed or had failed."""
         return self.part.exception(0) if self.given_up and self.part.done() else None
 
     def is_given_up(self) -> bool:
-        """Whether torch has given this save up; its agent is told then. The thread that called its hooks
-        calls for another save into its run now, or has ended: it is not between two of them.
+        """Return whether torch has given this save up; if so, let its agent know.
+
+        It has if the thread that called the save's hooks now begins another save into its run, or has ended:
+        then that thread is not between two hooks.
         """
         if not self.given_up and (
             self.hooks is threading.current_thread() or not self.hooks.is_alive()
@@ -131,7 +135,7 @@ class Handover:
         return self.given_up
 
     def wait(self, future: Future[T], what: str) -> T:
-        """The result; DeadlineError when the other side did not come within timeout_s."""
+        """Return the result; DeadlineError if the other side does not set it within timeout_s."""
         try:
             return future.result(self.task.timeout_s)
         except FutureTimeoutError:
@@ -142,21 +146,21 @@ class Handover:
             ) from None
 
 
-_HANDOVERS: weakref.WeakSet[Handover] = weakref.WeakSet()  # of this process; an agent keeps its own
+_HANDOVERS: weakref.WeakSet[Handover] = weakref.WeakSet()  # this process's; agents hold references
 _LOCK = threading.Lock()
 
 
 def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Handover:
-    """Start this rank's agent. Local; all but the coordinator write one key of the store.
+    """Start this rank's agent. Local; all ranks but the coordinator write one key of the store.
 
-    store: a c10d store that the ranks share; None where this process is alone.
+    ``store`` is a c10d store that the ranks share; None if this process is alone.
     """
     handover = Handover(task, rank)
     with _LOCK:
         before = list(_HANDOVERS)
         _HANDOVERS.add(handover)
     run = _run_of(task)
-    # The thread's other saves are not over: it may drive the hooks of two writers, as a mirror does.
+    # Saves of this thread into other runs may continue: a mirror, for example, calls two writers' hooks.
     earlier = [
         other
         for other in before
@@ -173,9 +177,9 @@ def hire(task: Task, rank: int, store: Any, *, coordinator: bool) -> Handover:
 
 
 def send_orders(handover: Handover, size: int, store: Any) -> None:
-    """Coordinator only: every rank's agent gets the order of this save, our own the last.
+    """Send every rank's agent the order of this save, our own agent last. Coordinator only.
 
-    DeadlineError names ranks that have not announced themselves for this URI.
+    DeadlineError names the ranks that have not announced themselves for this URI.
     """
     order = SaveOrder(size, f"dcp-{uuid.uuid4().hex}")
     if size > 1:
@@ -208,7 +212,7 @@ def _send(client: StoreClient, task: Task, rank: int, order: SaveOrder) -> None:
 
 
 def _announce(handover: Handover, store: Any) -> None:
-    """Say where this rank listens, and fulfil the handover's order when it arrives there."""
+    """Publish the key on which this rank listens, and set the handover's order when it arrives."""
     client = StoreClient(store, f"ckptfs-agent-{handover.rank}")
     key = f"ckptfs/dcp/order/{uuid.uuid4().hex}"
     hello = _hello_key(handover.task, handover.rank)
@@ -230,7 +234,8 @@ def _announce(handover: Handover, store: Any) -> None:
         client.close()
 
     def release(ended: Future[SaveOrder]) -> None:
-        # Given up: the listener's client is blocked in its wait, so another one writes the key.
+        # The save was given up: the listener's client is blocked in its wait, so another client writes
+        # the key.
         if ended.exception() is not None and not waiting.done():
             other = StoreClient(store, "ckptfs-agent-release")
             other.submit_short(lambda s: s.set(key, pickle.dumps(None)))
@@ -242,8 +247,9 @@ def _announce(handover: Handover, store: Any) -> None:
 
 
 def _work(handover: Handover, store: Any, earlier: Sequence[Handover]) -> None:
-    """One save, from order to commit, on the agent's thread; never raises. earlier: saves of this process
-    that were given up: into the same run they go first.
+    """Run one save, from order to commit, on the agent's thread; never raise.
+
+    ``earlier`` are saves of this process that were given up; those into the same run have to end first.
     """
     try:
         order = handover.wait(handover.order, "the coordinator's order")
@@ -277,7 +283,8 @@ def _save(handover: Handover, control: Control, stack: contextlib.ExitStack) -> 
         open_seat(target.parent, control, task.place, write=True, common=task.common)
     )
     spec = replace(task.spec, name=target.name, step=step_of(target.name, task.spec.step))
-    # torch's hooks wait for its begin, for up to timeout_s: they are to hear who has the run.
+    # torch's hooks wait for the attempt's begin, for up to timeout_s. This ends before, so that their
+    # error says who has the run.
     wait_s = max(task.timeout_s - _TELLING_S, task.timeout_s / 2)
     caller = Caller("a StorageWriter", handover.is_given_up, for_call=True, wait_s=wait_s)
     attempt = Attempt(seat, spec, caller)
@@ -298,9 +305,9 @@ def _run_of(task: Task) -> Uri:
 
 
 def _hello_key(task: Task, rank: int) -> str:
-    # What the user typed, not the absolute path: ranks may have different working directories.
-    # Hashed, because it may hold credentials. Two groups may save under one typed URI at once, each to
-    # its own node's disk: without the channel one would take the other's hello.
+    # The URI as the user typed it, not the absolute path: ranks may have different working directories.
+    # It is hashed because it may contain credentials. Two groups may save under one typed URI at once,
+    # each to its own node's disk: without the channel one would take the other's hello.
     typed = hashlib.sha256(f"{task.channel}\n{task.uri}".encode()).hexdigest()[:16]
     return f"ckptfs/dcp/hello/{typed}/{rank}"
 

@@ -2,9 +2,9 @@
 
     dcp.load(state, storage_reader=ckptfs.StorageReader("s3://bucket/run/step_100"))
 
-Every rank finds the checkpoint and reads its metadata by itself; the coordinator then sees that all
-found the same save. Nothing is written or repaired. ``read_metadata`` takes no keyword arguments:
-with them torch would retry it differently on one rank after a transient error, and hang.
+Every rank finds the checkpoint and reads its metadata by itself; the coordinator then checks that all found
+the same save. Nothing is written or repaired. ``read_metadata`` takes no keyword arguments: with them torch
+would, after a transient error on one rank, retry there without collectives, and the other ranks would hang.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger("ckptfs.dcp")
 
 @dataclasses.dataclass(slots=True)
 class _Open:
-    """A checkpoint that was found; closing gives its clients back."""
+    """A checkpoint that was found; ``closing`` closes its clients."""
 
     storage: Storage
     found: Found
@@ -57,19 +57,19 @@ class _Open:
 
 
 class StorageReader(StockPlace, TorchStorageReader):
-    """Loads the checkpoint at ``uri``, for ``torch.distributed.checkpoint.load(state, storage_reader=...)``.
+    """Loads the checkpoint at ``uri`` in ``torch.distributed.checkpoint.load``.
 
-    Errors arrive as torch's CheckpointException with ours in ``failures[rank]``; torch turns errors of
-    finding the checkpoint into an AssertionError with our text.
+    Pass it as ``storage_reader=``. Errors arrive as torch's CheckpointException with ckptfs's errors in
+    ``failures[rank]``; torch turns an error of ``read_metadata`` into an AssertionError with ckptfs's text.
 
     Args:
-        uri: Run and name; None where every call has a checkpoint_id.
-        path: Stock's word for ``uri``; None: see ``uri``.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+        uri: Run and name; None if every call has a checkpoint_id.
+        path: Stock's name for ``uri``; None: see ``uri``.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, if it has
             some.
         verify: "read" compares every block that is read with its digest; "off" does not.
-        weights_only: Refuse objects that execute code when they are loaded, with any planner; False trusts
-            the checkpoint as you trust code.
+        weights_only: Refuse objects that execute code when they are loaded, with any planner; use False only
+            for a checkpoint that you trust as you trust code.
         process_group: The group given to ``dcp.load``; None: the default one.
     """
 
@@ -103,13 +103,13 @@ class StorageReader(StockPlace, TorchStorageReader):
     # -- torch's hooks, in their order ---------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """All ranks. A new load begins, from ``checkpoint_id`` if given. No I/O."""
+        """Begin a new load, from ``checkpoint_id`` if given. All ranks. No I/O."""
         self._close()
         if checkpoint_id is not None:
             self._uri = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Find the checkpoint; read its ``.metadata``, executing nothing. All ranks, each by itself.
+        """Find the checkpoint and read its ``.metadata``, executing nothing. All ranks.
 
         Returns:
             The metadata, for torch's planner.
@@ -145,14 +145,14 @@ class StorageReader(StockPlace, TorchStorageReader):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """All ranks. Show this rank its own ``per_rank`` keys, before the planner plans."""
+        """Show this rank its own ``per_rank`` keys, before the planner plans. All ranks."""
         size, self._rank = self._size_and_rank(kwargs.get("rank"))
         with crossing(self._rank):
             manifest = self._opened.found.manifest
             saved = None if manifest is None else manifest.world_size
             view = view_for(metadata, self._rank, size, saved, ())
             if view is not metadata:
-                # The planner holds this very object already; torch gives no later chance.
+                # The planner has this very object already, and torch offers no later point to replace it.
                 metadata.state_dict_metadata = view.state_dict_metadata
                 metadata.planner_data = view.planner_data
                 metadata.storage_data = view.storage_data
@@ -181,7 +181,7 @@ class StorageReader(StockPlace, TorchStorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """All ranks. Read this rank's part, verified, into the planner's tensors. Local."""
+        """Read this rank's part, verified, into the planner's tensors. All ranks; local."""
         with crossing(self._rank):
             opened = self._opened
             size, _ = self._size_and_rank(self._rank)
@@ -206,11 +206,11 @@ class StorageReader(StockPlace, TorchStorageReader):
         return future
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without group and clients."""
+        """Return the state without group and clients."""
         return self.__dict__ | {"_group": None, "_open": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Never raises."""
+        """Set the state. Never raises."""
         self.__dict__.update(state)
 
     # -- the rest ------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class StorageReader(StockPlace, TorchStorageReader):
 
 
 def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:
-    """Tell of what stock leaves out without a word."""
+    """Warn of optimizers that stock would silently leave without their saved state."""
     state = getattr(planner, "original_state_dict", None)
     if isinstance(state, Mapping) and getattr(planner, "flatten_state_dict", False):
         empty = empty_optimizers(state, metadata.state_dict_metadata)
@@ -249,12 +249,15 @@ def _warn_of_optimizers(where: str, planner: Any, metadata: Metadata) -> None:
 
 
 def _is_stock(planner: LoadPlanner) -> bool:
-    """True for planners that would unpickle objects with everything allowed, as torch's does."""
+    """Return whether the planner would unpickle objects with everything allowed, as torch's does."""
     return getattr(type(planner), "load_bytes", None) is DefaultLoadPlanner.load_bytes
 
 
 def _plans_as_stock(planner: LoadPlanner) -> bool:
-    """Whether every tensor that is asked for and was saved is to be filled: another planner may want less."""
+    """Return whether the planner has to fill every requested tensor that was saved.
+
+    A planner with its own hooks may want to fill fewer.
+    """
     hooks = ("create_local_plan", "create_global_plan", "finish_plan")
     return all(
         getattr(type(planner), hook, None) is getattr(DefaultLoadPlanner, hook) for hook in hooks
@@ -262,7 +265,7 @@ def _plans_as_stock(planner: LoadPlanner) -> bool:
 
 
 class _SafeLeaves:
-    """The hooks of torch's planner, or of one that derives from it; objects are made by ``load_leaf``."""
+    """A planner of torch's, or one that derives from it, with objects that ``load_leaf`` makes."""
 
     def __init__(self, planner: Any) -> None:
         self._planner = planner
@@ -271,12 +274,12 @@ class _SafeLeaves:
         return getattr(self._planner, name)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """As torch's planners do, with an object that was made without executing anything."""
+        """Do as torch's planners do, with an object that was made without executing anything."""
         key, planner = read_item.dest_index.fqn, self._planner
         try:
             leaf = load_leaf(value)
         except Exception as error:
-            # The unpickler names what it refuses in a dozen ways; all mean the same here.
+            # The unpickler describes a refusal in a dozen ways; all mean the same here.
             raise StateError(
                 f"the object under {key!r} does not load without executing code: {error}",
                 hint=WAYS_OUT,

@@ -3,10 +3,10 @@
     dcp.save(state, storage_writer=ckptfs.StorageWriter("s3://bucket/run/step_100"))
     dcp.save(state, storage_writer=writer, checkpoint_id="s3://bucket/run/step_200")
 
-On torch's abstract class, not on FileSystemWriter, whose thread errors are lost and whose rename
-leaves a window without a checkpoint. Hooks are thin: the collective work is the agent's
-(``agent.py``), the files are the layout's, the metadata torch's planner's. Works with ``no_dist``,
-with subgroups, from async_save's thread, and pickled into async_save's process.
+It derives from torch's abstract class, not from FileSystemWriter: that one loses the errors of its threads,
+and for a moment of its rename there is no checkpoint. The hooks do little: the agent (``commit_agent``) makes
+the collective calls, ``dcp.write`` writes the files, and torch's planner makes the metadata. This works with
+``no_dist``, with subgroups, from async_save's thread, and pickled into async_save's process.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ logger = logging.getLogger("ckptfs.dcp")
 
 _COPY_AHEAD_BYTES = 10_000_000  # stock's default
 
-# Words of stock's that change nothing here, and why.
+# Arguments of stock's writer that change nothing here, and why.
 _WITHOUT_EFFECT = {
     "sync_files": "files are synced all the same, because a commit names only what is durable",
     "per_thread_copy_ahead": "what is copied ahead of a write is bounded by the windows that it fills",
@@ -66,41 +66,43 @@ _WITHOUT_EFFECT = {
 
 
 class StorageWriter(StockPlace, TorchStorageWriter):
-    """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) makes it ready for the next.
+    """Saves one checkpoint at ``uri``; ``reset`` (torch calls it) prepares it for the next.
 
-    Errors arrive as torch's CheckpointException with ours in ``failures[rank]``. What a crash leaves is as
-    for ``ckptfs.save``: exactly the old or the new checkpoint. Pass
+    Errors arrive as torch's CheckpointException with ckptfs's errors in ``failures[rank]``. After a crash
+    there is exactly the old or the new checkpoint, as with ``ckptfs.save``. Pass
     ``planner=ckptfs.dcp.planning.save_planner.SavePlanner()`` too, for the checks that need the state dict.
 
     Args:
-        uri: Run and name; the run is the parent. None where every call has a checkpoint_id.
-        path: Stock's word for ``uri``; None: see ``uri``.
-        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, where it has
+        uri: Run and name; the run is the parent. None if every call has a checkpoint_id.
+        path: Stock's name for ``uri``; None: see ``uri``.
+        storage_options: What fsspec's filesystem of that protocol takes; None: those of ``uri``, if it has
             some.
         per_rank: fnmatch patterns of flattened keys that differ by rank and are kept for each.
         threads: Data files that each rank writes at once; None: as for ``ckptfs.save``.
         engine: "auto", "direct" or "buffered", as for ``ckptfs.save``.
         unchanged: "write" or "reference", as for ``ckptfs.save``.
-        if_exists: "replace", as with stock, keeps the old checkpoint until the new one is committed, and
-            claims the run for the save where the name is taken: other calls that hold it are waited for, for
-            30 s less than ``timeout_s``; a name that is new claims nothing. "error" refuses a name that is
-            committed.
+        if_exists: "replace", as with stock, keeps the old checkpoint until the new one is committed. If the
+            name is taken, it claims the run for the save, and waits for other calls that hold the run for
+            30 s less than ``timeout_s``. If the name is new, it claims nothing. "error" refuses a name that
+            is committed.
         run: A held run, which fences the save; None: as for ``ckptfs.save``.
         step: Completed optimizer steps; None takes the number that ends the name.
         scope: "auto", "shared" or "node", as for ``ckptfs.save``.
         domain: A name in place of ``scope``, as for ``ckptfs.save``; None: by ``scope``.
-        process_group: The group given to ``dcp.save``, where that is not the default one and torch is older
-            than 2.10, or where several groups save at once under the same URI, each on disks of its own.
+        process_group: The group given to ``dcp.save``. Needed if that is not the default one and torch is
+            older than 2.10, or if several groups save at once under the same URI, each on disks of its own.
             None: the default group.
-        timeout_s: The longest silence, in seconds, of a rank, and of a hook of torch's that does not come;
-            None: 600, or CKPTFS_TIMEOUT_S.
-        single_file_per_rank: Stock's word; False makes a file for each item.
-        sync_files: Stock's word; changes nothing, and a line in the log says why.
-        thread_count: Stock's word for ``threads``; None: see ``threads``.
-        per_thread_copy_ahead: Stock's word; changes nothing, and a line in the log says why. None: not given.
-        cache_staged_state_dict: Stock's word; changes nothing, and a line in the log says why.
-        overwrite: Stock's word: False is ``if_exists="error"``, True is "replace"; None: see ``if_exists``.
-        serialization_format: Stock's word; any other than TORCH_SAVE is a StateError. None: TORCH_SAVE.
+        timeout_s: How long to wait, in seconds, for a silent rank and for torch to call the next hook; None:
+            600, or CKPTFS_TIMEOUT_S.
+        single_file_per_rank: An argument of stock's; False makes a file for each item.
+        sync_files: An argument of stock's; changes nothing, and the log says why.
+        thread_count: Stock's name for ``threads``; None: see ``threads``.
+        per_thread_copy_ahead: An argument of stock's; changes nothing, and the log says why. None: not given.
+        cache_staged_state_dict: An argument of stock's; changes nothing, and the log says why.
+        overwrite: An argument of stock's: False is ``if_exists="error"``, True is "replace"; None: see
+            ``if_exists``.
+        serialization_format: An argument of stock's; any other than TORCH_SAVE is a StateError. None:
+            TORCH_SAVE.
     """
 
     def __init__(
@@ -182,8 +184,9 @@ class StorageWriter(StockPlace, TorchStorageWriter):
     # -- torch's hooks, in their order ---------------------------------------------------
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """All ranks. A new save begins, at ``checkpoint_id`` if given. No I/O: an error here would
-        reach this rank alone.
+        """Begin a new save, at ``checkpoint_id`` if given. All ranks.
+
+        This does no I/O, because an error here would reach this rank alone.
         """
         self._give_up("a new save began on the same writer")
         if checkpoint_id is not None:
@@ -214,18 +217,18 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             self._handover = hire(task, self._rank, store, coordinator=is_coordinator)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks. Keys of ``per_rank`` get names of their own. Makes nothing."""
+        """Give keys of ``per_rank`` their own names. All ranks. Writes nothing."""
         with crossing(self._rank):
             plan = rename_plan(plan, self._spec.per_rank, self._rank)
             if (
                 plan.items or self._plan is None
-            ):  # stock's plan cache sends an empty one for "as before"
+            ):  # stock's plan cache sends an empty plan if it has not changed
                 self._plan = plan
-            # What this rank could write, before DCP gives it to another one: see copies.py.
+            # What this rank could write, before DCP assigns it to another one: see copies_for.
             return dataclasses.replace(plan, storage_data=[(i.index, _size(i)) for i in plan.items])
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator. The attempt begins on all ranks: its directory exists when this returns."""
+        """Begin the attempt on all ranks: its directory exists when this returns. Coordinator."""
         with crossing(self._rank):
             handover = self._seated
             send_orders(handover, len(plans), self._channel()[0])
@@ -240,7 +243,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks. Write this rank's files; durable on return. Local."""
+        """Write this rank's files; durable on return. All ranks; local."""
         handover = self._seated
         with crossing(self._rank):
             begun = handover.wait(handover.begun, "the attempt's begin")
@@ -250,11 +253,12 @@ class StorageWriter(StockPlace, TorchStorageWriter):
                 part = self._write(plan, planner, attempt, begun.domain)
                 handover.hand_over(handover.part, part)
             except BaseException as error:
-                # The agents hear of it at once, and clean up while torch tells the other ranks.
+                # The agents receive the error at once, and clean up while torch sends it to the other
+                # ranks.
                 handover.fail(handover.part, error)
                 why = handover.why_given_up() if isinstance(error, OSError) else None
                 if why is not None and why is not error:
-                    raise why from error  # its agent removes the files under the writer's hands
+                    raise why from error  # the agent removes the files while they are being written
                 raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(_results(plan, part, attempt.storage.root))
@@ -302,12 +306,13 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         return written_part(written, attempt.save_id, domain)
 
     def _why_refused(self, planner: Any, item: WriteItem, data: Any) -> str | None:
-        """Why a load would refuse the object that the planner saves for this item; None: it loads.
+        """Return why a load would refuse the object that the planner saves for this item, or None.
 
-        data: its bytes. An object of a class of somebody's own is looked at once for each key.
+        ``data`` has the object's bytes. An object of a class outside of builtins is checked once for each
+        key.
         """
         if isinstance(planner, CheckedPlanner) or not isinstance(data, io.BytesIO):
-            return None  # it refuses them itself; or it is no object
+            return None  # the planner refuses such objects itself; or this is not an object
         is_stock = getattr(type(planner), "transform_object", None) is (
             DefaultSavePlanner.transform_object
         )
@@ -323,7 +328,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         return why
 
     def _warn_of(self, refused: Mapping[str, str]) -> None:
-        """Tell of objects that no load takes by default, once for each. They are saved, as by torch."""
+        """Warn, once for each, of objects that no load takes by default; they are saved anyway."""
         new = {key: why for key, why in sorted(refused.items()) if key not in self._warned}
         self._warned |= new.keys()
         if new:
@@ -338,7 +343,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator. Seal and project on all ranks; committed when this returns."""
+        """Seal and project on all ranks; the save is committed when this returns. Coordinator."""
         handover = self._seated
         with crossing(self._rank):
             try:
@@ -350,13 +355,13 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             handover.wait(handover.done, "the commit")
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners may know before the save: what the user gave as its place."""
+        """What planners may know before the save: the place that the user gave."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     # -- for async_save in a process -----------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without group and agent: neither exists in the other process."""
+        """Return the state without group and agent, which do not exist in the other process."""
         return self.__dict__ | {
             "_group": None,
             "_handover": None,
@@ -365,11 +370,11 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Never raises: an error in the child's unpickling would hang every other rank's."""
+        """Set the state. Never raises: an error in the child's unpickling would hang other ranks."""
         self.__dict__.update(state)
 
     def __del__(self, is_ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        # At the interpreter's end modules are being taken apart, and the agent's thread has ended.
+        # At the end of the interpreter, modules may be gone already, and the agent's thread has ended.
         if getattr(self, "_handover", None) is not None and not is_ending():
             self._give_up("its writer was dropped")
 
@@ -387,7 +392,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             handover.cancel(why)
 
     def _rank_in_group(self, told: int | None, *, is_coordinator: bool) -> int:
-        """This rank among the participants; torch tells it since 2.10."""
+        """Return this rank among the participants; torch passes it since 2.10."""
         if told is not None:
             return told
         if is_coordinator or not _torch.has_default_group():
@@ -402,7 +407,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
             )
         target = Uri.parse(self._uri)
         if self._run_uri is not None and target.parent != self._run_uri:
-            # A generation says nothing in another run's log: such a save would not be fenced.
+            # A generation has no meaning in another run's log: such a save would not be fenced.
             raise StateError(
                 "the checkpoint is not directly in the run that was passed",
                 uri=target,
@@ -411,12 +416,12 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         return self._uri
 
     def _channel(self) -> tuple[Any, str]:
-        """The store over which the ranks talk, and what tells the group from others there."""
-        # no_dist, and no group at all, have one participant: it needs nobody's store.
+        """Return the store that the ranks use, and a name that separates this group from others."""
+        # With no_dist, or without a group, there is one participant, who needs no store.
         return _torch.group_channel(self._group) if _torch.has_default_group() else (None, "")
 
     def _spec_step_from_name(self) -> None:
-        # A step that was told belongs to the URI that was told with it.
+        # A step that was passed belongs to the URI that was passed with it.
         self._spec = SaveSpec(
             name="",
             step=None,
@@ -426,7 +431,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
         )
 
     def _with_copies(self, plan: SavePlan) -> SavePlan:
-        """The plan and what this rank writes for its domain besides (``storage_data``)."""
+        """Return the plan with what this rank writes for its domain in addition (``storage_data``)."""
         if not plan.storage_data or self._plan is None:
             return plan
         more = [item for item in self._plan.items if item.index in plan.storage_data]
@@ -453,7 +458,7 @@ class StorageWriter(StockPlace, TorchStorageWriter):
 
 
 def _refuse_words(serialization_format: Any, extensions: Sequence[Any] | None) -> None:
-    """StateError for what stock can write and this writer cannot."""
+    """Raise StateError for what stock can write and this writer cannot."""
     if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
         raise StateError(
             f"serialization_format={serialization_format} is not what this writer makes",
@@ -467,7 +472,7 @@ def _refuse_words(serialization_format: Any, extensions: Sequence[Any] | None) -
 
 
 def _tell_words(asked: Mapping[str, bool]) -> None:
-    """Say once why a word that was given has no effect."""
+    """Log why an argument that was given has no effect."""
     for word in (word for word, is_given in asked.items() if is_given):
         logger.warning("StorageWriter(%s=...) has no effect: %s", word, _WITHOUT_EFFECT[word])
 
@@ -491,7 +496,7 @@ def _size(item: WriteItem) -> int:
 
 
 def _refuse_unwritten(metadata: Metadata, places: set[MetadataIndex]) -> None:
-    """IncompleteCheckpointError unless all that the metadata describes was written."""
+    """Raise IncompleteCheckpointError unless everything in the metadata was written."""
     missing = []
     for key, value in metadata.state_dict_metadata.items():
         wanted = (

@@ -1,30 +1,32 @@
-"""Where everything of a file will lie, before a byte of it is written.
+"""The layout of a data file, computed before a byte of it is written.
 
     lay_out(items, objects)  ->  ItemLayout, ItemLayout, ...        head | payload | tail | 0 to 63 zeros, next item
     Payload(tensor)          ->  bytes a to b of it     its own memory, or a copy of that range
 
-What torch writes around a tensor follows from its dtype and shape (``frame``), and an object's bytes are made
-already, so every offset is known. Items of tensors begin at multiples of 64, and so do payloads, which torch
-puts at such an offset in its blob: torch aligns its memory in the same way, and copies between places of equal
-alignment are faster. Of a tensor that is not contiguous, or on a device, only the range in use is copied to the
-host.
+All offsets are known in advance: what torch writes around a tensor follows from its dtype and shape
+(``frame``), and the bytes of objects already exist. Items that hold tensors begin at multiples of 64.
+So do their payloads, because torch puts the payload at such an offset within its blob. torch aligns its
+memory in the same way, and a copy between two addresses of equal alignment is faster. If a tensor is not
+contiguous or is on a device, only the range that is written next is copied to the host.
 
-Frames, what torch.save writes around the memory of a tensor, are known before there is a tensor:
+A frame is what torch.save writes around the memory of a tensor. It is known before the tensor exists:
 
     frame(dtype, sizes)      Frame: head, tail; a blob is  head | the tensor's memory | tail
     matches(bytes, ...)      where the payload begins in a blob that torch wrote, CRC fields or not
 
-torch itself makes a frame, from memory that nobody ever touches, with the data left out; so it is
-what this version of torch writes, whatever that is. Only the CRC fields are 0: no reader of torch's
-looks at them, and computing them takes as long as writing the data. What a frame depends on is the
-dtype, the shape and torch's alignment of storages: it is made once and kept.
+torch itself makes the frame: it saves a tensor with memory that is never touched, and its data is left
+out. The frame is therefore what the installed version of torch writes. Only the CRC fields are 0,
+because no reader in torch checks them and computing them takes as long as writing the data. A frame
+depends on the dtype, the shape and torch's alignment of storages; it is made once and cached.
 
-Asking torch takes 0.3 ms, too long for thousands of shapes. Shapes whose numbers take the same room (_Layout) have
-frames that differ in these numbers alone: the first frame of a layout becomes a template, the second is made both
-ways, and where they agree the others are filled in without torch.
+Asking torch takes 0.3 ms, too long for thousands of shapes. If the numbers of two shapes take the same
+number of bytes (``_Layout``), their frames differ in these numbers only. The first frame of such a layout
+becomes a template. The second is made twice, by torch and from the template. If both agree, all further
+frames are made from the template, without torch.
 
-A dtype's first frame is tried: torch.load must give back what was put into it. Where it does not, or
-where a future torch cannot be asked like this, there is no frame (None) and torch.save writes the blob.
+The first frame of each dtype is tested: torch.load must return the values that were put into it. If it
+does not, or if a future torch cannot be used in this way, there is no frame (None) and torch.save
+writes the blob.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ __all__ = [
 
 _log = logging.getLogger("ckptfs.dcp")
 
-# Such a tensor is more than its memory; one that is a view of bytes does not say that it is one.
+# A quantised tensor is more than its memory. One that is a view of bytes does not report that it is quantised.
 _QUANTISED = frozenset(
     getattr(torch, name)
     for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
@@ -71,10 +73,11 @@ _QUANTISED = frozenset(
 _KEPT = 4096  # frames of 1.5 KiB
 _DESCRIPTOR = b"PK\x07\x08"  # zip's data descriptor: this, the CRC, two sizes
 _CRC_BYTES = 4
-# Larger than the machine is no trouble then. Python has the name from 3.13 on.
+# Allows mappings larger than the machine's memory. Python has a name for this flag from 3.13 on.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 _TRIAL = (3, 2)  # the shape on which a dtype is tried
-# Larger payloads are worth a question to torch, and from 4 GiB on zip has other fields.
+# torch makes the frames of larger payloads: that takes little time compared with the data, and from 4 GiB on
+# zip has other fields.
 _LARGEST_TEMPLATE_BYTES = 1 << 24
 # Bytes of an int in a pickle of protocol 2, and how it is packed.
 _PICKLED_INTS = {"BININT1": "<B", "BININT2": "<H", "BININT": "<i"}
@@ -94,8 +97,13 @@ _DESCRIPTOR_SIZES = (8, 12)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The bytes before and after a payload of ``payload_length`` bytes. crc_offsets: of the four-byte
-    CRC fields in the head, which torch fills in and we leave 0.
+    """The bytes before and after a payload.
+
+    Attributes:
+        head: The bytes before the payload.
+        tail: The bytes after the payload.
+        payload_length: The length of the payload in bytes.
+        crc_offsets: Where the head has four-byte CRC fields. torch fills them in; here they are 0.
     """
 
     head: bytes
@@ -105,14 +113,17 @@ class Frame:
 
     @property
     def length(self) -> int:
-        """Bytes of the whole blob."""
+        """The length of the whole blob in bytes."""
         return len(self.head) + self.payload_length + len(self.tail)
 
 
 def frame(dtype: torch.dtype, sizes: Sequence[int]) -> Frame | None:
-    """What torch.save writes around a plain contiguous CPU tensor of that dtype and shape.
+    """Return what torch.save writes around a plain contiguous CPU tensor of this dtype and shape.
 
-    None: this torch cannot say it in advance, for this dtype. Any thread.
+    Any thread may call this.
+
+    Returns:
+        The frame, or None if the installed torch does not allow it to be predicted for this dtype.
     """
     alignment = storage_alignment_bytes()
     if dtype in _QUANTISED or not _is_right(dtype, alignment):
@@ -121,9 +132,15 @@ def frame(dtype: torch.dtype, sizes: Sequence[int]) -> Frame | None:
 
 
 def matches(data: bytes | memoryview, dtype: torch.dtype, sizes: Sequence[int]) -> int | None:
-    """The payload's offset in a blob of that dtype and shape, if ``data`` begins as torch writes it.
+    """Return the payload's offset in a blob of this dtype and shape.
 
-    data: at least the head of the blob, from its start. The CRC fields may say anything.
+    Args:
+        data: The beginning of the blob, at least its head. The CRC fields may have any value.
+        dtype: The dtype of the tensor in the blob.
+        sizes: Its shape.
+
+    Returns:
+        The offset, or None if ``data`` does not begin as torch writes it.
     """
     known = frame(dtype, sizes)
     if known is None:
@@ -152,15 +169,15 @@ def _made(dtype: torch.dtype, sizes: tuple[int, ...], alignment: int) -> Frame |
 
 
 def _numbers(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The ints in the pickle of a contiguous tensor: elements, offset, sizes, strides."""
+    """Return the ints in the pickle of a contiguous tensor: elements, offset, sizes, strides."""
     strides = [math.prod(sizes[index + 1 :]) for index in range(len(sizes))]
     return (math.prod(sizes), 0, *sizes, *strides)
 
 
 class _Layout:
-    """Frames of one dtype whose numbers take the same room, and whose payloads end alike in a block.
+    """Frames of one dtype with equally wide numbers and equally long payloads modulo the alignment.
 
-    Two threads that come at once do the same work twice and store the same values.
+    Two threads that enter at once do the same work twice and store the same values.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -169,7 +186,7 @@ class _Layout:
         self._is_agreed: bool | None = None  # None: no second frame has been compared yet
 
     def frame(self, sizes: tuple[int, ...], numbers: tuple[int, ...], length: int) -> Frame | None:
-        """The frame of that shape: filled in where torch agreed once, else asked of torch."""
+        """Return the frame of this shape: from the template if torch confirmed it, else from torch."""
         template = self._template
         if template is not None and self._is_agreed:
             return template.filled(numbers, length)
@@ -187,15 +204,29 @@ class _Layout:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _layout(dtype: torch.dtype, widths: tuple[int, ...], remainder: int, alignment: int) -> _Layout:
-    """The layout of what lies in the key. remainder: bytes in the last aligned block of the payload."""
+    """Return the layout that belongs to the arguments; they are its cache key.
+
+    Args:
+        dtype: The dtype of the tensors.
+        widths: How many bytes each number takes in the pickle.
+        remainder: How many bytes the payload has in its last aligned block.
+        alignment: torch's alignment of storages, in bytes.
+
+    Returns:
+        The layout; equal arguments give the same object.
+    """
     del widths, remainder, alignment
     return _Layout(dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """A frame, and where its numbers lie: ``ints`` in the head as (offset, format), and in the tail
-    ``lengths`` as (offset, format, difference to the payload's length).
+    """A frame, and the positions of the numbers in it.
+
+    Attributes:
+        frame: The frame that the template was made from.
+        ints: The numbers of the tensor in the head, as (offset, format).
+        lengths: Byte counts in the tail, as (offset, format, difference to the payload's length).
     """
 
     frame: Frame
@@ -203,14 +234,14 @@ class _Template:
     lengths: tuple[tuple[int, str, int], ...]
 
     def agrees(self, made: Frame, numbers: tuple[int, ...]) -> bool:
-        """Whether filling in those numbers gives what torch made of them."""
+        """Return whether the template filled in with ``numbers`` equals the frame that torch made."""
         try:
             return self.filled(numbers, made.payload_length) == made
-        except struct.error:  # a number does not fit: what was found is not the number's place
+        except struct.error:  # a number does not fit: the position that was found is wrong
             return False
 
     def filled(self, numbers: tuple[int, ...], length: int) -> Frame:
-        """The frame with other numbers, which take the same room."""
+        """Return the frame with other numbers, which take the same number of bytes."""
         head, tail = bytearray(self.frame.head), bytearray(self.frame.tail)
         for (offset, packed), number in zip(self.ints, numbers, strict=True):
             struct.pack_into(packed, head, offset, number)
@@ -220,7 +251,7 @@ class _Template:
 
 
 def _template_of(made: Frame, numbers: tuple[int, ...]) -> _Template | None:
-    """The frame as a template; None where it is not laid out as known here."""
+    """Return the frame as a template, or None if it has another structure than expected here."""
     try:
         ints = tuple(_pickled_ints(made.head, numbers))
         lengths = tuple(_byte_counts(made))
@@ -231,7 +262,7 @@ def _template_of(made: Frame, numbers: tuple[int, ...]) -> _Template | None:
 
 
 def _pickled_ints(head: bytes, numbers: tuple[int, ...]) -> Iterator[tuple[int, str]]:
-    """Where the numbers of the tensor lie in its pickle, the first record of the head."""
+    """Yield where the tensor's numbers are in its pickle, which is the first record of the head."""
     start = head.index(b"\x80\x02")
     found = []
     for opcode, value, offset in pickletools.genops(head[start:]):
@@ -243,7 +274,7 @@ def _pickled_ints(head: bytes, numbers: tuple[int, ...]) -> Iterator[tuple[int, 
 
 
 def _byte_counts(made: Frame) -> Iterator[tuple[int, str, int]]:
-    """Where the tail tells the payload's length, or an offset behind the payload."""
+    """Yield the fields of the tail that hold the payload's length or an offset behind the payload."""
     tail, before = made.tail, len(made.head) + made.payload_length
     if tail[:4] != _DESCRIPTOR:
         raise ValueError("no descriptor after the payload")
@@ -274,7 +305,7 @@ def _byte_counts(made: Frame) -> Iterator[tuple[int, str, int]]:
 
 
 def _from_torch(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
-    """What torch itself writes, its data left out."""
+    """Return the frame that torch itself writes, with the data left out."""
     sink = _Sink()
     length = math.prod(sizes) * dtype.itemsize
     try:
@@ -287,7 +318,7 @@ def _from_torch(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame | None:
 
 @functools.lru_cache(maxsize=_KEPT)
 def _is_right(dtype: torch.dtype, alignment: int) -> bool:
-    """Whether torch.load reads what a frame of this dtype makes of bytes."""
+    """Return whether torch.load reads back what is stored in a frame of this dtype."""
     made = _made(dtype, _TRIAL, alignment)
     if made is None:
         return False
@@ -303,11 +334,11 @@ def _is_right(dtype: torch.dtype, alignment: int) -> bool:
 
 
 def _untouched(dtype: torch.dtype, sizes: tuple[int, ...], length: int) -> torch.Tensor:
-    """A tensor of addresses: no page of it is ever touched, and torch fills nothing in."""
+    """Return a tensor that has only addresses: no page is touched, and torch does not fill it."""
     size = max(length, dtype.itemsize)  # there are no mappings of nothing
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, size, flags=flags)
-    # A view: torch.empty warns of some dtypes, once, and whoever asks here has done nothing.
+    # A view, because torch.empty warns once about some dtypes, and the caller could do nothing about that.
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype)
     wide = [max(1, size) for size in sizes]  # as torch has it for empty tensors
     strides = [math.prod(wide[index + 1 :]) for index in range(len(sizes))]
@@ -315,7 +346,7 @@ def _untouched(dtype: torch.dtype, sizes: tuple[int, ...], length: int) -> torch
 
 
 class _Sink:
-    """What torch writes to: it skips the payload by one relative seek."""
+    """A file object for torch to write to; torch skips the payload with one relative seek."""
 
     def __init__(self) -> None:
         self._parts = [bytearray()]  # the head, and after the payload the tail
@@ -323,7 +354,7 @@ class _Sink:
         self._crcs: list[int] = []
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take what torch writes; the CRC of a descriptor is where one begins."""
+        """Take what torch writes. A write that begins with a data descriptor is where the CRC is."""
         part = self._parts[-1]
         if len(self._parts) == 1 and bytes(data[: len(_DESCRIPTOR)]) == _DESCRIPTOR:
             self._crcs.append(len(part) + len(_DESCRIPTOR))
@@ -331,7 +362,7 @@ class _Sink:
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Over the payload, once."""
+        """Skip the payload; torch does this once."""
         if whence != io.SEEK_CUR:
             raise io.UnsupportedOperation("torch goes elsewhere than over the payload")
         self._skipped.append(offset)
@@ -339,14 +370,14 @@ class _Sink:
         return self.tell()
 
     def tell(self) -> int:
-        """Bytes so far, what was skipped among them."""
+        """Return the bytes so far, including those that were skipped."""
         return sum(len(part) for part in self._parts) + sum(self._skipped)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no data is buffered."""
 
     def frame(self, length: int) -> Frame | None:
-        """The frame, if what torch skipped was exactly the payload."""
+        """Return the frame if torch skipped exactly the payload, else None."""
         if sum(self._skipped) != length or len(self._parts) > 2:  # noqa: PLR2004 - head and tail
             return None
         head, tail = self._parts if len(self._parts) > 1 else (self._parts[0], bytearray())
@@ -357,7 +388,15 @@ class _Sink:
 class Framed:
     """The bytes around tensors of one dtype and shape, with the digests of their blocks.
 
-    padded: the tail, and behind it the zeros that go between it and another tensor's item.
+    Attributes:
+        dtype: The dtype of the tensors.
+        sizes: Their shape.
+        frame: Head and tail as bytes.
+        head: A view of the head.
+        tail: A view of the tail.
+        padded: The tail and the zeros that follow it if another tensor's item comes next.
+        head_blocks: The digests of the head's blocks.
+        tail_blocks: The digests of the tail's blocks.
     """
 
     dtype: torch.dtype
@@ -370,11 +409,11 @@ class Framed:
     tail_blocks: tuple[int, ...]
 
 
-@dataclass(slots=True)  # not frozen: there are as many as tensors, and that doubles their making
+@dataclass(slots=True)  # not frozen: one per tensor, and a frozen one takes twice as long to make
 class ItemLayout:
-    """One item: ``length`` bytes at ``offset``, then ``padding`` zeros, which are not of the item.
+    """The place of one item: ``length`` bytes at ``offset``, then ``padding`` zeros.
 
-    framed: of a tensor; data: the bytes of an object.
+    The zeros do not belong to the item. A tensor has ``framed``; an object has its bytes in ``data``.
     """
 
     position: int
@@ -387,14 +426,14 @@ class ItemLayout:
 
 
 def blocks_of(data: bytes | memoryview) -> tuple[int, ...]:
-    """The digests of a region's blocks."""
+    """Return the digests of a region's blocks."""
     digester = BlockDigester()
     digester.update(data)
     return tuple(digester.finish())
 
 
 def framed(dtype: torch.dtype, sizes: Sequence[int]) -> Framed | None:
-    """What goes around a tensor; None where torch.save has to write it."""
+    """Return what surrounds a tensor of this dtype and shape; None if torch.save has to write it."""
     made = frame(dtype, sizes)
     if made is None:
         return None
@@ -406,11 +445,16 @@ def framed(dtype: torch.dtype, sizes: Sequence[int]) -> Framed | None:
 def lay_out(
     items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, memoryview]
 ) -> list[ItemLayout] | None:
-    """Every item with its place, in their order. objects: by position, their bytes.
+    """Return the place of every item, in the order of ``items``.
 
-    None: of some tensor it is not known what torch writes around it.
+    Args:
+        items: The items with their positions in the rank's plan.
+        objects: The bytes of each object, by position.
+
+    Returns:
+        The layout, or None if for some tensor it is not known what torch writes around it.
     """
-    with gc_paused():  # it would walk over all of them again and again
+    with gc_paused():  # otherwise the collector would walk over all of them again and again
         return _lay_out(items, objects)
 
 
@@ -445,12 +489,15 @@ def _lay_out(
 
 
 class Payload:
-    """The bytes of a plain tensor, wherever and however it lies. Ranges from several threads."""
+    """The bytes of a plain tensor, in any memory layout and on any device.
+
+    Several threads may read ranges of it.
+    """
 
     __slots__ = ("_memory", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """tensor: strided, no wrapper; it must not change."""
+        """Take a strided tensor that is not a wrapper subclass; it must not change."""
         self._memory = memory_of(tensor) if _lies_ready(tensor) else None
         if self._memory is None:
             check_memory(tensor)
@@ -461,11 +508,11 @@ class Payload:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its own memory is its bytes."""
+        """Whether the tensor's own memory is its payload, so that nothing has to be copied."""
         return self._memory is not None
 
     def view(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``; of its own memory, or of a copy of no more than that."""
+        """Return bytes ``start`` to ``stop``, from the tensor's memory or from a copy of only them."""
         if self._memory is not None:
             return self._memory[start:stop]
         if start == stop:
@@ -486,7 +533,7 @@ def _on_host(piece: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Elements ``first`` to ``last``, counted row by row: parts of rows, and whole rows together."""
+    """Yield elements ``first`` to ``last`` in row-major order: parts of rows, whole rows together."""
     if tensor.dim() == 0:
         yield tensor
         return

@@ -1,11 +1,11 @@
-"""What an item's data looks like to the layout: bytes, or a tensor whose memory is its payload.
+"""The data of an item as the layout needs it: bytes, or a tensor with its payload as its memory.
 
     planner.resolve_data(item)  ->  bytes of an object
                                 ->  a tensor on any device, a view, not contiguous, a subclass
     host_tensor(tensor)         ->  plain, on the host, contiguous, its storage exactly its bytes
 
-torch.save writes a tensor's whole storage; a view of ten floats into fifty million would write all
-of them. Where the memory is right and only the storage is too wide, nothing is copied.
+torch.save writes a tensor's whole storage: of a view of ten floats into fifty million it would write all
+fifty million. If the memory is right and only the storage is too large, ``host_tensor`` copies nothing.
 """
 
 from __future__ import annotations
@@ -25,21 +25,24 @@ from ckptfs.errors import StateError
 __all__ = ["Loan", "Resolve", "check_memory", "host_tensor", "memory_of", "tensor_over"]
 
 
-# One type for memory of any size: ctypes takes long to make one, and would keep it for each size.
+# One type for memory of any size: ctypes takes long to make a type, and caches one for each size.
 _ANY = ctypes.c_char * (sys.maxsize >> 1)
 
 
 def _nobody() -> None:
-    """Nobody waits for this item."""
+    """Do nothing: no caller waits for this item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """An item's data, how long its memory stays as it is, and whom to tell when it was written.
+    """The data of an item, how long its memory stays unchanged, and callbacks for its end.
 
-    stays: until the file is closed, so that it may be lent to the writer; else only until
-    ``done()``, which is called once the writer has taken or copied every byte of it, or ``back()``:
-    it was looked at, and is resolved again when it is written.
+    Attributes:
+        data: A tensor, or the bytes of an object.
+        stays: True if the memory stays unchanged until the file is closed, so that it may be lent to the
+            writer. False if it stays unchanged only until ``done()`` or ``back()`` is called.
+        done: To be called once the writer has taken or copied every byte.
+        back: To be called if the data was only looked at; it is resolved again when it is written.
     """
 
     data: torch.Tensor | io.BytesIO
@@ -48,14 +51,14 @@ class Loan:
     back: Callable[[], None] = _nobody
 
 
-# What is no Loan stays as it is until the file is closed.
+# Data that is not wrapped in a Loan stays unchanged until the file is closed.
 Resolve = Callable[[WriteItem], "torch.Tensor | io.BytesIO | Loan"]
 
 
 def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as a plain contiguous tensor on the host that owns exactly its bytes.
+    """Return the same values as a plain contiguous host tensor with a storage of exactly its bytes.
 
-    Shape and dtype stay. No copy when it is already contiguous host memory.
+    Shape and dtype stay. Nothing is copied if the tensor is contiguous host memory already.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu":
@@ -76,9 +79,9 @@ def host_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, writable, without a copy.
+    """Return the bytes of a contiguous host tensor as a writable view, without a copy.
 
-    Works for every dtype. The view keeps the tensor alive.
+    This works for every dtype. The view keeps the tensor alive.
     """
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
@@ -87,14 +90,16 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     if not address or begin + size_bytes > tensor.untyped_storage().nbytes():
         raise _no_memory(tensor)
     memory: Any = _ANY.from_address(address)
-    # ctypes does not know whose memory this is: a view of a temporary would read freed memory.
+    # ctypes does not know who owns this memory: a view of a temporary would read freed memory.
     memory.owner = tensor
     return memoryview(memory).cast("B")[:size_bytes]
 
 
 def check_memory(tensor: torch.Tensor) -> None:
-    """StateError where a host tensor's memory is not all its own: it was given back, as sharded training
-    does with parameters between two uses, or it never was. What lies there is somebody else's.
+    """Raise StateError if a host tensor does not own all of the memory that its shape needs.
+
+    Either the memory was freed, as sharded training does with parameters between two uses, or it never
+    existed. What is at these addresses belongs to something else.
     """
     if tensor.device.type != "cpu" or not tensor.numel():
         return
@@ -112,9 +117,9 @@ def _no_memory(tensor: torch.Tensor) -> StateError:
 
 
 def tensor_over(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor of these bytes; a copy where they do not begin at a multiple of its size.
+    """Return a flat tensor of these bytes; a copy if they are not aligned to the dtype's item size.
 
-    Without a copy it is good for as long as ``data`` is.
+    Without a copy the tensor is valid only as long as ``data`` is.
     """
     flat = torch.frombuffer(data, dtype=torch.uint8)
     if flat.data_ptr() % dtype.itemsize:

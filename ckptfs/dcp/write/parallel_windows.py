@@ -1,21 +1,24 @@
-"""The write engine for files: the layout is known, so windows of the file are written at once.
+"""The write engine for files of known layout: several windows of a file are written at once.
 
     file     |--------- window 0 ---------|--------- window 1 ---------|-- 2 --|
     items    | o | head | payload |tail|head|         payload            |tail|
     thread A   digest, hand over: write_at(0, ...)           then 2
     thread B                                write_at(1, ...)
 
-A thread takes the next window and hands its bytes to the storage piece by piece, from where they lie;
-a block is digested right before the storage copies it, while it is in the cache. Blocks are counted
-from the payload's start and may lie across windows: whoever has a block's first byte digests all of it.
+A thread takes the next window and hands its bytes to the storage piece by piece, without copying them
+first. A block is digested right before the storage copies it, while it is in the cache. Blocks are
+counted from the payload's start and may cross the border of two windows: the thread that has a block's
+first byte digests all of it.
 
-Most items lie inside one window: they are resolved, written and let go of there. One that lies across
-windows is shared by them, and let go of after its last. What is not contiguous host memory is copied
-there for one window at a time, so what a save needs beyond the state is a window or two per thread.
+Most items are inside one window: they are resolved, written and released there. An item that extends over
+several windows is shared by them and released after its last window. Data that is not contiguous host
+memory is copied to the host for one window at a time, so a save needs one or two windows per thread in
+addition to the state.
 
-``run_all`` runs the jobs of one call on a few threads: all their results, or one error that names all of theirs.
-The first error stops the others; none is lost. torch's own writer loses the error of every thread but
-the first, and commits without the files of the lost ones (pytorch #191391).
+``run_all`` runs the jobs of one call on a few threads: it returns all their results or raises one error
+that accounts for all of their errors. The first error stops the other jobs, and no error is lost. torch's
+own writer loses the error of every thread but the first, and commits without the files of the lost ones
+(pytorch #191391).
 """
 
 from __future__ import annotations
@@ -53,27 +56,41 @@ _log = logging.getLogger("ckptfs.dcp")
 T = TypeVar("T")
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error: another thread has that
+class _Stopped(Exception):  # noqa: N818 - not an error: another thread has the error
     """Another writer thread failed."""
 
 
 @dataclass(slots=True)
 class Cancelled:
-    """Tells writer threads that one of them failed."""
+    """A flag by which writer threads learn that one of them failed."""
 
     event: threading.Event = field(default_factory=threading.Event)
 
     def raise_if_set(self) -> None:
-        """Leave this thread when another one failed: its files will never be committed."""
+        """End this job if another one failed: its files will never be committed."""
         if self.event.is_set():
             raise _Stopped
 
 
 def run_all(jobs: Sequence[Callable[[], T]], cancelled: Cancelled, at_once: int) -> list[T]:
-    """Run every job, so many at once, the caller's thread among them; their results in order.
+    """Run jobs, ``at_once`` at the same time, and return their results in the order of the jobs.
 
-    Raises one error for all; the thread's own _Stopped where somebody else set ``cancelled``. No job
-    runs any more when this returns or raises.
+    The calling thread works too, so the jobs also complete when no thread can be started. When this
+    returns or raises, no job is running.
+
+    Args:
+        jobs: Callables without arguments.
+        cancelled: Cancels the jobs. Set by the first failure, or by the caller.
+        at_once: How many jobs run at the same time, the calling thread included.
+
+    Returns:
+        The results, one per job.
+
+    Raises:
+        CkptfsError: The first error of a job. If other jobs failed too, its message counts them, and the
+            log has their errors.
+        _Stopped: ``cancelled`` was set and no job of this call failed.
+        BaseException: Any other error of a job, such as KeyboardInterrupt.
     """
     results: dict[int, T] = {}
     errors: list[BaseException] = []
@@ -116,11 +133,11 @@ def run_all(jobs: Sequence[Callable[[], T]], cancelled: Cancelled, at_once: int)
             end.wait()
 
     try:
-        work()  # also what is left where threads did not start
+        work()  # also the jobs of threads that could not be started
         wait()
     except BaseException:
-        # Ctrl-C while waiting: no thread may go on writing into a directory that is cleaned up, or
-        # through a descriptor that is another file's by then.
+        # Ctrl-C while waiting: no thread may continue to write into a directory that is being cleaned
+        # up, or through a descriptor that has become another file's.
         cancelled.event.set()
         uninterrupted(wait)
         raise
@@ -132,7 +149,10 @@ def run_all(jobs: Sequence[Callable[[], T]], cancelled: Cancelled, at_once: int)
 
 
 def _start(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Start them; those that started. None starts any more while the interpreter is ending."""
+    """Start the threads and return those that started.
+
+    No thread can be started any more while the interpreter is ending.
+    """
     started: list[threading.Thread] = []
     for thread in threads:
         try:
@@ -144,7 +164,10 @@ def _start(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
 
 
 def _as_one(errors: Sequence[BaseException]) -> BaseException:
-    """The first error; where several threads failed, its text counts the others, and the log has them."""
+    """Return the first error; if several threads failed, its text counts the others.
+
+    The log has the errors of the others.
+    """
     first = next((e for e in errors if not isinstance(e, Exception)), errors[0])
     others = [e for e in errors if e is not first]
     if not others:
@@ -160,18 +183,22 @@ def _as_one(errors: Sequence[BaseException]) -> BaseException:
     return first
 
 
-_DENSE_ITEMS = 32  # more in a window, and Python takes longer over it than the disk
+_DENSE_ITEMS = 32  # with more items in a window, Python takes longer than the disk
 
 
 class DiffersError(Exception):
-    """A tensor is not of the dtype and shape that was planned: it does not fit into its place.
+    """A tensor does not have the dtype and shape that were planned: it does not fit into its place.
 
-    Caught by the engine, which writes the file in order; nobody else sees it.
+    The engine catches this error. It then writes the file in order, or raises StateError if memory that does
+    not stay unchanged was released already.
     """
 
 
 class _ResolvingError(Exception):
-    """An OSError of the planner's: raised inside a write, it would be told as the storage's."""
+    """Carries an OSError of the planner out of a write.
+
+    The storage would report the bare OSError as an error of its own.
+    """
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -180,7 +207,7 @@ class _ResolvingError(Exception):
 
 @dataclass(slots=True)
 class _Shared:
-    """An item that lies across windows. left: windows that are not written yet."""
+    """An item that extends over several windows; ``left`` is how many are not written yet."""
 
     payload: Payload
     loan: Loan
@@ -189,10 +216,14 @@ class _Shared:
 
 
 class Windows:
-    """One file on its way through ``writer``. ``write`` once; then ``digests`` are those of its items.
+    """One file that is written through ``writer``.
 
-    resolve: called from several threads, one at a time. stage_s: seconds spent copying what was not
-    ready. gave_back: whether memory that does not stay was given back.
+    Call ``write`` once; after that ``digests`` has the digests of the items. ``resolve`` is called from
+    several threads, but never by two at the same time.
+
+    Attributes:
+        stage_s: Seconds spent on copying data that was not in contiguous host memory.
+        gave_back: Whether a loan that does not stay unchanged was released.
     """
 
     def __init__(
@@ -222,18 +253,21 @@ class Windows:
 
     @property
     def digests(self) -> tuple[ItemDigests, ...]:
-        """Of every item, in order."""
+        """The digests of every item, in order. RuntimeError if an item was not written."""
         found = tuple(one for one in self._digests if one is not None)
         if len(found) != len(self._layout):
-            # Never published: its digests would be of other items than they say.
+            # The file must not be published: its digests would be assigned to the wrong items.
             raise RuntimeError(f"{len(self._layout) - len(found)} items were not written")
         return found
 
     def write(self, threads: int) -> None:
-        """Write all windows, the caller's thread among so many. Raises what any of them raised."""
+        """Write all windows on ``threads`` threads, the calling thread included.
+
+        Raises what any of them raised.
+        """
         windows = -(-self._size_bytes // self._writer.window_bytes)
-        # Other threads copy from the device on streams of their own: what this one has queued must be
-        # done, or they would copy what was there before.
+        # Other threads copy from the device on streams of their own: the work that this thread has
+        # queued must be done first, or they would copy old values.
         _torch.wait_for_accelerator()
         jobs = [self._work] * max(1, min(threads, windows))
         run_all(jobs, self._crew, len(jobs))
@@ -251,7 +285,7 @@ class Windows:
             except _ResolvingError as told:
                 raise told.error from None
             finally:
-                views.close()  # or, where the storage gave up half-way, it would keep its turn
+                views.close()  # otherwise, if the storage failed half-way, it would keep its turn
             for done in written:
                 done()
 
@@ -262,10 +296,10 @@ class Windows:
     def _views(
         self, start: int, stop: int, written: list[Callable[[], None]]
     ) -> Generator[memoryview, None, None]:
-        """The bytes of a window. written: gets what is to be called once they are written.
+        """Yield a window's bytes; ``written`` gets the functions to call once they are written.
 
-        Windows of many items take turns: most of torch's methods let go of the GIL, and threads that
-        fight for it all the time are slower than one. They still write at the same time.
+        Windows with many items take turns: most of torch's methods release the GIL, and threads that compete
+        for it all the time are slower than one. The windows are still written at the same time.
         """
         index = max(0, bisect_right(self._offsets, start) - 1)
         is_dense = bisect_left(self._offsets, stop) - index > _DENSE_ITEMS
@@ -336,7 +370,7 @@ class Windows:
     def _part(
         self, index: int, one: ItemLayout, around: Framed, window: tuple[int, int]
     ) -> Iterator[memoryview]:
-        """What of an item, and of the padding behind it, lies in a window."""
+        """Yield the part of an item, and of the padding behind it, that is in this window."""
         shared = self._share(index, one, around)
         begin = one.offset + len(around.head)
         end = begin + around.frame.payload_length
@@ -368,7 +402,7 @@ class Windows:
     def _digested(
         self, shared: _Shared, length: int, start: int, stop: int
     ) -> Iterator[memoryview]:
-        """Bytes of a payload, and the digests of the blocks that begin among them."""
+        """Yield bytes of a payload, and digest the blocks that begin in this range."""
         first = -(-start // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
         last = min(-(-stop // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES, length)
         memory = self._view(shared.payload, start, last if first < stop else stop)
@@ -381,7 +415,7 @@ class Windows:
             yield memory[begin - start : min(end, stop) - start]
 
     def _release(self, index: int) -> None:
-        """One more window with this item is written."""
+        """Count one more window with this item as written; release the item after its last one."""
         with self._lock:
             shared = self._shared[index]
             shared.left -= 1
@@ -400,18 +434,18 @@ def _fits(tensor: torch.Tensor, around: Framed) -> bool:
         and tensor.shape == around.sizes
         and tensor.layout is torch.strided
         and not tensor.is_quantized
-        and not _torch.is_wrapper_subclass(tensor)  # it says that it has memory, and has none
+        and not _torch.is_wrapper_subclass(tensor)  # it reports memory but has none
     )
 
 
 def _zeros(one: ItemLayout, start: int, stop: int) -> memoryview:
-    """What of the padding behind an object lies in a window."""
+    """Return the part of the padding behind an object that is in this window."""
     begin = one.offset + one.length
     return memoryview(bytes(max(0, min(stop, begin + one.padding) - max(start, begin))))
 
 
 def _digest_of(payload: memoryview) -> Sequence[int]:
-    """Of a payload of one block at most."""
+    """Return the digests of a payload of at most one block."""
     return (xxhash.xxh3_64_intdigest(payload),) if len(payload) else ()
 
 

@@ -1,29 +1,29 @@
-"""A save as a handful of functions, each local or one collective step.
+"""A save as a handful of functions; each is local or one collective step.
 
     plan_save (step)  ->  check_space (step)  ->  write (local)  ->  finish_save (coordinator)  ->  .metadata
 
-All exchange goes through ``control.step``; no collective runs on the user's group. Upwards every
-rank sends its plan as columns, or a hash where the coordinator knows it from the save before. Downwards
-each gets a bitmap of which of its items it writes (DCP's deduplication gives every replicated item to
-one rank); ranks keep their own plans, so no plan is sent back. What a rank wrote returns as three
+All exchange goes through ``control.step``; no collective runs on the user's group. Every rank sends its plan
+to the coordinator as columns, or only a hash if the coordinator knows the plan from the save before. Each
+rank receives a bitmap that says which of its items it writes (DCP's deduplication assigns every replicated
+item to one rank). Ranks keep their own plans, so no plan is sent back. After writing, each rank sends three
 numbers per item.
 
 What a rank sends, and what the coordinator makes of it:
 
     rank         PlanMessage.of(plan, memory)     -> .whole, or .short where the coordinator knows the rest
-    coordinator  decide(received, memory, ...)    -> Described, or None: send it whole
+    coordinator  decide(received, memory, ...)    -> Described, or None: the plans have to be sent whole
 
-A message is a version, a hash of the plan's structure, fingerprints of values, and the structure
-itself. Whoever keeps a ``PlanMemory`` from save to save sends the structure once: the hash stands for
-it, and covers dtypes, shapes, pieces, keys and what ``per_rank`` made of them. A coordinator that does
-not know a hash asks for all plans whole, so a memory that is lost costs a step and nothing else. The
-decision is kept as well, for the same plans of all ranks in the same domains. Values are compared in
-every save.
+A message is a version, a hash of the plan's structure, fingerprints of values, and the structure itself. A
+rank that keeps a ``PlanMemory`` from save to save sends the structure only once. After that the hash replaces
+it; the hash covers dtypes, shapes, pieces, keys and the keys that ``per_rank`` renamed. A coordinator that
+does not know a hash asks all ranks for their whole plans, so a lost memory costs one step and nothing else.
+The decision is kept as well; it is used again for the same plans of all ranks in the same domains. Values
+are compared in every save.
 
 ``check_space`` compares planned bytes and inodes with what is free, per domain, before a byte is written.
 
-``ckptfs.save`` puts these between ``Attempt.begin`` and ``Attempt.commit``; torch's own
-``dcp.save`` drives the same parts through ``ckptfs.dcp.torch_hooks.storage_writer``.
+``ckptfs.save`` calls these functions between ``Attempt.begin`` and ``Attempt.commit``; torch's own
+``dcp.save`` uses the same parts through ``ckptfs.dcp.torch_hooks.storage_writer``.
 """
 
 from __future__ import annotations
@@ -118,14 +118,17 @@ __all__ = [
 ]
 
 _VERSION = 1
-_HEAD = struct.Struct("<BB16sI")  # version, whether it is whole, hash, bytes of prints
+_HEAD = struct.Struct("<BB16sI")  # version, whether the plan is whole, hash, bytes of prints
 
 _Key = tuple[tuple[bytes, ...], tuple[bool, ...], tuple[tuple[int, ...], ...], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """What was decided over which plans. structures: of all ranks, by their hashes."""
+    """What was decided, and for which plans.
+
+    ``structures`` has the plans of all ranks, without values, by their hashes.
+    """
 
     key: _Key
     structures: Mapping[bytes, Columns]
@@ -134,11 +137,14 @@ class Decision:
 
 @dataclass(slots=True)
 class PlanMemory:
-    """What is known of the last planned save, from one save of this process to the next.
+    """What this process knows of its last planned save.
 
-    agreed: hash of the structure that the coordinator has from this rank. decision: the last one, on
-    the coordinator. Saves may use it at once: each field changes as a whole, and a hash that is not
-    known any more costs a step.
+    Several saves may use it at once: each field changes as a whole, and a hash that is not known any more
+    costs one step.
+
+    Attributes:
+        agreed: The hash of the structure that the coordinator has from this rank.
+        decision: The last decision; on the coordinator only.
     """
 
     agreed: bytes | None = None
@@ -147,7 +153,7 @@ class PlanMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanMessage:
-    """One rank's plan in bytes. digest: the hash of its structure."""
+    """One rank's plan in bytes; ``digest`` is the hash of its structure."""
 
     digest: bytes
     prints: bytes
@@ -155,25 +161,25 @@ class PlanMessage:
 
     @classmethod
     def of(cls, plan: SavePlan) -> PlanMessage:
-        """StateError for items that ``SavePlanner`` does not make."""
+        """Encode a plan. StateError for items that ``SavePlanner`` does not make."""
         structure = structure_of(plan)
         return cls(xxhash.xxh3_128_digest(structure), prints_of(plan), structure)
 
     @property
     def whole(self) -> bytes:
-        """All of it."""
+        """The message with the structure."""
         head = _HEAD.pack(_VERSION, 1, self.digest, len(self.prints))
         return head + self.prints + self.structure
 
     @property
     def short(self) -> bytes:
-        """The hash in place of the structure."""
+        """The message without the structure; the hash replaces it."""
         return _HEAD.pack(_VERSION, 0, self.digest, len(self.prints)) + self.prints
 
 
 @dataclass(frozen=True, slots=True)
 class _ReceivedPlan:
-    """A rank's message, taken apart. columns: None where the hash says nothing here."""
+    """A rank's message, decoded; ``columns`` is None if its hash is not known here."""
 
     digest: bytes
     raw: bytes
@@ -188,10 +194,20 @@ def decide(
     domains: Sequence[Sequence[int]] = (),
     to_lowest_rank: bool = False,
 ) -> Described | None:
-    """Coordinator only. What all ranks agreed on; None where some plans have to be said whole.
+    """Decide what each rank writes. Coordinator only.
 
-    StateError where values differ between ranks, where the plans do not make one checkpoint, and for
-    bytes that this version cannot read.
+    Args:
+        received: The message of every rank, in order of rank.
+        memory: What is known of the last save; it is updated.
+        domains: The ranks of each domain.
+        to_lowest_rank: Whether a replicated item is written by its lowest rank, instead of the least loaded.
+
+    Returns:
+        The decision, or None if some plans have to be sent whole.
+
+    Raises:
+        StateError: Values differ between ranks, the plans do not make one checkpoint, or this version cannot
+            read a message.
     """
     interned = Interned()
     last = memory.decision
@@ -257,7 +273,7 @@ def _read(
 
 
 def _shards_agree(table: Table, compared: Ints) -> bool:
-    """Whether each key is sharded on all compared ranks, with one dtype and size, or on none."""
+    """Return whether each key is sharded on all compared ranks with one dtype and size, or on none."""
     kinds: dict[object, int] = {}
     properties = zip(table.properties, table.sizes, strict=True)
     number = [kinds.setdefault((p.dtype, size), len(kinds)) for p, size in properties]
@@ -272,7 +288,7 @@ def _shards_agree(table: Table, compared: Ints) -> bool:
 def _compare_values(
     table: Table, plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]
 ) -> None:
-    """StateError where two ranks have other fingerprints of one key."""
+    """Raise StateError if two ranks have different fingerprints for one key."""
     seen: set[tuple[Names, bytes]] = set()
     values = np.zeros(len(table.names), np.uint64)
     known = np.zeros(len(table.names), np.bool_)
@@ -288,7 +304,7 @@ def _compare_values(
 
 
 def _tell_divergence(plans: Sequence[_ReceivedPlan], columns: Sequence[Columns]) -> None:
-    """StateError with keys and ranks, where any differ indeed."""
+    """Raise StateError with keys and ranks if any values really differ."""
     refuse_divergence(
         [_prints_by_key(plan.prints, mine) for plan, mine in zip(plans, columns, strict=True)]
     )
@@ -318,8 +334,13 @@ METADATA = ".metadata"
 class PlannedSave:
     """A save that all ranks agreed on.
 
-    items: what this rank writes, in order. size_bytes: of their tensors. share: has their data.
-    described: on the coordinator, what all ranks write and what the metadata says of it.
+    Attributes:
+        rank: This rank.
+        items: What this rank writes, in order.
+        share: Has their data.
+        plan_s: Seconds that planning took.
+        size_bytes: The bytes of their tensors.
+        described: On the coordinator, what all ranks write and what the metadata says about it.
     """
 
     rank: int
@@ -331,15 +352,15 @@ class PlannedSave:
 
     @property
     def indexes(self) -> tuple[tuple[MetadataIndex, ...], ...]:
-        """The items of every rank, as objects; on the coordinator."""
+        """The items of every rank, as torch's objects; on the coordinator only."""
         return () if self.described is None else self.described.world.indexes()
 
     def resolve(self, item: WriteItem) -> torch.Tensor | io.BytesIO | Loan:
-        """The data of one of ``items``. Any thread."""
+        """Return the data of one of ``items``. Any thread."""
         return self.share.resolve(original_item(item, self.rank))
 
     def counted(self, meter: Meter) -> Resolve:
-        """``resolve``, with each item counted when the writer is done with it."""
+        """Return ``resolve``, changed so that it counts each item once the writer has released it."""
         if meter is SILENT:
             return self.resolve
 
@@ -365,12 +386,25 @@ def plan_save(
     domains: Sequence[Sequence[int]] = (),
     memory: PlanMemory | None = None,
 ) -> PlannedSave:
-    """Collective. Who writes what, with every check that needs no file. Nothing is written.
+    """Agree on which rank writes what, with every check that needs no file. Collective.
 
-    state_dict: nested dicts and lists of tensors, DTensors, plain objects, Stateful at the top
-    level; or what was staged of one. per_rank: fnmatch patterns of flattened keys that every rank
-    keeps for itself. domains: the ranks of each domain; where there are several, each gets its copy
-    of replicated items. memory: of this process's last save, or None; it is brought up to date. On every rank the same CollectiveError of StateErrors, or StateError where the ranks disagree.
+    Nothing is written.
+
+    Args:
+        state_dict: Nested dicts and lists of tensors, DTensors, plain objects, and Stateful objects at the top
+            level; or a Share, such as what was staged of one.
+        control: How the ranks talk.
+        per_rank: fnmatch patterns of flattened keys that every rank keeps for itself.
+        planner: Plans this rank's part. None: a SavePlanner.
+        domains: The ranks of each domain. If there are several, each gets its own copy of replicated items.
+        memory: What is known of this process's last save; it is updated. None: nothing is known.
+
+    Returns:
+        The planned save.
+
+    Raises:
+        CollectiveError: Some ranks failed with a StateError; the same on every rank.
+        StateError: The ranks disagree; the same on every rank.
     """
     started = time.perf_counter()
     share: Share
@@ -383,7 +417,7 @@ def plan_save(
     known: list[Described] = []
 
     def local() -> bytes:
-        plan = share.plan(control.rank, per_rank)  # the state dict's owner may be asked for it
+        plan = share.plan(control.rank, per_rank)  # this may call the user's state_dict()
         with gc_paused():
             message = PlanMessage.of(plan)
         held.append((plan, message))
@@ -401,12 +435,12 @@ def plan_save(
     decided, bitmap = control.step("plan the save", local, decide_all)
     plan, message = held[0]
     if not decided:
-        # The coordinator has forgotten what some hash stands for.
+        # The coordinator does not know the structure that belongs to some hash any more.
         _, bitmap = control.step("plan the save", lambda: message.whole, decide_all)
     memory.agreed = message.digest
     keep = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=len(plan.items))
     items = tuple(itertools.compress(plan.items, keep.tolist()))
-    # Only what per_rank matched has another name than the planner knows.
+    # Only keys that per_rank matches have another name than the planner uses.
     known_as = [original_item(item, control.rank) for item in items] if per_rank else items
     share.take_on(known_as)
     return PlannedSave(
@@ -431,11 +465,24 @@ def write(
     meter: Meter = SILENT,
     sync_names: bool = True,
 ) -> WrittenPart:
-    """Local. Write this rank's items below ``prefix``; durable on return, names too.
+    """Write this rank's items below ``prefix``; durable on return, including the names. Local.
 
-    prefix: ``Attempt.prefix``. domain: the id of the domain that holds the files. meter: counts the bytes of
-    items that are written. sync_names: not where this process prepares the domain, which syncs the same
-    directory. Errors are the storage's; of several threads all are reported.
+    Errors are the storage's; if several threads failed, all their errors are reported.
+
+    Args:
+        planned: The save.
+        storage: Where to write.
+        prefix: ``Attempt.prefix``.
+        save_id: The save's id.
+        domain: The id of the domain that holds the files.
+        threads: How many files are written at once. None: as many as pay there.
+        engine: Writes one file.
+        meter: Counts the bytes of items that are written.
+        sync_names: Whether to sync the directory. Not needed where this process prepares the domain, because
+            that syncs the same directory.
+
+    Returns:
+        What the coordinator has to know about this rank's files.
     """
     written = write_files(
         storage,
@@ -455,9 +502,16 @@ def write(
 def written_part(
     written: Written, save_id: str, domain: str | None, origin: str | None = None
 ) -> WrittenPart:
-    """What a rank tells the coordinator: its files for the manifest, its items for .metadata.
+    """Return what a rank sends to the coordinator: files for the manifest, items for .metadata.
 
-    origin: ``save_id`` where later saves may use these files too.
+    Args:
+        written: What the rank wrote.
+        save_id: The save's id.
+        domain: The id of the domain that holds the files.
+        origin: ``save_id`` if later saves may use these files too, else None.
+
+    Returns:
+        The part.
     """
     files = []
     for name, size, (sidecar_size, digest) in zip(
@@ -479,17 +533,27 @@ def finish_save(
     domains: Mapping[str, Sequence[int]] | None = None,
     root: Uri | None = None,
 ) -> dict[str, SmallFile]:
-    """Coordinator only. The extra files of the commit: ``.metadata``. Pure.
+    """Return the extra files of the commit: ``.metadata``. Coordinator only; does no I/O.
 
-    checkpoint_id: the step's URI, bare. domains: id -> ranks; where there are several, each gets a
-    ``.metadata`` of its own that points to its own copies. root: of the run, for the paths of shared
-    files. IncompleteCheckpointError when what was written is not
-    what was planned: such a save must not be committed.
+    Args:
+        planned: The save.
+        parts: What each rank wrote.
+        save_id: The save's id.
+        checkpoint_id: The step's URI without credentials.
+        domains: The ranks of each domain, by its id. If there are several, each gets a ``.metadata`` of its own
+            that points to its own copies.
+        root: The URI of the run, for the paths of shared files.
+
+    Returns:
+        The files by name.
+
+    Raises:
+        IncompleteCheckpointError: What was written is not what was planned; such a save must not be committed.
     """
     described = planned.described
     if described is None:
         raise RuntimeError("finish_save belongs to the coordinator")
-    if not is_known_layout():  # a torch whose metadata has fields that ours lacks
+    if not is_known_layout():  # torch's metadata classes have fields that are not known here
         return metadata_files(
             described.world.metadata(),
             written_places(planned.indexes, parts, root),
@@ -515,7 +579,7 @@ def metadata_files(
     checkpoint_id: str,
     save_id: str,
 ) -> dict[str, SmallFile]:
-    """``.metadata``, one for all, or one for each of several domains. Coordinator only."""
+    """Return ``.metadata``: one for all, or one for each of several domains. Coordinator only."""
 
     def encoded(ranks: Sequence[int]) -> bytes:
         places = places_for(ranks, written)
@@ -528,7 +592,7 @@ def metadata_files(
 def _per_domain(
     encoded: Callable[[Sequence[int]], bytes], domains: Mapping[str, Sequence[int]]
 ) -> dict[str, SmallFile]:
-    """One for all, or one for each of several domains' ranks."""
+    """Return one file for all, or one for the ranks of each of several domains."""
     if len(domains) < 2:  # noqa: PLR2004
         return {METADATA: encoded(())}
     return {METADATA: {domain: encoded(ranks) for domain, ranks in domains.items()}}
@@ -537,7 +601,7 @@ def _per_domain(
 def storage_data_of(
     indexes: Sequence[Sequence[MetadataIndex]], parts: Sequence[WrittenPart]
 ) -> dict[MetadataIndex, Place]:
-    """Item -> (path, offset, length); IncompleteCheckpointError unless planned == written."""
+    """Return item -> (path, offset, length); IncompleteCheckpointError unless planned == written."""
     return places_for((), written_places(indexes, parts))
 
 
@@ -546,7 +610,7 @@ def written_places(
     parts: Sequence[WrittenPart],
     root: Uri | None = None,
 ) -> list[dict[MetadataIndex, Place]]:
-    """Per rank: item -> place. IncompleteCheckpointError unless planned == written."""
+    """Return item -> place for each rank; IncompleteCheckpointError unless planned == written."""
     if len(indexes) != len(parts):
         raise IncompleteCheckpointError(f"{len(indexes)} ranks planned, but {len(parts)} wrote")
     everything = []
@@ -572,9 +636,9 @@ def written_places(
 
 
 def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
-    """File number, offset and length of every item, in the order of the rank's plan.
+    """Encode file number, offset and length of every item, in the order of the rank's plan.
 
-    placed: for each data file of the rank's part its items.
+    ``placed`` has the items of each data file of the rank's part.
     """
     flat = [
         (place.position, (number, place.offset, place.length))
@@ -586,13 +650,13 @@ def encode_placed(placed: Sequence[Sequence[Placed]]) -> bytes:
 
 
 def decode_placed(payload: bytes) -> list[tuple[int, int, int]]:
-    """What ``encode_placed`` wrote."""
+    """Decode what ``encode_placed`` wrote."""
     told: list[tuple[int, int, int]] = np.frombuffer(payload, PLACED).tolist()
     return told
 
 
 def item_bytes(item: WriteItem) -> int:
-    """Bytes of its tensor; 0 of an object, which is as large as its pickle turns out."""
+    """Return the bytes of the item's tensor; 0 for an object: its size is known once it is pickled."""
     if item.tensor_data is None:
         return 0
     size = item.tensor_data.properties.dtype.itemsize
@@ -618,7 +682,10 @@ class _Need:
 class PlannedSpace:
     """What a save writes in the domain of this rank, and what was free there before it began.
 
-    warnings: a sentence for each domain that was too small. free_bytes: None where it is not known.
+    Attributes:
+        warnings: A sentence for each domain that has too little space.
+        planned_bytes: What the ranks of this domain write.
+        free_bytes: What was free there; None if that is not known.
     """
 
     warnings: tuple[str, ...]
@@ -627,7 +694,7 @@ class PlannedSpace:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """A NoSpaceError that passes says how much is missing."""
+        """Add how much space is missing to the message of a NoSpaceError raised in the block."""
         try:
             yield
         except NoSpaceError as error:
@@ -646,9 +713,21 @@ class PlannedSpace:
 def check_space(
     seat: Seat, planned: PlannedSave, threads: int | None, *, required: bool
 ) -> PlannedSpace:
-    """Collective. What is to be written and what is free, or NoSpaceError on all ranks.
+    """Compare what is to be written with what is free in each domain. Collective.
 
-    Advice, not a reservation: others write to the disk too, and quotas need not show.
+    This is advice, not a reservation: other processes write to the disk too, and quotas may not be visible.
+
+    Args:
+        seat: The seat at the run.
+        planned: The save.
+        threads: How many files each rank writes at once. None: as many as pay there.
+        required: Whether too little space is an error; otherwise it is a warning in the log.
+
+    Returns:
+        What is planned and what is free.
+
+    Raises:
+        NoSpaceError: ``required``, and a domain has too little space; on all ranks. Nothing was written.
     """
     placement = seat.placement
 
@@ -677,7 +756,7 @@ def check_space(
 
 
 def _rooms(needs: Sequence[_Need]) -> dict[str, tuple[int, int | None]]:
-    """For each domain the planned bytes of its ranks and what is free. Pure."""
+    """Return for each domain the bytes that its ranks plan and the bytes that are free."""
     rooms: dict[str, tuple[int, int | None]] = {}
     for need in needs:
         planned, free = rooms.get(need.domain, (0, None))
@@ -691,7 +770,7 @@ def _megabytes(size_bytes: int) -> str:
 
 
 def _shortages(needs: Sequence[_Need]) -> list[str]:
-    """What each domain lacks, as a sentence. Pure."""
+    """Return what each domain lacks, as sentences."""
     lacking = []
     for domain in dict.fromkeys(need.domain for need in needs):
         here = [need for need in needs if need.domain == domain]

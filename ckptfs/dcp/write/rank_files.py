@@ -1,23 +1,24 @@
-"""The data files of a rank: which items each holds, the engines that write one, the threads that write all.
+"""The data files of a rank: their items, the engines that write one, the threads that write all.
 
     <save_id>/__{rank}_{n}.distcp     blobs, one after another: exactly what torch.save wrote of a
                                       tensor, or the bytes that the planner made of an object
-    <save_id>/__{rank}_{n}.xxh3       block digests of the file beside it (commit/digests.py)
+    <save_id>/__{rank}_{n}.xxh3       its sidecar: the block digests of that file (commit/digests.py)
 
-One file per writer thread, by default as many as the storage gains by (one, but in memory), no file for a
-rank that has nothing to save.
-``write_files`` plans the files, runs one engine call per file and counts. The errors of all threads count: the
-first stops the others, every one is reported. An *engine* writes one file:
+Each writer thread writes one file. By default there are as many files as make the storage faster: one,
+except on a filesystem in memory. A rank that has nothing to save has no file.
+``write_files`` plans the files, calls an engine once per file, and counts. The first error stops the other
+threads, and the errors of all threads are reported. An *engine* writes one file:
 
     layout known, storage takes windows     parallel_windows   several threads, direct or buffered
     anything else                           stream             one stream in order, one pump thread
 
-Both write the same bytes: what torch writes around a tensor comes from ``file_layout.frame``, and in between lies
-the tensor's memory, so nothing is copied to be framed and no CRC is computed. What has no frame,
-torch.save writes into the stream itself. Where items begin, ``digests.padding_before`` tells both.
+Both write the same bytes. What torch writes around a tensor comes from ``file_layout.frame``, and the
+tensor's memory is written between head and tail as it is. So nothing is copied to add the frame, and no CRC
+is computed. A tensor without a frame is written into the stream by torch.save. Both engines take the start
+of each item from ``digests.padding_before``.
 
-``engine_for`` is the caller's word. By default the storage says: windows past the page cache on a disk
-that takes them, through it on other mounts, a stream to object stores, memory and HDFS.
+The caller chooses with ``engine_for``. By default the storage decides: windows past the page cache on a disk
+that supports them, through it on other mounts, a stream to object stores, memory and HDFS.
 """
 
 from __future__ import annotations
@@ -80,18 +81,18 @@ SIDECAR_SUFFIX = ".xxh3"
 
 
 def data_name(rank: int, number: int) -> str:
-    """The name of a rank's ``number``-th data file, as stock DCP names it."""
+    """Return the name of a rank's ``number``-th data file, as stock DCP names it."""
     return f"__{rank}_{number}{DATA_SUFFIX}"
 
 
 def sidecar_name(data: str) -> str:
-    """The name (or path) of the sidecar of a data file."""
+    """Return the name (or path) of the sidecar of a data file."""
     return data.removesuffix(DATA_SUFFIX) + SIDECAR_SUFFIX
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where the item at ``position`` of the rank's plan lies in its file, in bytes."""
+    """Where the item at ``position`` of the rank's plan is in its file; offset and length in bytes."""
 
     position: int
     offset: int
@@ -100,10 +101,11 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """One file to write: its key and the items, each with its position in the rank's plan.
+    """One file to write: its key and its items, each with its position in the rank's plan.
 
-    at_once: files that this rank writes at the same time, which share its threads. beside: writes what lies
-    beside the file. An engine may call it when all bytes of the file are handed over; else its caller does.
+    ``at_once`` is how many files this rank writes at the same time; they share its threads. ``beside``
+    writes the sidecar. An engine may call it once all bytes of the file are handed over; if the engine
+    does not, its caller does.
     """
 
     key: str
@@ -114,9 +116,17 @@ class FileTask:
 
 @dataclass(frozen=True, slots=True)
 class FileWritten:
-    """One file that is complete and durable (its name is, after a sync of the directory).
+    """One file that is complete and durable (its name is durable after the directory is synced).
 
-    direct_bytes: of them, those that went past the page cache. engine: how it was written.
+    Attributes:
+        size_bytes: The size of the file.
+        payload_bytes: The bytes of payloads; an item without a known payload counts whole.
+        placed: Where each item is.
+        digests: The block digests of its items.
+        stage_s: Seconds spent on getting the data ready.
+        write_s: Seconds of the rest of the time.
+        engine: How it was written.
+        direct_bytes: How many bytes went past the page cache.
     """
 
     size_bytes: int
@@ -130,10 +140,11 @@ class FileWritten:
 
 
 class WriteEngine(Protocol):
-    """Writes one file; called from several threads at once, each with its own task.
+    """Writes one file. It is called from several threads at once, each with its own task.
 
-    It asks ``resolve`` for a tensor when it writes it, not before, for objects as soon as it likes
-    (their sizes are part of the file's), and calls ``cancelled.raise_if_set()`` between items. On any exception nothing of the file is left.
+    An engine calls ``resolve`` for a tensor only when it writes it. For objects it may call it at any
+    time, because their sizes determine the file's size. Between items it calls
+    ``cancelled.raise_if_set()``. After any exception nothing of the file is left.
     """
 
     def __call__(
@@ -144,8 +155,15 @@ class WriteEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What one rank wrote. ``names`` of data files; ``placed[n]`` are the items of the n-th, and
-    ``digests[n]`` theirs, in the same order. sidecars: size and digest of each data file's sidecar.
+    """What one rank wrote.
+
+    Attributes:
+        names: The names of its data files.
+        sizes_bytes: Their sizes, in the same order.
+        sidecars: The size and the digest of each data file's sidecar.
+        placed: ``placed[n]`` are the items of the n-th file.
+        counters: What was counted.
+        digests: ``digests[n]`` are the digests of the n-th file, in the order of ``placed[n]``.
     """
 
     names: tuple[str, ...]
@@ -156,13 +174,14 @@ class Written:
     digests: tuple[FileDigests, ...] = ()
 
 
-_Done = tuple[FileWritten, tuple[int, str], float]  # of one file; size and digest of its sidecar
+# One file; size and digest of its sidecar; seconds that the sidecar took.
+_Done = tuple[FileWritten, tuple[int, str], float]
 
 
 def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, WriteItem]]]:
-    """Share items among at most ``files`` files of about equal size.
+    """Distribute items over at most ``files`` files of about equal size.
 
-    In each file objects come first and tensors then, both in the order of the plan: stock's order.
+    In each file objects come first and tensors follow, both in the order of the plan, as in stock DCP.
     """
     numbered = sorted(enumerate(items), key=lambda pair: _order(*pair))
     if files <= 1 or len(items) <= 1:
@@ -179,7 +198,7 @@ def split_items(items: Sequence[WriteItem], files: int) -> list[list[tuple[int, 
 def files_for(
     storage: Storage, prefix: str, items: Sequence[WriteItem], threads: int | None
 ) -> int:
-    """How many files a rank writes at once: what was asked for, else what pays there."""
+    """Return how many files a rank writes at once: ``threads``, or if that is None what pays there."""
     if threads is not None:
         return threads
     return storage.files_at_once(prefix.rstrip("/"), sum(map(_weight_bytes, items)))
@@ -198,13 +217,26 @@ def write_files(
     first: int = 0,
     sync_names: bool = True,
 ) -> Written:
-    """Write a rank's items into data files and sidecars under ``prefix`` (ends with "/").
+    """Write a rank's items into data files and sidecars under ``prefix``.
 
-    threads: files written at once; None: as many as pay here. buckets: which items (with their
-    positions) make a file, instead of one file for each thread. first: the number of the first file.
-    On return all of it is durable, names too; without sync_names the caller syncs the directory. After an
-    error or a crash there may be whole files of an attempt that will never be committed; none is partial.
-    Errors are the storage's.
+    When this returns everything is durable, including the names (without ``sync_names`` the caller has to
+    sync the directory). After an error or a crash, complete files of an attempt that will never be
+    committed may be left; none is partial. Errors are the storage's.
+
+    Args:
+        storage: Where to write.
+        prefix: The directory of the files; ends with "/".
+        rank: The rank that writes; part of the files' names.
+        items: The rank's plan.
+        resolve: Returns the data of an item.
+        engine: Writes one file.
+        threads: How many files are written at once. None: as many as pay there.
+        buckets: The items of each file, with their positions in the plan. None: one file per thread.
+        first: The number of the first file.
+        sync_names: Whether to sync the directory.
+
+    Returns:
+        What was written.
     """
     threads = files_for(storage, prefix, items, threads)
     buckets = split_items(items, threads) if buckets is None else buckets
@@ -265,13 +297,15 @@ def _weight_bytes(item: WriteItem) -> int:
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + 1
 
 
-_FRAME_BYTES = 4 << 10  # torch.save's own bytes around a tensor: 1.5 KiB, and some for its future
-_DIMENSION_BYTES = 64  # and for each dimension
+_FRAME_BYTES = 4 << 10  # what torch.save writes around a tensor: 1.5 KiB, and a reserve
+_DIMENSION_BYTES = 64  # and this much more for each dimension
 
 
 class WriteEngineName(ArgumentChoice, parameter="engine"):
-    """auto: what the storage is fast with. direct: past the page cache wherever it is possible.
-    buffered: through it. The last two mean files; other stores are always written in a stream.
+    """How files are written; other stores than files are always written in a stream.
+
+    "auto" does what is fast on the storage, "direct" goes past the page cache wherever that is
+    possible, "buffered" goes through it.
     """
 
     AUTO = "auto"
@@ -287,14 +321,14 @@ _WANTED = {
 
 
 def engine_for(name: WriteEngineName) -> WriteEngine:
-    """The engine of that name."""
+    """Return the engine with that name."""
     return functools.partial(_write_file, wanted=_WANTED[name])
 
 
 def auto_engine(
     storage: Storage, task: FileTask, resolve: Resolve, cancelled: Cancelled
 ) -> FileWritten:
-    """Write one file as the storage is fast with. A ``WriteEngine``."""
+    """Write one file in the way that is fast on its storage. A ``WriteEngine``."""
     return _write_file(storage, task, resolve, cancelled, wanted=None)
 
 
@@ -332,7 +366,7 @@ def _write_file(
                         uri=storage.uri(task.key),
                         hint="state must not change while it is saved",
                     ) from error
-                # A planner that converts what it resolves: such a file is written in order.
+                # The planner converts what it resolves: such a file is written in order.
     return _streamed(storage, task, resolve, cancelled, objects, started)
 
 
@@ -347,7 +381,7 @@ def _windowed(  # noqa: PLR0917 - as below
     made_s = time.perf_counter() - started
     with writer:
         windows.write(max(1, writer.concurrency // task.at_once))
-        digests = windows.digests  # of all items, or nothing is published
+        digests = windows.digests  # raises unless all items are there, so nothing is published
         for loan in objects.values():
             loan.done()
     stage_s = made_s + windows.stage_s
@@ -405,7 +439,7 @@ def _streamed(  # noqa: PLR0917 - a file, its data, and how far it came
 
 
 def _close(storage: Storage, writer: DataWriter, task: FileTask, digests: FileDigests) -> None:
-    """Close the file, and on an object store write what lies beside it meanwhile: each is a request."""
+    """Close the file. On an object store write its sidecar at the same time: both are requests."""
     if task.beside is None or storage.capabilities.shape is not Shape.OBJECT:
         writer.close()
         return
@@ -437,7 +471,7 @@ def _append(stream: FileStream, data: torch.Tensor | io.BytesIO, *, stays: bool)
 
 
 def _objects(task: FileTask, resolve: Resolve) -> dict[int, Loan]:
-    """Objects are as large as their pickles turn out: made first, they tell the size of the file."""
+    """Return the data of the objects, made first: the file's size depends on their pickled sizes."""
     return {
         position: _loan(resolve(item))
         for position, item in task.items
@@ -455,10 +489,11 @@ def _bytes_of(loan: Loan) -> memoryview:
 
 
 def _memory_of_object(data: io.BytesIO) -> memoryview:
-    """What it holds, without a copy.
+    """Return the bytes of an object's stream, without a copy.
 
-    Not getbuffer(): an error that is kept would keep its view, and from Python 3.13 on a BytesIO that is collected
-    together with a view of it is told as a BufferError, in the middle of somebody else's code.
+    This does not use getbuffer(). An error that is kept would keep that view, and from Python 3.13 on a
+    BytesIO that is collected together with a view of it reports a BufferError in the middle of unrelated
+    code.
     """
     return memoryview(data.getvalue())
 
@@ -468,7 +503,10 @@ def _payload_bytes(items: Sequence[ItemDigests]) -> int:
 
 
 def _size_bound(items: Sequence[tuple[int, WriteItem]], objects: Mapping[int, Loan]) -> int:
-    """No less than the file's size and little more: stores limit the number of a file's parts."""
+    """Return a bound that is not below the file's size and only a little above it.
+
+    Stores limit the number of a file's parts.
+    """
     total = 0
     for position, item in items:
         made = objects.get(position)

@@ -1,14 +1,14 @@
-"""The stream of a file towards a writer that takes bytes in order: counts, digests, gathers, pumps.
+"""Write a file in order, for storage that takes bytes in order: count, digest, gather and pump.
 
     append --> digests, count --> gathered up to 1 MiB, large pieces as they are --> Pump --> DataWriter
 
-Large pieces are *lent* to the writer: it sends them from where they lie and releases them afterwards. The
-pump writes one piece on a thread of its own while the next is digested or copied from a device.
+Large pieces are *lent* to the writer: it sends them from their own memory and releases them afterwards.
+The pump writes one piece on a thread of its own while the next is digested or copied from a device.
 
-A tensor of a kind that ``frame`` knows none for is written by torch.save itself. torch.save hands the
-tensor's memory to its stream in one piece. That piece is recognised by its address, so its place in the
-blob, the payload offset, is known without parsing torch's format. Should a version of torch hand over
-something else, the payload is unknown, the file is still right, and readers fall back to torch.load.
+If a tensor's kind has no ``frame``, torch.save itself writes it. torch.save hands the tensor's memory to
+its stream in one piece. That piece is recognised by its address, so its offset in the blob (the payload
+offset) is known without parsing torch's format. If a version of torch hands over something else,
+the payload offset is unknown, the file is still right, and readers fall back to torch.load.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FileStream:
     _digester: BlockDigester = field(default_factory=BlockDigester)
     _item_offset: int = 0
     _stays: bool = True
-    _direct: bool = False  # bytes of the current item went to the pump from where they lie
+    _direct: bool = False  # bytes of the current item went to the pump uncopied
 
     def __enter__(self) -> Self:
         return self
@@ -64,18 +64,18 @@ class FileStream:
         self.pump.finish()
 
     def pad(self, size_bytes: int) -> None:
-        """So many zeros between two items: of neither, and not digested."""
+        """Add this many zeros between two items. They belong to neither item and are not digested."""
         self._gathered += bytes(size_bytes)
         self.position += size_bytes
 
     def begin_item(self, *, stays: bool = True) -> None:
-        """stays: whether its memory stays as it is until the file is closed."""
+        """Begin an item. ``stays``: whether its memory stays unchanged until the file is closed."""
         self._item_offset = self.position
         self._stays, self._direct = stays, False
         self._digester = BlockDigester()
 
     def append(self, data: bytearray | memoryview) -> None:
-        """Bytes of the current item; of large ones the memory goes to the writer, uncopied."""
+        """Add bytes to the current item. The memory of large pieces goes to the writer uncopied."""
         self._digester.update(data)
         self.position += len(data)
         if len(data) >= _DIRECT_BYTES:
@@ -91,19 +91,27 @@ class FileStream:
             self._flush()
 
     def after_item(self, done: Callable[[], None]) -> None:
-        """Call ``done`` when nobody reads the memory of the item that just ended any more."""
+        """Call ``done`` when the memory of the item that just ended is not read any more."""
         if self._direct:
             self.pump.then(done)
         else:
             done()  # it was copied
 
     def cut(self) -> int:
-        """Begin a region of digests here; returns the offset within the item."""
+        """Begin a region of digests here; return the offset within the item."""
         self._digester.cut()
         return self.position - self._item_offset
 
     def end_item(self, payload_offset: int, payload_length: int) -> ItemDigests:
-        """The digests of the item that ends here; its payload as told, (0, 0) where it has none."""
+        """End the current item and return its digests.
+
+        Args:
+            payload_offset: Where the payload begins within the item; 0 if it has none.
+            payload_length: The length of the payload in bytes; 0 if it has none.
+
+        Returns:
+            The digests, with offset and length of the item and of its payload.
+        """
         item = ItemDigests(
             offset=self._item_offset,
             length=self.position - self._item_offset,
@@ -121,9 +129,10 @@ class FileStream:
 
 
 def save_blob(stream: FileStream, tensor: torch.Tensor) -> tuple[int, int]:
-    """Append what torch.save writes; the payload's offset and length in it, (0, 0) where not seen.
+    """Append what torch.save writes of a plain contiguous tensor on the host.
 
-    tensor: plain, contiguous, on the host.
+    Returns:
+        The payload's offset and length in the blob; (0, 0) if the payload was not recognised.
     """
     sink = _BlobSink(stream, tensor)
     torch.save(tensor, sink)  # type: ignore[arg-type]  # it needs write and flush, no more
@@ -131,7 +140,10 @@ def save_blob(stream: FileStream, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class _BlobSink:
-    """What torch.save writes to. Small records are gathered, so a blob costs three appends."""
+    """The file object that torch.save writes to.
+
+    It gathers small records, so a blob costs three appends.
+    """
 
     def __init__(self, stream: FileStream, tensor: torch.Tensor) -> None:
         self._stream = stream
@@ -142,8 +154,10 @@ class _BlobSink:
         self._error: BaseException | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take the next bytes. Never raises: torch would finish its archive on the way out, fail at
-        that too, and its RuntimeError would hide that the disk is full.
+        """Take the next bytes; never raise.
+
+        If this raised, torch would try to finish its archive, fail at that too, and raise a RuntimeError that
+        hides, for example, that the disk is full. ``finish`` raises the error instead.
         """
         if self._error is None:
             try:
@@ -169,10 +183,10 @@ class _BlobSink:
                 self._release()
 
     def flush(self) -> None:
-        """torch.save asks for it; the stream is flushed once per file."""
+        """Do nothing: torch.save calls this, but the stream is flushed once per file."""
 
     def finish(self) -> tuple[int, int]:
-        """The payload's offset and length in the blob, (0, 0) when it was not seen.
+        """Return the payload's offset and length in the blob; (0, 0) if it was not recognised.
 
         Raises what a write raised.
         """
